@@ -1,0 +1,213 @@
+"""Names to objects: the only tables. Importing this file imports no torch, so mistakes are found at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.config import RunConfig
+from paceline.core.schedules import Schedule
+from paceline.data.datasets import DATASETS
+from paceline.data.partition import parse_split
+from paceline.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from paceline.interfaces import Layout, Policy, Rule
+
+MODELS = {"lenet5": "paceline.models.lenet:LeNet5", "cnn": "paceline.models.cnn:Cnn"}
+STRATEGIES = {
+    "classic": "one worker, no process",
+    "sync": "replies when all have pushed",
+    "async": "replies at once",
+    "backup": "replies when all but B have pushed: backup:B",
+    "bounded": "replies while within S steps of the slowest: bounded:S",
+}
+RULES = {"plain": "one shared optimizer"}
+OPTIMIZERS = {"sgd": 0.005, "adam": 0.001}
+SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
+EPOCH_MODES = ("shared", "own")
+AUTO_WARMUP = 0.05
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy's name and the number behind its colon."""
+
+    name: str
+    number: int = 0
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether several pushes make one update."""
+        return self.name in ("sync", "backup")
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def parse_strategy(text: str) -> Strategy:
+    """`sync`, `backup:1`, `bounded:3`; a clear error for anything else.
+
+    >>> parse_strategy("bounded:3")
+    Strategy(name='bounded', number=3)
+    """
+    name, colon, argument = text.partition(":")
+    if name not in STRATEGIES:
+        raise unknown_name("strategy", name, STRATEGIES)
+    takes_number = name in ("backup", "bounded")
+    if takes_number != bool(colon):
+        form = f"{name}:{'B' if name == 'backup' else 'S'}" if takes_number else name
+        raise UserError(f"strategy '{text}': write {form}")
+    if not takes_number:
+        return Strategy(name)
+    least = 1 if name == "backup" else 0
+    if not argument.isdecimal() or int(argument) < least:
+        raise UserError(f"strategy '{text}': the number after the colon must be a whole number of at least {least}")
+    return Strategy(name, int(argument))
+
+
+def parse_schedule(text: str) -> tuple[str, float]:
+    """`constant`, `cosine`, `exponential` or `exponential:FACTOR`, as (kind, factor)."""
+    kind, colon, argument = text.partition(":")
+    if kind not in SCHEDULES:
+        raise unknown_name("schedule", kind, SCHEDULES)
+    if not colon:
+        return kind, SCHEDULES[kind] or 1.0
+    try:
+        factor = float(argument)
+    except ValueError:
+        factor = 0.0
+    if kind != "exponential" or not 0.0 < factor <= 1.0:
+        raise UserError(f"schedule '{text}': only exponential takes a factor, above 0 and at most 1")
+    return kind, factor
+
+
+def lr_scale(config: RunConfig) -> float:
+    """What the learning rate is multiplied by."""
+    strategy = parse_strategy(config.strategy)
+    if config.scale_lr == "none":
+        return 1.0
+    if config.scale_lr == "auto":
+        return float(pushes_per_update(strategy, config.workers or 1))
+    try:
+        factor = float(config.scale_lr)
+    except ValueError:
+        factor = 0.0
+    if not 0.0 < factor < float("inf"):
+        raise UserError(f"--scale-lr '{config.scale_lr}': give none, auto or a positive factor")
+    return factor
+
+
+def pushes_per_update(strategy: Strategy, workers: int) -> int:
+    """How many pushes make one update."""
+    return {"sync": workers, "backup": workers - strategy.number}.get(strategy.name, 1)
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill in what depends on other settings, and check every name and combination. Starts nothing."""
+    from paceline.delays import parse_delays
+
+    strategy = parse_strategy(config.strategy)
+    for kind, asked, known in (
+        ("rule", config.rule, RULES),
+        ("optimizer", config.optimizer, OPTIMIZERS),
+        ("epoch mode", config.epoch_mode, EPOCH_MODES),
+        ("device", config.device, ("cpu", "cuda")),
+    ):
+        if asked not in known:
+            raise unknown_name(kind, asked, known)
+    if config.task is None:
+        if config.model not in MODELS:
+            raise unknown_name("model", config.model, MODELS)
+        if config.dataset not in DATASETS:
+            raise unknown_name("dataset", config.dataset, DATASETS)
+    workers = config.workers or (1 if strategy.name == "classic" else 2)
+    if strategy.name == "classic" and workers != 1:
+        raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
+    if strategy.name == "backup" and strategy.number >= workers:
+        raise UserError(
+            f"strategy {config.strategy} with {workers} worker{'s' if workers > 1 else ''} leaves nobody to wait for: "
+            f"use more than {strategy.number} workers"
+        )
+    parse_split(config.split)
+    parse_schedule(config.schedule)
+    parse_delays(config.delay or [], workers)
+    if config.target_accuracy is not None and config.eval_every is None:
+        raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
+    if config.steps is not None and config.epoch_mode == "own":
+        raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
+    if config.nesterov and not config.momentum:
+        raise UserError("--nesterov needs a momentum above 0")
+    resolved = dataclasses.replace(
+        config,
+        workers=workers,
+        lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
+        threads=config.threads or max(1, cores() // workers),
+    )
+    if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
+        resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
+    return resolved
+
+
+def make_policy(config: RunConfig) -> Policy:
+    """The reply policy of the config's strategy."""
+    from paceline.core.policies import AtOnce, Bounded, Rounds
+
+    strategy = parse_strategy(config.strategy)
+    if strategy.in_rounds:
+        return Rounds(spare=strategy.number)
+    return Bounded(strategy.number) if strategy.name == "bounded" else AtOnce()
+
+
+def make_schedule(config: RunConfig) -> Schedule:
+    """The learning rate over the budget."""
+    kind, factor = parse_schedule(config.schedule)
+    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
+
+
+def make_rule(config: RunConfig, layout: Layout) -> Rule:
+    """The update rule with its optimizer."""
+    from paceline.core.optimizers import Adam, Optimizer, Sgd
+    from paceline.core.rules.plain import Plain
+
+    mask = _decay_mask(layout) if config.weight_decay else None
+    optimizer: Optimizer
+    if config.optimizer == "adam":
+        beta1, beta2 = config.betas
+        optimizer = Adam((beta1, beta2), weight_decay=config.weight_decay, clip=config.clip, decay_mask=mask)
+    else:
+        optimizer = Sgd(
+            config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+            decay_mask=mask,
+        )
+    return Plain(optimizer)
+
+
+def _decay_mask(layout: Layout) -> Tensor | None:
+    """Ones where weight decay applies; None when it applies everywhere."""
+    import torch
+
+    if all(parameter.decay for parameter in layout.parameters):
+        return None
+    mask = torch.zeros(layout.size)
+    views = layout.views(mask)
+    for parameter in layout.parameters:
+        views[parameter.name].fill_(float(parameter.decay))
+    return mask
+
+
+def make_model(name: str, image_shape: tuple[int, ...]) -> nn.Module:
+    """A built-in model for images of `image_shape` (channels, height, width)."""
+    module, _, attribute = MODELS[name].partition(":")
+    model: nn.Module = getattr(importlib.import_module(module), attribute)(image_shape)
+    return model

@@ -1,0 +1,202 @@
+"""The command line: a table of verbs. Every error is one line on standard error and an exit code; no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UserError, unknown_name
+from paceline.flags import Parser, add_settings, config_from
+from paceline.reports.console import Console, closing_lines
+
+EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
+DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
+
+  paceline train --strategy async --workers 2     real processes on this machine
+  paceline train run.toml --lr 0.01               a file of settings, then flags
+  paceline run -n 4 script.py                     your own training loop, four times
+  paceline compare runs/*                         several runs in one table
+  paceline doctor                                 what this machine has and lacks"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _dispatch(arguments)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from paceline.runs.environment import package_version
+
+        print(f"paceline {package_version('paceline')}")
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise unknown_name("verb", verb, VERBS)
+    return VERBS[verb][0](rest)
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+    return f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' tells more):\n{verbs}"
+
+
+def _parser(verb: str, description: str) -> Parser:
+    return Parser(
+        prog=f"paceline {verb}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
+    """The closing lines (on standard error when JSON goes to standard output), then the exit code."""
+    from paceline.data.datasets import DATASETS
+
+    info = DATASETS.get(result["dataset"]) if result["task"] is None else None
+    lines = closing_lines(result, info.classes if info is not None else None, str(folder.path))
+    print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    if result["status"] == "diverged":
+        print(f"paceline: {result['reason']}", file=sys.stderr)
+    if result["status"] == "stopped":
+        print(f"paceline: stopped early; 'paceline resume {folder.path}' goes on from here", file=sys.stderr)
+    return EXIT_CODES[result["status"]]
+
+
+def _train(arguments: list[str]) -> int:
+    parser = _parser("train", "Train a model; everything about the run is kept in its folder.")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    add_settings(parser)
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    config = config_from(parsed, parsed.file)
+    from paceline.launch import train
+
+    with Console() as console:
+        folder, result = train(config, console)
+    return _show(folder, result, parsed.json)
+
+
+def _resume(arguments: list[str]) -> int:
+    parser = _parser("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
+    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.launch import resume
+
+    with Console() as console:
+        folder, result = resume(Path(parsed.run), console)
+    return _show(folder, result, parsed.json)
+
+
+def _replay(arguments: list[str]) -> int:
+    parser = _parser("replay", "Execute a run again from its log, in one process, and compare the weights bit for bit.")
+    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.launch import replay
+
+    with Console() as console:
+        outcome = replay(Path(parsed.run), console)
+    if parsed.json:
+        print(json.dumps(outcome, indent=2))
+    else:
+        print(f"{outcome['records']} records, {outcome['updates']} updates, weights {outcome['weights_sha256'][:16]}")
+        words = {
+            True: "identical to the run",
+            False: "DIFFERENT from the run",
+            None: "the run left no result to compare",
+        }
+        print(words[outcome["identical"]])
+    return 0 if outcome["identical"] is not False else 1
+
+
+def _compare(arguments: list[str]) -> int:
+    parser = _parser("compare", "Several runs in one table.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as in runs/*")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.reports.tables import compare
+
+    print(compare([Path(run) for run in parsed.runs]))
+    return 0
+
+
+def _data(arguments: list[str]) -> int:
+    parser = _parser(
+        "data", "List the data sets and where they lie, or fetch one (the only verb that uses the network)."
+    )
+    parser.add_argument("action", choices=("list", "get"))
+    parser.add_argument("name", nargs="?", help="the data set to get")
+    parser.add_argument("--data-dir", metavar="DIR", help="look here first, or fetch to here")
+    parser.add_argument("--mirror", metavar="URL", help="fetch from here instead of upstream")
+    parsed = parser.parse_strictly(arguments)
+    place = Path(parsed.data_dir) if parsed.data_dir is not None else None
+    if parsed.action == "list":
+        from paceline.data.download import status
+        from paceline.reports.tables import data_table
+
+        print(data_table(status(place)))
+        return 0
+    if parsed.name is None:
+        raise UserError("which one? 'paceline data list' shows them, as in 'paceline data get fashion-mnist'")
+    from paceline.data.download import get
+
+    print(get(parsed.name, place, parsed.mirror))
+    return 0
+
+
+def _doctor(arguments: list[str]) -> int:
+    _parser("doctor", "What this machine has, what will be slow, what to do about it.").parse_strictly(arguments)
+    from paceline.reports.doctor import examine
+
+    findings = examine()
+    print("\n".join(findings.lines))
+    return 0 if findings.usable else 1
+
+
+def _run(arguments: list[str]) -> int:
+    from paceline.scripts import run_script
+
+    parser = _parser("run", "Start a script that calls paceline.join() on several workers.")
+    parser.add_argument("-n", "--workers", type=int, default=None, help="number of workers [2]")
+    add_settings(parser, left_out=("workers", "dataset", "model", "task", "data_dir", "batch_size", "device"))
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...", help="the script and its arguments"
+    )
+    parsed = parser.parse_strictly(arguments)
+    with Console() as console:
+        folder, result = run_script(config_from(parsed, None), parsed.script, console)
+    return _show(folder, result, parsed.json)
+
+
+Verb = Callable[[list[str]], int]
+VERBS: dict[str, tuple[Verb, str]] = {
+    "train": (_train, "train a model on this machine"),
+    "run": (_run, "run your own training loop on several workers"),
+    "resume": (_resume, "go on with a run that was stopped or killed"),
+    "replay": (_replay, "execute a run again from its log and compare"),
+    "compare": (_compare, "several runs in one table"),
+    "data": (_data, "list data sets, or fetch one"),
+    "doctor": (_doctor, "what this machine has and lacks"),
+}

@@ -1,0 +1,172 @@
+"""Every setting of a run, defined once: the field gives the flag, the TOML key, the check and the help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UserError, unknown_name
+
+Check = Callable[[str, Any], None]
+
+
+def _positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(f"--{name} must be a positive number, got {value}")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"--{name} must be zero or more, got {value}")
+
+
+def _fraction(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"--{name} must be at least 0 and below 1, got {value}")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"--{name} must be at least 1, got {value}")
+
+
+def _seed(name: str, value: int) -> None:
+    if not 0 <= value < 2**63:
+        raise UserError(f"--{name} must be between 0 and 2^63 - 1, got {value}")
+
+
+def _percent(name: str, value: float) -> None:
+    if not 0.0 < value <= 100.0:
+        raise UserError(f"--{name} is in percent, above 0 and at most 100, got {value}")
+
+
+def _betas(name: str, value: list[float]) -> None:
+    if len(value) != 2 or not all(0.0 <= beta < 1.0 for beta in value):
+        raise UserError(f"--{name} takes two numbers from 0 to below 1, as in .9,.999; got {value}")
+
+
+def setting(default: Any, group: str, text: str, check: Check | None = None, metavar: str | None = None) -> Any:
+    """A config field with everything the command line needs to know of it."""
+    metadata = {"group": group, "help": text, "check": check, "metavar": metavar}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. A field left at None is resolved from the others when the run is set up."""
+
+    dataset: str = setting("fashion-mnist", "data", "fashion-mnist, mnist, cifar10 or fashion-mnist-sample")
+    split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA")
+    shard_weights: list[float] | None = setting(
+        None, "data", "relative shard sizes, one a worker, as in 1,1,2 (unequal machines)", metavar="W,W,..."
+    )
+    validation: float = setting(0.0, "data", "share of the train set held out and scored", _fraction)
+    data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
+    model: str = setting("lenet5", "model", "lenet5 or cnn")
+    task: str | None = setting(
+        None, "model", "own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
+    )
+    strategy: str = setting("async", "pace", "classic, sync, async, backup:B or bounded:S")
+    workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _at_least_one)
+    rule: str = setting("plain", "pace", "how a push changes the weights: plain")
+    optimizer: str = setting("sgd", "optimizer", "sgd or adam, one shared by all workers, on the server")
+    lr: float | None = setting(None, "optimizer", "learning rate (default .005 for sgd, .001 for adam)", _positive)
+    momentum: float = setting(0.9, "optimizer", "momentum of sgd", _fraction)
+    nesterov: bool = setting(False, "optimizer", "Nesterov momentum for sgd")
+    betas: list[float] = setting([0.9, 0.999], "optimizer", "betas of adam", _betas, metavar="B1,B2")
+    weight_decay: float = setting(0.0, "optimizer", "weight decay added to the gradient", _not_negative)
+    clip: float | None = setting(
+        None, "optimizer", "largest gradient norm; longer gradients are scaled down", _positive
+    )
+    schedule: str = setting("constant", "optimizer", "constant, exponential[:FACTOR an epoch] or cosine")
+    warmup: float = setting(0.0, "optimizer", "share of the budget over which lr grows from 0", _fraction)
+    scale_lr: str = setting("none", "optimizer", "none, auto (lr x workers that make one update) or a factor")
+    batch_size: int = setting(32, "length", "samples in a worker's batch", _at_least_one)
+    epochs: float = setting(6.0, "length", "data-set passes, shared by all workers", _positive)
+    epoch_mode: str = setting("shared", "length", "shared (one budget) or own (each worker passes over its own data)")
+    steps: int | None = setting(None, "length", "stop after this many updates instead of epochs", _at_least_one)
+    target_accuracy: float | None = setting(
+        None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
+    )
+    eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _positive)
+    seed: int = setting(0, "machine", "seed of everything random", _seed)
+    device: str = setting("cpu", "machine", "cpu or cuda")
+    threads: int | None = setting(None, "machine", "threads a worker (default cores / workers)", _at_least_one)
+    delay: list[str] | None = setting(
+        None, "machine", "slow workers on purpose: 30ms, normal:60ms,5ms, with @1,3 for those only; may be repeated"
+    )
+    checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
+    name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
+    runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value, check = getattr(self, spec.name), spec.metadata["check"]
+            if value is not None and check is not None:
+                check(spec.name.replace("_", "-"), value)
+
+
+FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
+
+
+def _coerce(name: str, value: Any, source: str) -> Any:
+    """A TOML value as its field's type, or a clear error."""
+    wanted = str(FIELDS[name].type)
+    if "list[float]" in wanted and isinstance(value, list) and all(isinstance(v, int | float) for v in value):
+        return [float(v) for v in value]
+    if "list[str]" in wanted and (isinstance(value, str) or isinstance(value, list)):
+        return [value] if isinstance(value, str) else [str(v) for v in value]
+    kinds: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+    kind = next((k for k in kinds if wanted.startswith(k)), None)
+    if kind is not None and isinstance(value, kinds[kind]) and (kind == "bool" or not isinstance(value, bool)):
+        return float(value) if kind == "float" else value
+    if name == "scale_lr" and isinstance(value, int | float):
+        return str(value)
+    raise UserError(f"{source}: {name} = {value!r} is not of type {wanted}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file; unknown keys and wrong types are errors that name the file."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no file {path}: give a TOML file of settings, or flags alone") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    values = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name == "schema":
+            continue
+        if name not in FIELDS:
+            raise UserError(f"{path}: {unknown_name('setting', key, FIELDS)}")
+        values[name] = _coerce(name, value, str(path))
+    return values
+
+
+def to_toml(config: RunConfig) -> str:
+    """The config as TOML; settings that are None are left out."""
+    lines = []
+    for name in FIELDS:
+        value = getattr(config, name)
+        if value is not None:
+            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as JSON values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> RunConfig:
+    """The inverse of `to_dict`."""
+    return RunConfig(**values)

@@ -1,0 +1,96 @@
+"""What travels between worker and server, and nothing else.
+
+Join, Push, Leave, Stop and Resume are every input that can change a server; a log of them replays a run.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker is ready; with a `quota` it has work for that many applied pushes, otherwise until the budget is spent."""
+
+    worker: int
+    incarnation: int
+    quota: int | None = None
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A gradient, named by (worker, incarnation, seq) and by the reply whose weights it was computed from.
+
+    `update` and `state` are the worker's own memory, to be read only until the worker is answered.
+    """
+
+    worker: int
+    incarnation: int
+    seq: int
+    reply: int
+    samples: int
+    loss: float
+    update: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A worker is gone: finished, lost, or never come."""
+
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Someone outside ends the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The run goes on after an end or a crash: everybody who was here is gone and is awaited again."""
+
+
+Input: TypeAlias = Join | Push | Leave | Stop | Resume
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Go on: weights of `version` lie in your memory; compute batch `batch` next. Or it is over."""
+
+    worker: int
+    incarnation: int
+    serial: int
+    version: int
+    batch: int
+    over: bool = False
+
+
+class Verdict(enum.IntEnum):
+    """What became of an input; the log keeps it, and replay compares it."""
+
+    TAKEN = 0
+    """A push that counts (now, or when its round closes), or a join, leave or stop that took effect."""
+    DROPPED = 1
+    """A push the policy had no use for: its batch is dealt again."""
+    REJECTED = 2
+    """A push with a NaN or an infinity, or from nobody we know: never applied."""
+    REPEATED = 3
+    """A push seen before: answered again, not applied again."""
+    LATE = 4
+    """A push that came after the budget was spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Replies to send, in order, and what became of the input."""
+
+    verdict: Verdict
+    replies: tuple[Reply, ...] = ()

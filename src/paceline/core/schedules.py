@@ -1,0 +1,54 @@
+"""How long training lasts and what the learning rate is then: functions of samples applied, never of time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When training is over: after `samples` applied, after `steps` versions, or (`own`) when every worker is done.
+
+    Under `own`, `samples` is what all workers' passes add up to; it only scales the schedules.
+    """
+
+    samples: int
+    epoch_samples: int
+    steps: int | None = None
+    own: bool = False
+
+    def spent(self, samples: int, version: int) -> bool:
+        """Whether a shared budget is used up; an `own` budget ends by quotas instead."""
+        if self.steps is not None:
+            return version >= self.steps
+        return not self.own and samples >= self.samples
+
+    def fraction(self, samples: int, version: int) -> float:
+        """How much of the training is done, from 0 to 1."""
+        done = version / self.steps if self.steps is not None else samples / self.samples
+        return min(1.0, done)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of how much of the budget is spent.
+
+    >>> Schedule(0.1, "cosine").lr(0.5, epochs=3.0)
+    0.05
+    """
+
+    base: float
+    kind: str = "constant"
+    decay: float = 0.9
+    warmup: float = 0.0
+
+    def lr(self, fraction: float, epochs: float) -> float:
+        """`fraction` of the budget is spent and `epochs` data-set passes have been applied."""
+        if fraction < self.warmup:
+            return self.base * max(fraction / self.warmup, 0.01)
+        if self.kind == "exponential":
+            return self.base * self.decay ** math.floor(epochs)
+        if self.kind == "cosine":
+            return self.base * 0.5 * (1.0 + math.cos(math.pi * fraction))
+        return self.base

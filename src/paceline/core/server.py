@@ -1,0 +1,279 @@
+"""The server: a state machine. Inputs in (join, push, leave, stop, resume), replies out; it owns the only weights.
+
+It reads no clock, opens no socket and draws no random number, so feeding it the same inputs gives the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Stop, Verdict
+from paceline.core.schedules import Budget, Schedule
+from paceline.interfaces import Arrival, Decision, Policy, Rule
+
+
+@dataclass(slots=True)
+class Member:
+    """What the server knows of one worker number, over all its incarnations."""
+
+    incarnation: int
+    quota: int | None
+    live: bool = True
+    waiting: bool = True
+    accepted: int = 0
+    seq: int = -1
+    serial: int = -1
+    version: int = 0
+    pushes: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.quota is not None and self.accepted >= self.quota
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The push that ended a run: it held a NaN or an infinity and was not applied."""
+
+    worker: int
+    version: int
+    loss: float
+
+
+class Server:
+    """Turns pushes into weights; the policy says when, the rule says how."""
+
+    def __init__(
+        self, weights: Tensor, rule: Rule, policy: Policy, budget: Budget, schedule: Schedule, num_workers: int
+    ) -> None:
+        self.weights = weights
+        self.rule = rule
+        self.policy = policy
+        self.budget = budget
+        self.schedule = schedule
+        self.num_workers = num_workers
+        self.rule_state = rule.start(weights)
+        self.members: dict[int, Member] = {}
+        self.worker_states: dict[int, Tensor] = {}
+        self.version = 0
+        self.samples = 0
+        self.dropped = 0
+        self.late = 0
+        self.staleness: Counter[int] = Counter()
+        self.over = False
+        self.divergence: Divergence | None = None
+        self._awaited = set(range(num_workers))
+        self._held: dict[int, Push] = {}
+        self._lr = torch.zeros((), device=weights.device)
+        self._mean = torch.empty_like(weights) if num_workers > 1 else weights
+
+    @property
+    def num_live(self) -> int:
+        """Workers that are here and still have work."""
+        return sum(member.live and not member.done for member in self.members.values())
+
+    @property
+    def started(self) -> bool:
+        """Whether every awaited worker has come (or is known never to come)."""
+        return not self._awaited
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        fraction = self.budget.fraction(self.samples, self.version)
+        return self.schedule.lr(fraction, self.samples / self.budget.epoch_samples)
+
+    def handle(self, message: Input) -> Outcome:
+        """Take one input; the replies it sets free come back in the order they are to be sent."""
+        match message:
+            case Push():
+                return self._push(message)
+            case Join():
+                return self._join(message)
+            case Leave():
+                return self._leave(message)
+            case Stop():
+                return Outcome(Verdict.TAKEN, self._finish())
+            case Resume():
+                return self._resume()
+
+    def weights_for(self, worker: int, out: Tensor) -> None:
+        """Write what `worker` was just answered with into its memory."""
+        self.rule.weights_for(self.weights, self.rule_state, worker, out)
+
+    def _join(self, join: Join) -> Outcome:
+        member = self.members.get(join.worker)
+        if member is not None and (member.live or join.incarnation <= member.incarnation):
+            return Outcome(Verdict.REJECTED)
+        accepted, pushes = (member.accepted, member.pushes) if member else (0, 0)
+        member = Member(join.incarnation, join.quota, accepted=accepted, pushes=pushes)
+        self.members[join.worker] = member
+        was_started = self.started
+        self._awaited.discard(join.worker)
+        if self.over or member.done:
+            return Outcome(Verdict.TAKEN, (self._answer(join.worker, over=True), *self._start(was_started)))
+        self.policy.join(join.worker)
+        self.rule.join(self.rule_state, join.worker)
+        if was_started:
+            return Outcome(Verdict.TAKEN, (self._answer(join.worker),))
+        return Outcome(Verdict.TAKEN, self._start(was_started))
+
+    def _start(self, was_started: bool) -> tuple[Reply, ...]:
+        """The starting line: nobody is answered before all have come, then everybody is, in worker order."""
+        if was_started or not self.started:
+            return ()
+        waiting = [worker for worker, member in sorted(self.members.items()) if member.live and member.waiting]
+        return tuple(self._answer(worker) for worker in waiting)
+
+    def _push(self, push: Push) -> Outcome:
+        member = self.members.get(push.worker)
+        if member is None or not member.live or push.incarnation != member.incarnation or push.reply > member.serial:
+            return Outcome(Verdict.REJECTED)
+        if push.seq <= member.seq:
+            again = () if member.waiting or push.seq < member.seq else (self._last_answer(push.worker),)
+            return Outcome(Verdict.REPEATED, again)
+        member.seq, member.waiting = push.seq, True
+        member.pushes += 1
+        if push.state.numel():
+            self.worker_states[push.worker] = push.state.clone()
+        if self.over:
+            self.late += 1
+            return Outcome(Verdict.LATE, (self._answer(push.worker, over=True),))
+        decision = self.policy.push(push.worker, self.version - member.version)
+        if decision.dropped:
+            self.dropped += 1
+        else:
+            self._held[push.worker] = push
+        replies = self._settle(decision)
+        if self.divergence is not None and self.divergence.worker == push.worker:
+            return Outcome(Verdict.REJECTED, replies)
+        return Outcome(Verdict.DROPPED if decision.dropped else Verdict.TAKEN, replies)
+
+    def _leave(self, leave: Leave) -> Outcome:
+        member = self.members.get(leave.worker)
+        was_started = self.started
+        self._awaited.discard(leave.worker)
+        if member is None or not member.live:
+            return Outcome(Verdict.TAKEN, self._start(was_started))
+        if leave.incarnation != member.incarnation:
+            return Outcome(Verdict.REJECTED)
+        had_work = not member.done
+        member.live = member.waiting = False
+        if self._held.pop(leave.worker, None) is not None:
+            self.dropped += 1
+        if not had_work or self.over:
+            return Outcome(Verdict.TAKEN)
+        self.rule.leave(self.rule_state, leave.worker)
+        replies = self._settle(self.policy.leave(leave.worker))
+        return Outcome(Verdict.TAKEN, (*replies, *self._start(was_started)))
+
+    def _resume(self) -> Outcome:
+        """Everybody is gone, pushes not yet applied are forgotten, and a new starting line is drawn."""
+        for worker, member in self.members.items():
+            if member.live and not member.done:
+                self.rule.leave(self.rule_state, worker)
+            member.live = member.waiting = False
+        self._held.clear()
+        self.policy.clear()
+        self.over = False
+        self._awaited = {w for w in range(self.num_workers) if w not in self.members or not self.members[w].done}
+        return Outcome(Verdict.TAKEN)
+
+    def _settle(self, decision: Decision) -> tuple[Reply, ...]:
+        """Carry a decision out: one update, then the answers it sets free, then those who have finished their work."""
+        if decision.apply and (not self._apply(decision.apply) or self.budget.spent(self.samples, self.version)):
+            return self._finish()
+        finished = [worker for worker in decision.apply if self.members[worker].done]
+        replies = [self._answer(worker) for worker in decision.release if worker not in finished]
+        for worker in finished:
+            replies.append(self._answer(worker, over=True))
+            self.rule.leave(self.rule_state, worker)
+            replies.extend(self._settle(self.policy.leave(worker)))
+        if finished and not self.num_live and not self._awaited:
+            self.over = True
+        return tuple(replies)
+
+    def _apply(self, workers: tuple[int, ...]) -> bool:
+        """One update from the held pushes of `workers`; False, and nothing changed, when it is not finite."""
+        pushes = [self._held.pop(worker) for worker in workers]
+        samples = sum(push.samples for push in pushes)
+        update = pushes[0].update if len(pushes) == 1 else self._weighted_mean(pushes, samples)
+        if not math.isfinite(update.sum().item()):
+            broken = [push for push in pushes if not torch.isfinite(push.update).all()]
+            if broken:
+                self.divergence = Divergence(broken[0].worker, self.version, broken[0].loss)
+                return False
+        staleness = [self.version - self.members[worker].version for worker in workers]
+        alone = workers[0] if len(workers) == 1 else None
+        self._lr.fill_(self.lr)
+        arrival = Arrival(alone, max(staleness), self._lr, self.num_live)
+        self.rule.apply(self.weights, self.rule_state, update, arrival)
+        self.version += 1
+        self.samples += samples
+        self.staleness.update(staleness)
+        for worker in workers:
+            self.members[worker].accepted += 1
+        return True
+
+    def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
+        """The mean over samples, summed in worker order so that it is the same in every process."""
+        torch.mul(pushes[0].update, pushes[0].samples / samples, out=self._mean)
+        for push in pushes[1:]:
+            self._mean.add_(push.update, alpha=push.samples / samples)
+        return self._mean
+
+    def _finish(self) -> tuple[Reply, ...]:
+        self.over = True
+        self._held.clear()
+        waiting = [worker for worker, member in sorted(self.members.items()) if member.live and member.waiting]
+        return tuple(self._answer(worker, over=True) for worker in waiting)
+
+    def _answer(self, worker: int, over: bool = False) -> Reply:
+        member = self.members[worker]
+        member.waiting = False
+        member.serial += 1
+        member.version = self.version
+        return Reply(worker, member.incarnation, member.serial, self.version, member.accepted, over)
+
+    def _last_answer(self, worker: int) -> Reply:
+        member = self.members[worker]
+        over = self.over or member.done
+        return Reply(worker, member.incarnation, member.serial, member.version, member.accepted, over)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether this is a moment between updates, with no push held that a checkpoint would lose."""
+        return not self._held
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but tensors that is needed to go on from here, as JSON values."""
+        assert self.can_be_cut, "a cut is taken between updates, when no push is held"
+        return {
+            "version": self.version,
+            "samples": self.samples,
+            "dropped": self.dropped,
+            "late": self.late,
+            "over": self.over,
+            "staleness": sorted(self.staleness.items()),
+            "members": {str(worker): asdict(member) for worker, member in self.members.items()},
+            "awaited": sorted(self._awaited),
+            "policy": self.policy.facts(),
+        }
+
+    def restore(self, facts: dict[str, Any], weights: Tensor, rule_state: dict[str, Tensor]) -> None:
+        """Become the server that `facts`, `weights` and `rule_state` were taken from."""
+        self.weights.copy_(weights)
+        for name, tensor in self.rule_state.items():
+            tensor.copy_(rule_state[name])
+        self.version, self.samples = facts["version"], facts["samples"]
+        self.dropped, self.late, self.over = facts["dropped"], facts["late"], facts["over"]
+        self.staleness = Counter({int(value): count for value, count in facts["staleness"]})
+        self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
+        self._awaited = set(facts["awaited"])
+        self.policy.restore(facts["policy"])

@@ -1,0 +1,55 @@
+"""The worker: a generator that yields what it sends and is sent what it is told.
+
+It cannot tell whether a process, a simulator or a replay drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from paceline.core.messages import Join, Push, Reply
+from paceline.interfaces import Loader, Task
+
+
+def work(
+    task: Task, loader: Loader, join: Join, gradient: Tensor, state: Tensor
+) -> Generator[Join | Push, Reply, None]:
+    """Join, then push the gradient of each batch dealt, until told that it is over.
+
+    `gradient` and `state` are the memories `task` is bound to; a push carries them, and whoever drives this generator
+    sends the reply only after the new weights lie in the bound weights.
+    """
+    reply = yield join
+    while not reply.over:
+        batch = loader.batch(reply.batch)
+        loss = task.gradient(batch)
+        seq = reply.serial  # one push a reply, so the reply's number names the push too
+        reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, gradient, state)
+
+
+class Seat:
+    """A worker in this process: its memory, its generator, and the reply it has not acted on yet."""
+
+    def __init__(self, task: Task, loader: Loader, join: Join, device: torch.device | None = None) -> None:
+        self.join = join
+        self.weights = torch.zeros(task.layout.size, device=device)
+        self.gradient = torch.zeros(task.layout.size, device=device)
+        self.state = torch.zeros(task.state_size, device=device)
+        task.bind(self.weights, self.gradient, self.state)
+        self.pending: Reply | None = None
+        self._generator = work(task, loader, join, self.gradient, self.state)
+        next(self._generator)
+
+    def push(self) -> Push | None:
+        """Act on the pending reply: the next push, or None when it said that it is over."""
+        assert self.pending is not None, "a seat that was not answered has nothing to compute"
+        reply, self.pending = self.pending, None
+        try:
+            message = self._generator.send(reply)
+        except StopIteration:
+            return None
+        assert isinstance(message, Push)
+        return message

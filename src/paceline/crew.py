@@ -1,0 +1,121 @@
+"""The pieces of one run, built from its config: task, server, seats. Every process and every replay builds them here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from paceline.assemble import make_model, make_policy, make_rule, make_schedule
+from paceline.config import RunConfig
+from paceline.core.messages import Join
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.data.datasets import Dataset
+from paceline.division import Work, divide_work
+from paceline.errors import UserError
+from paceline.models.dropout import mix64
+from paceline.tasks.supervised import Normalise, SupervisedTask
+
+_INITIAL = 0x1417
+MAIN_MODULE = "__paceline_main__"
+
+
+def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
+    """The task of a run: a built-in model on `dataset`, or the user's own. The seed fixes the initial weights."""
+    torch.manual_seed(mix64(config.seed, _INITIAL))
+    if config.task is not None:
+        return load_task(config.task)
+    assert dataset is not None
+    return SupervisedTask(
+        make_model(config.model, dataset.info.image_shape),
+        F.nll_loss,
+        train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
+        test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),
+        transform=Normalise(dataset.info.mean, dataset.info.std),
+        classes=dataset.info.classes,
+    )
+
+
+def load_task(text: str) -> SupervisedTask:
+    """Call MODULE:FUNCTION or FILE.py:FUNCTION, which must return a `paceline.Task`."""
+    where, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise UserError(f"task '{text}': write MODULE:FUNCTION or FILE.py:FUNCTION")
+    module = _module_from_file(Path(where)) if where.endswith(".py") else _module_by_name(where, text)
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise UserError(f"task '{text}': {where} has no function '{name}'")
+    task = build()
+    if not isinstance(task, SupervisedTask):
+        raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
+    return task
+
+
+def _module_by_name(name: str, text: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UserError(
+                f"task '{text}': no module '{name}'; run from its folder or give FILE.py:FUNCTION"
+            ) from None
+        raise
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    if MAIN_MODULE in sys.modules:
+        return sys.modules[MAIN_MODULE]
+    if not path.is_file():
+        raise UserError(f"task file {path} does not exist")
+    spec = importlib.util.spec_from_file_location(MAIN_MODULE, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MAIN_MODULE] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def work_of(task: SupervisedTask, config: RunConfig) -> Work:
+    """How the train set of `task` is divided."""
+    return divide_work(class_labels(task.train[1], len(task.train[0]), config), config)
+
+
+def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarray[Any, Any]:
+    """Class numbers for splitting; targets that are none can still be split as `full` or `iid`."""
+    if isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point():
+        return targets.cpu().numpy().astype(np.int64)
+    if config.split in ("full", "iid"):
+        return np.zeros(num_samples, np.int64)
+    raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
+
+
+def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
+    """The server of a run, at its start."""
+    return Server(
+        task.initial(),
+        make_rule(config, task.layout),
+        make_policy(config),
+        work.budget,
+        make_schedule(config),
+        config.workers or 1,
+    )
+
+
+def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
+    """How a worker announces itself."""
+    return Join(worker, incarnation, work.quotas[worker], config.threads or 1)
+
+
+def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
+    """A worker in this process, on the device of the task's data."""
+    loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
+    return Seat(task, loader, join, task.train[0].device)

@@ -1,0 +1,84 @@
+"""What is known of each data set without reading a file: names, shapes, sizes, constants, licence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """The facts of one data set; sizes are those of the complete official files."""
+
+    name: str
+    title: str
+    classes: tuple[str, ...]
+    image_shape: tuple[int, int, int]  # channels, height, width
+    train_size: int
+    test_size: int
+    mean: tuple[float, ...]  # of the whole train set, pixels scaled to 0..1, one a channel
+    std: tuple[float, ...]
+    licence: str
+    download_nbytes: int  # approximate
+
+
+_FASHION_MNIST = DatasetInfo(
+    name="fashion-mnist",
+    title="Fashion-MNIST",
+    classes=(
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ),
+    image_shape=(1, 28, 28),
+    train_size=60_000,
+    test_size=10_000,
+    mean=(0.286041,),
+    std=(0.353024,),
+    licence="MIT, copyright (c) 2017 Zalando SE",
+    download_nbytes=30_878_645,
+)
+
+_MNIST = DatasetInfo(
+    name="mnist",
+    title="MNIST",
+    classes=tuple("0123456789"),
+    image_shape=(1, 28, 28),
+    train_size=60_000,
+    test_size=10_000,
+    mean=(0.130660,),
+    std=(0.308108,),
+    licence="CC BY-SA 3.0, copyright Yann LeCun and Corinna Cortes",
+    download_nbytes=11_594_722,
+)
+
+_CIFAR10 = DatasetInfo(
+    name="cifar10",
+    title="CIFAR-10",
+    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    image_shape=(3, 32, 32),
+    train_size=50_000,
+    test_size=10_000,
+    mean=(0.491400, 0.482158, 0.446531),
+    std=(0.247032, 0.243485, 0.261588),
+    licence="no licence published; cite Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+    download_nbytes=170_498_071,
+)
+
+# The sample keeps the whole set's mean and std, so a model trained on either sees the same scale.
+_SAMPLE = replace(
+    _FASHION_MNIST,
+    name="fashion-mnist-sample",
+    title="Fashion-MNIST, built-in sample",
+    train_size=12_000,
+    test_size=2_000,
+    download_nbytes=0,
+)
+
+DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (_FASHION_MNIST, _MNIST, _CIFAR10, _SAMPLE)}

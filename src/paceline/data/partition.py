@@ -1,0 +1,174 @@
+"""How the samples of a data set are divided: a split over workers, and a part held out for validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.randomness import rng
+from paceline.errors import UserError, unknown_name
+
+Indices = NDArray[np.int64]
+
+SPLITS = ("full", "iid", "labels", "dirichlet:ALPHA")
+_LARGEST_CONCENTRATION = 1e12  # beyond it a Dirichlet draw is the weights themselves, to less than a sample
+
+
+@dataclass(frozen=True)
+class Split:
+    """How data is divided; `alpha` is for `dirichlet` alone."""
+
+    kind: str
+    alpha: float | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.alpha is None else f"{self.kind}:{self.alpha:g}"
+
+
+def parse_split(text: str) -> Split:
+    """The split a user wrote.
+
+    >>> parse_split("dirichlet:0.5")
+    Split(kind='dirichlet', alpha=0.5)
+    """
+    kind, colon, argument = text.strip().partition(":")
+    if kind == "dirichlet":
+        try:
+            alpha = float(argument)
+        except ValueError:
+            alpha = math.nan
+        if not (math.isfinite(alpha) and alpha > 0):
+            found = f"'{argument}'" if colon else "none"
+            raise UserError(
+                f"split '{text}' needs a positive number after 'dirichlet:', found {found}: try dirichlet:0.5"
+            )
+        return Split("dirichlet", alpha)
+    if kind not in ("full", "iid", "labels"):
+        raise unknown_name("split", text, SPLITS)
+    if colon:
+        raise UserError(f"split '{text}' was asked for, but '{kind}' takes no argument: write '{kind}'")
+    return Split(kind)
+
+
+def partition(
+    labels: NDArray[Any], num_workers: int, split: Split, seed: int, weights: Sequence[float] | None = None
+) -> list[Indices]:
+    """The sample indices of each worker, sorted; but for `full` they are disjoint and cover all samples."""
+    shares = _shares(num_workers, split, weights)
+    if len(labels) == 0:
+        raise UserError(f"split {split} was asked for over a data set without samples: use another data set")
+    if split.kind == "full":
+        return [np.arange(len(labels), dtype=np.int64) for _ in range(num_workers)]
+    if split.kind == "iid":
+        shards = _cut(rng(seed, "split iid").permutation(len(labels)), shares)
+    elif split.kind == "labels":
+        generator = rng(seed, "split labels")
+        classes = _classes(labels)
+        order = [generator.permutation(classes[number]) for number in generator.permutation(len(classes))]
+        shards = _cut(np.concatenate(order), shares)
+    else:
+        shards = _dirichlet(_classes(labels), shares, split, seed)
+    for worker, shard in enumerate(shards):
+        if len(shard) == 0:
+            raise UserError(
+                f"split {split} of {len(labels)} samples over {num_workers} workers leaves worker {worker} with none: "
+                + _what_to_do(split, weights)
+            )
+    return [np.sort(shard).astype(np.int64) for shard in shards]
+
+
+def hold_out(labels: int | NDArray[Any], fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Train and validation indices, sorted: `fraction` of every class is held out, a class more or less one sample."""
+    if not 0 <= fraction < 1:
+        raise UserError(
+            f"a validation fraction of {fraction:g} was asked for: choose one from 0 up to, not including, 1"
+        )
+    classes = [np.arange(labels, dtype=np.int64)] if isinstance(labels, int) else _classes(labels)
+    total = sum(len(members) for members in classes)
+    if fraction == 0:
+        return np.arange(total, dtype=np.int64), np.empty(0, dtype=np.int64)
+    # Rounding the running total keeps both the whole and every class within one sample of what was asked.
+    bounds = [_round(Fraction(fraction) * so_far) for so_far in accumulate((len(c) for c in classes), initial=0)]
+    train, validation = [], []
+    for number, members in enumerate(classes):
+        shuffled = rng(seed, "hold out", number).permutation(members)
+        num_held = bounds[number + 1] - bounds[number]
+        validation.append(shuffled[:num_held])
+        train.append(shuffled[num_held:])
+    if bounds[-1] in (0, total):
+        side = "training" if bounds[-1] else "validation"
+        raise UserError(
+            f"a validation fraction of {fraction:g} of {total} samples leaves none for {side}: "
+            "choose another fraction or more data"
+        )
+    return np.sort(np.concatenate(train)), np.sort(np.concatenate(validation))
+
+
+def _shares(num_workers: int, split: Split, weights: Sequence[float] | None) -> list[Fraction]:
+    """What part of the data each worker is due; they sum to one, exactly."""
+    if num_workers < 1:
+        raise UserError(f"{num_workers} workers were asked for: choose at least 1")
+    if weights is None:
+        return [Fraction(1, num_workers)] * num_workers
+    if split.kind == "full":
+        raise UserError(
+            "weights were given with split full, where every worker has all data: leave them out, or use iid"
+        )
+    if len(weights) != num_workers:
+        raise UserError(f"{len(weights)} weights were given for {num_workers} workers: give one a worker")
+    for worker, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"worker {worker} was given weight {weight:g}: weights are positive numbers")
+    exact = [Fraction(weight) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
+
+
+def _classes(labels: NDArray[Any]) -> list[Indices]:
+    """The indices of each class that occurs, in order of its label."""
+    order = np.argsort(labels, kind="stable").astype(np.int64)
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+
+
+def _cut(indices: Indices, shares: Sequence[Fraction]) -> list[Indices]:
+    """`indices` cut in as many pieces as there are shares, each within one of its due."""
+    total = sum(shares)
+    bounds = [_round(len(indices) * so_far / total) for so_far in accumulate(shares[:-1])]
+    return np.split(indices, bounds)
+
+
+def _round(number: Fraction) -> int:
+    return math.floor(number + Fraction(1, 2))
+
+
+def _dirichlet(classes: list[Indices], shares: list[Fraction], split: Split, seed: int) -> list[Indices]:
+    """Each class cut by proportions of its own, drawn from Dirichlet(alpha x workers x share)."""
+    assert split.alpha is not None
+    due = np.array([float(share) for share in shares])
+    concentration = np.maximum(min(split.alpha * len(shares), _LARGEST_CONCENTRATION) * due, np.finfo(float).tiny)
+    pieces: list[list[Indices]] = [[] for _ in shares]
+    for number, members in enumerate(classes):
+        generator = rng(seed, "split dirichlet", number)
+        proportions = generator.dirichlet(concentration)
+        if not np.isfinite(proportions).all() or proportions.sum() <= 0:
+            # A vanishing alpha gives each class whole to one worker; the draw itself underflows there.
+            proportions = np.eye(len(shares))[generator.choice(len(shares), p=due / due.sum())]
+        cuts = _cut(generator.permutation(members), [Fraction(float(part)) for part in proportions])
+        for mine, cut in zip(pieces, cuts, strict=True):
+            mine.append(cut)
+    return [np.concatenate(mine) for mine in pieces]
+
+
+def _what_to_do(split: Split, weights: Sequence[float] | None) -> str:
+    remedies = ["use fewer workers"]
+    if split.kind == "dirichlet":
+        remedies += ["a larger alpha", "another seed"]
+    if weights is not None:
+        remedies.append("weights nearer each other")
+    return " or ".join([", ".join(remedies[:-1]), remedies[-1]] if len(remedies) > 1 else remedies)

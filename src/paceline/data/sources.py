@@ -1,0 +1,109 @@
+"""Where each data set comes from, and the checksums of what its files hold once unpacked.
+
+Content is checked rather than files, because a repackaged .gz or .tar differs in its headers alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.data.idx import inflate
+
+_PIECE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file to fetch, and the sha256 of each thing in it."""
+
+    name: str
+    contents: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The address all files of a data set share, ending in a slash, and the files."""
+
+    url: str
+    files: tuple[RemoteFile, ...]
+
+
+def _idx_source(url: str, checksums: Mapping[str, str]) -> Source:
+    return Source(url, tuple(RemoteFile(f"{name}.gz", {name: checksum}) for name, checksum in checksums.items()))
+
+
+SOURCES: dict[str, Source] = {
+    "fashion-mnist": _idx_source(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        {
+            "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+            "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+            "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+            "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+        },
+    ),
+    "mnist": _idx_source(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        {
+            "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        },
+    ),
+    "cifar10": Source(
+        "https://www.cs.toronto.edu/~kriz/",
+        (
+            RemoteFile(
+                "cifar-10-python.tar.gz",
+                {
+                    "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+                    "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+                    "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+                    "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+                    "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+                    "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+                },
+            ),
+        ),
+    ),
+}
+
+
+def fault(path: Path, file: RemoteFile) -> str | None:
+    """What is wrong with the content of `path`, fetched for `file`, in a few words; None where all of it is right."""
+    from paceline.data.cifar import ARCHIVE_ERRORS  # here, because tar and lzma are slow to import
+
+    try:
+        found = dict(_checksums(path, file))
+    except (*ARCHIVE_ERRORS, zlib.error) as error:
+        return f"a damaged file ({error or 'it ends early'})"
+    for name, checksum in file.contents.items():
+        if name not in found:
+            return f"no {name} in it"
+        if found[name] != checksum:
+            return f"sha256 {found[name][:16]}... of {name} instead of {checksum[:16]}..."
+    return None
+
+
+def _checksums(path: Path, file: RemoteFile) -> Iterator[tuple[str, str]]:
+    """The name and sha256 of everything in a packed file."""
+    if ".tar" in file.name:
+        from paceline.data.cifar import archive_members
+
+        for name, member in archive_members(path, Path(file.name).suffix):
+            yield name, _sha256(iter(lambda member=member: member.read(_PIECE_NBYTES), b""))  # type: ignore[misc]
+        return
+    with path.open("rb") as packed:
+        yield file.name.removesuffix(".gz"), _sha256(inflate(iter(lambda: packed.read(_PIECE_NBYTES), b"")))
+
+
+def _sha256(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""Who trains on what, and for how long: a function of the config and the labels, the same in every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.config import RunConfig
+from paceline.core.schedules import Budget
+from paceline.data.batches import Batches
+from paceline.data.partition import hold_out, parse_split, partition
+from paceline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who trains on what, and for how long."""
+
+    shards: list[np.ndarray[Any, Any]]
+    validation: np.ndarray[Any, Any]
+    train: np.ndarray[Any, Any]
+    quotas: list[int | None]
+    budget: Budget
+
+    def batches(self, worker: int, config: RunConfig) -> Batches:
+        """The addressed batches of one worker."""
+        return Batches(self.shards[worker], config.batch_size, config.seed, worker)
+
+
+def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
+    """Split the train set over the workers; the same in every process, since it is a function of the config alone."""
+    workers = config.workers or 1
+    train, validation = hold_out(labels, config.validation, config.seed)
+    available = -(-len(train) // config.batch_size)
+    if workers > available:
+        raise UserError(
+            f"--workers {workers}: {len(train)} samples make only {available} batches of {config.batch_size}; "
+            f"use at most {available} workers or a smaller batch"
+        )
+    parts = partition(labels[train], workers, parse_split(config.split), config.seed, config.shard_weights)
+    shards = [train[part] for part in parts]
+    work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
+    if config.epoch_mode == "own":
+        quotas: list[int | None] = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
+        total = sum(b.samples_before(quota or 0) for b, quota in zip(work, quotas, strict=True))
+        budget = Budget(total, len(train), own=True)
+    else:
+        quotas = [None] * workers
+        budget = Budget(max(1, round(config.epochs * len(train))), len(train), steps=config.steps)
+    return Work(shards, validation, train, quotas, budget)

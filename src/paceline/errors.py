@@ -1,0 +1,58 @@
+"""Every error Paceline raises on purpose.
+
+    PacelineError            anything below; the command line prints it as one line, without a traceback
+    ├── UserError            what was asked cannot be done: exit code 2
+    │   └── DataError        a data file is missing, truncated or corrupted
+    ├── Diverged             training produced numbers that are not finite: exit code 3
+    ├── RunFailed            a process of ours died or the machine ran out of something: exit code 1
+    └── ProtocolError        the other side of a transport sent what it must not: its fault, never ours
+
+A message says what was asked, what was found and what to do. A lost worker is an event, not an exception.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """The root of the tree; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class UserError(PacelineError):
+    """The request itself is wrong; nothing was started, or nothing was lost."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """A data set is not there, or is not what it says it is."""
+
+
+class Diverged(PacelineError):
+    """A push or the weights hold a NaN or an infinity."""
+
+    exit_code = 3
+
+
+class RunFailed(PacelineError):
+    """The run could not go on, through no fault of its settings."""
+
+
+class ProtocolError(PacelineError):
+    """A peer broke the protocol; the connection is closed, the run goes on."""
+
+
+def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
+    """The error for a name nobody knows, with the nearest known names offered.
+
+    >>> print(unknown_name("model", "lenet", ["lenet5", "cnn"]))
+    unknown model 'lenet': did you mean 'lenet5'? Known: cnn, lenet5
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
+    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "? " if near else ""
+    return UserError(f"unknown {kind} '{asked}': {offer}Known: {', '.join(names)}")

@@ -1,0 +1,177 @@
+"""The shapes everything else is built from; read this file first.
+
+A worker turns weights into a push. A server turns pushes into weights. A reply withheld is a worker held back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+State: TypeAlias = dict[str, Tensor]
+"""Named tensors and nothing else, so that it can be saved, restored and batched."""
+
+ALIGNMENT = 16
+"""Parameters start at multiples of this many floats (one cache line), in every process alike."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where one named parameter lies in the flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    decay: bool = True
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every parameter of a model in one flat vector of `size` floats; gaps hold zeros and stay zero."""
+
+    parameters: tuple[Parameter, ...]
+    size: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.size for parameter in self.parameters)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each parameter by name, as a view into `flat`."""
+        return {p.name: flat[p.offset : p.offset + p.size].view(p.shape) for p in self.parameters}
+
+    def to_rows(self) -> list[list[Any]]:
+        """The layout as plain lists, for JSON."""
+        return [[p.name, list(p.shape), p.offset, p.decay] for p in self.parameters]
+
+    @staticmethod
+    def from_rows(rows: list[list[Any]]) -> Layout:
+        """The inverse of `to_rows`."""
+        return pack([(name, tuple(shape), bool(decay)) for name, shape, _, decay in rows])
+
+
+def pack(parameters: Sequence[tuple[str, tuple[int, ...], bool]]) -> Layout:
+    """Lay (name, shape, decay) triples one after another, each at an aligned offset.
+
+    >>> pack([("a", (3,), True), ("b", (2, 2), True)]).parameters[1].offset
+    16
+    """
+    laid, offset = [], 0
+    for name, shape, decay in parameters:
+        laid.append(Parameter(name, shape, offset, decay))
+        offset += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+    return Layout(tuple(laid), max(offset, ALIGNMENT))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch: what is in it, how many samples it counts for, and the 64-bit key all its randomness comes from."""
+
+    inputs: Any
+    targets: Any
+    samples: int
+    key: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good some weights are on some data."""
+
+    loss: float
+    correct: int
+    total: int
+    per_class: tuple[float | None, ...] = ()
+
+    @property
+    def accuracy(self) -> float:
+        """In percent."""
+        return 100.0 * self.correct / self.total if self.total else math.nan
+
+
+class Loader(Protocol):
+    """A worker's data: batch `number` is a function of (seed, worker, number) alone."""
+
+    def batch(self, number: int) -> Batch: ...
+
+
+class Task(Protocol):
+    """A model and a loss over one flat vector."""
+
+    layout: Layout
+    state_size: int
+    """Floats of a worker's own state that ride behind each push (running statistics)."""
+
+    def initial(self) -> Tensor:
+        """The weights training starts from, flat."""
+        ...
+
+    def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
+        """Once a worker: use these memories from now on; their addresses never change."""
+        ...
+
+    def gradient(self, batch: Batch) -> float:
+        """Fill the bound gradient (and state) from the bound weights; return the loss."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a rule may know of the update it applies; `worker` is None for the mean of a round."""
+
+    worker: int | None
+    staleness: int
+    lr: Tensor
+    num_live: int
+
+
+class Rule(Protocol):
+    """How an update changes the weights: in place, elementwise over [..., P]."""
+
+    def start(self, weights: Tensor) -> State: ...
+
+    def join(self, state: State, worker: int) -> None: ...
+
+    def leave(self, state: State, worker: int) -> None: ...
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None: ...
+
+    def weights_for(self, weights: Tensor, state: State, worker: int, out: Tensor) -> None:
+        """What `worker` computes on next: a plain copy, unless the rule looks ahead."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A policy's answer: which held pushes become one update now, and who is answered after it."""
+
+    apply: tuple[int, ...] = ()
+    release: tuple[int, ...] = ()
+    dropped: bool = False
+
+
+class Policy(Protocol):
+    """When the server replies. Plain bookkeeping over worker numbers: no tensors, no clock."""
+
+    def join(self, worker: int) -> None: ...
+
+    def push(self, worker: int, staleness: int) -> Decision: ...
+
+    def leave(self, worker: int) -> Decision: ...
+
+    def clear(self) -> None:
+        """Forget everybody: the run starts again from where it is."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Everything needed to go on from here, as JSON values."""
+        ...
+
+    def restore(self, facts: dict[str, Any]) -> None: ...

@@ -1,0 +1,239 @@
+"""From a config to a result: checks what can be checked, finds the data, and hands the run to its runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.config import RunConfig
+from paceline.data.datasets import Location, load, locate
+from paceline.division import divide_work
+from paceline.errors import RunFailed, UserError
+from paceline.reports.console import Console
+from paceline.runs.arrivals import read_arrivals
+from paceline.runs.environment import git_state
+from paceline.runs.folder import RunFolder
+
+
+def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """Run what the config says; returns where it lies and what it came to."""
+    config = resolve(config)
+    location = _locate(config)
+    _hints(config, location, console)
+    if _in_this_process(config):
+        _require_device(config)
+        folder = RunFolder.create(config)
+        with _discarding(folder):
+            return folder, _train_here(config, folder, location, console, resume=False)
+    folder = RunFolder.create(config)
+    with _discarding(folder):
+        return folder, _train_on_processes(config, folder, location, console, incarnation=0)
+
+
+def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """Go on with a run that was stopped or killed, from its newest checkpoint and its log."""
+    folder = RunFolder.open(path)
+    config = folder.config()
+    result = folder.result()
+    if result is not None and result["status"] != "stopped":
+        raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
+    location = _locate(config)
+    records, _ = read_arrivals(folder.arrivals_file, config)
+    incarnation = 1 + max((record.incarnation for record in records if record.kind == "join"), default=0)
+    folder.result_file.unlink(missing_ok=True)
+    if _in_this_process(config):
+        _require_device(config)
+        return folder, _train_here(config, folder, location, console, resume=True, incarnation=incarnation)
+    return folder, _train_on_processes(config, folder, location, console, incarnation)
+
+
+def replay(path: Path, console: Console) -> dict[str, Any]:
+    """Execute a run again from its log, in this process, and compare the weights."""
+    folder = RunFolder.open(path)
+    config = folder.config()
+    records, whole = read_arrivals(folder.arrivals_file, config)
+    torn = folder.arrivals_file.stat().st_size - whole
+    if torn:
+        console.note(f"{folder.arrivals_file.name} ends in a torn record of {torn} bytes: it is left out")
+    if not records:
+        raise UserError(f"{folder.arrivals_file} holds no record: the run never started")
+    location = _locate(config)
+    _require_device(config)
+
+    import torch
+
+    from paceline.crew import make_seat, make_server, make_task, work_of
+    from paceline.runs.replay import Replay
+    from paceline.runs.result import trained_tensors, weights_sha256
+
+    torch.set_num_threads(config.threads or 1)
+    dataset = load(location) if location is not None else None
+    device = torch.device(config.device)
+    task = make_task(config, dataset).to(device)
+    work = work_of(task, config)
+    server = make_server(config, task, work)
+    again = Replay(server, lambda join: make_seat(config, make_task(config, dataset).to(device), work, join))
+
+    def progress(number: int) -> None:
+        if number % 50 == 0:
+            row = {"loss": None, "rate": None, "staleness": 0.0}
+            console.report({"kind": "progress", "fraction": number / len(records), "updates": server.version, **row})
+
+    again.feed(records, progress)
+    recorded = (folder.result() or {}).get("weights_sha256")
+    digest = weights_sha256(trained_tensors(server, task))
+    return {
+        "run": str(path),
+        "records": len(records),
+        "updates": server.version,
+        "weights_sha256": digest,
+        "recorded_sha256": recorded,
+        "identical": None if recorded is None else digest == recorded,
+    }
+
+
+def _locate(config: RunConfig) -> Location | None:
+    if config.task is not None:
+        return None
+    return locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
+
+
+def _in_this_process(config: RunConfig) -> bool:
+    return parse_strategy(config.strategy).name == "classic" or config.device == "cuda"
+
+
+def _require_device(config: RunConfig) -> None:
+    if config.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                "--device cuda: this machine has no CUDA device that torch can use; leave it out for the CPU"
+            )
+        if config.delay:
+            raise UserError(
+                "--delay slows processes: workers that share a GPU are one process; leave out one of the two"
+            )
+
+
+def _hints(config: RunConfig, location: Location | None, console: Console) -> None:
+    """What the user should know before it starts, one line each."""
+    if location is not None and location.sample:
+        console.note(
+            "using the built-in sample of Fashion-MNIST (12,000 + 2,000 images): "
+            "'paceline data get fashion-mnist' fetches all 70,000"
+        )
+    pushes = pushes_per_update(parse_strategy(config.strategy), config.workers or 1)
+    if pushes > 1 and lr_scale(config) == 1.0:
+        console.note(
+            f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
+            "--scale-lr auto scales it, with warm-up"
+        )
+
+
+def _facts(config: RunConfig, location: Location | None) -> dict[str, Any]:
+    """What the result records about where things came from."""
+    return {
+        "data_origin": location.origin if location is not None else f"task {config.task}",
+        "data_path": str(location.path) if location is not None else None,
+        "data_is_sample": location.sample if location is not None else False,
+        "git": git_state(Path.cwd()),
+    }
+
+
+@contextlib.contextmanager
+def _discarding(folder: RunFolder) -> Iterator[None]:
+    """A run that fails before it starts leaves no folder behind."""
+    try:
+        yield
+    except BaseException:
+        folder.discard_unstarted()
+        raise
+
+
+def _train_on_processes(
+    config: RunConfig, folder: RunFolder, location: Location | None, console: Console, incarnation: int
+) -> dict[str, Any]:
+    from paceline.runtimes.fork_server import ForkServer
+    from paceline.runtimes.local import run_local
+    from paceline.runtimes.shared_dataset import SharedDataset
+
+    with ForkServer() as forks:
+        shared = SharedDataset(location) if location is not None else None
+        if shared is not None:
+            divide_work(shared.dataset.train_labels, config)
+        facts = _facts(config, location)
+        result = run_local(config, folder, forks, shared, facts, console.report, incarnation)
+    if result["status"] == "stopped" and result["reason"] == "all workers are gone":
+        raise RunFailed(
+            f"all workers are gone at update {result['updates']}: 'paceline resume {folder.path}' goes on from there"
+        )
+    return result
+
+
+def _train_here(
+    config: RunConfig,
+    folder: RunFolder,
+    location: Location | None,
+    console: Console,
+    resume: bool,
+    incarnation: int = 0,
+) -> dict[str, Any]:
+    """`classic`, or several workers on one GPU: everything in this process."""
+    import torch
+
+    from paceline.core.messages import Resume
+    from paceline.crew import make_join, make_seat, make_server, make_task, work_of
+    from paceline.runs.resume import rebuild
+    from paceline.runtimes.host import Host
+    from paceline.runtimes.inline import run_inline
+
+    torch.set_num_threads(config.threads or 1)
+    device = torch.device(config.device)
+    dataset = load(location) if location is not None else None
+    task = make_task(config, dataset).to(device)
+    work = work_of(task, config)
+    server = make_server(config, task, work)
+
+    def seat(join: Any) -> Any:
+        return make_seat(config, make_task(config, dataset).to(device), work, join)
+
+    seconds = rebuild(server, seat, config, folder, console.report) if resume else 0.0
+    host = Host(server, task, work, config, folder, console.report, seconds, _facts(config, location))
+    if resume:
+        host.handle(Resume())
+    seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
+    with _stop_signals(console) as reason:
+        run_inline(host, seats, lambda: reason[0] if reason else None)
+        stopped = host.stop_reason
+        scored = {"interrupted": ("test",), "terminated": ()}.get(stopped or "", ("train", "validation", "test"))
+        result = host.finish(scored)
+    host.close()
+    return result
+
+
+@contextlib.contextmanager
+def _stop_signals(console: Console) -> Iterator[list[str]]:
+    """Ctrl-C and SIGTERM become a reason to stop, looked at between two steps; a second Ctrl-C does not wait."""
+    reasons: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield reasons
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if reasons and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        reasons.append("interrupted" if number == signal.SIGINT else "terminated")
+        console.note(f"{reasons[0]}: saving what there is")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield reasons
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,72 @@
+"""Dropout whose mask is an integer hash of its address: the same on CPU, on GPU, batched, and in a replay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(*words: int) -> int:
+    """Hash integers into 64 well-mixed bits (the splitmix64 finaliser after each word).
+
+    >>> mix64(1, 2) != mix64(2, 1)
+    True
+    """
+    value = 0
+    for word in words:
+        value = (value + 0x9E3779B97F4A7C15 + (word & _MASK64)) & _MASK64
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+        value ^= value >> 31
+    return value
+
+
+def _signed32(value: int) -> int:
+    return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
+
+
+_MULTIPLIER_A = _signed32(0x7FEB352D)
+_MULTIPLIER_B = _signed32(0x846CA68B)
+
+
+def keep_mask(counter: Tensor, key: int, probability: float) -> Tensor:
+    """For each int32 in `counter`, whether to keep it: True with probability 1 - `probability`, fixed by `key`.
+
+    Two rounds of multiply and xor-shift on 32-bit lanes; only wrapping int32 arithmetic, which every device does alike.
+    """
+    bits = counter ^ _signed32(key)
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= _MULTIPLIER_A
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits += _signed32(key >> 32)
+    bits *= _MULTIPLIER_B
+    return bits >= -(1 << 31) + round(probability * (1 << 32))
+
+
+class AddressedDropout(nn.Module):
+    """Zero each value with `probability` while training, and scale the rest up; `key` is set before each batch."""
+
+    def __init__(self, probability: float, layer: int) -> None:
+        super().__init__()
+        self.probability = probability
+        self.layer = layer
+        self.key = 0
+        self._counter = torch.empty(0, dtype=torch.int32)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return values
+        if self._counter.numel() < values.numel() or self._counter.device != values.device:
+            self._counter = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        counter = self._counter[: values.numel()].view(values.shape)
+        keep = keep_mask(counter, mix64(self.key, self.layer), self.probability)
+        return values * (keep.to(values.dtype) * (1.0 / (1.0 - self.probability)))
+
+
+def address_dropout(model: nn.Module, key: int) -> None:
+    """Give every addressed dropout layer of `model` the key of the batch it is about to see."""
+    for module in model.modules():
+        if isinstance(module, AddressedDropout):
+            module.key = key

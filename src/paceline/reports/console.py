@@ -1,0 +1,135 @@
+"""What a person sees while a run goes on and when it ends: a progress bar or plain lines, then the familiar figures."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+PLAIN_SECONDS = 10.0
+
+
+class Console:
+    """Takes the rows a host reports. On a terminal it draws a bar; elsewhere it writes a line now and then."""
+
+    def __init__(self, stream: TextIO = sys.stderr, quiet: bool = False) -> None:
+        self._stream = stream
+        self._quiet = quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._next_line = 0.0
+        self._fancy = stream.isatty() and not quiet
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def report(self, row: dict[str, Any]) -> None:
+        """One row from the run: progress, a note, or what is being scored."""
+        match row["kind"]:
+            case "progress":
+                self._progress(row)
+            case "note":
+                self.note(row["text"])
+            case "scoring":
+                self._scoring(row["which"])
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif not self._quiet:
+            print(text, file=self._stream, flush=True)
+
+    def _progress(self, row: dict[str, Any]) -> None:
+        if self._fancy:
+            self._draw(row)
+        elif not self._quiet and time.monotonic() >= self._next_line and row["updates"]:
+            self._next_line = time.monotonic() + PLAIN_SECONDS
+            self.note(f"{100 * row['fraction']:3.0f} %  update {row['updates']}  {_figures(row)}")
+
+    def _draw(self, row: dict[str, Any]) -> None:
+        if self._bar is None:
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[figures]}"),
+                console=RichConsole(file=self._stream),
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=1.0, figures="")
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, completed=row["fraction"], figures=_figures(row))
+        self._bar.refresh()
+
+    def _scoring(self, which: str) -> None:
+        if self._bar is not None:
+            assert self._task is not None
+            self._bar.update(self._task, completed=1.0, figures=f"scoring the {which} data")
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Put the terminal back as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _figures(row: dict[str, Any]) -> str:
+    parts = [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
+    if row["rate"]:
+        parts.append(f"{row['rate']:,.0f}/s")
+    if row["staleness"]:
+        parts.append(f"stale {row['staleness']:.1f}")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Minutes, seconds and milliseconds, as the published tables print them.
+
+    >>> clock(175.634)
+    '02:55:634'
+    """
+    milliseconds = round(seconds * 1000)
+    return f"{milliseconds // 60000:02d}:{milliseconds // 1000 % 60:02d}:{milliseconds % 1000:03d}"
+
+
+def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folder: str) -> list[str]:
+    """The lines people know from the published tables, and what else the run came to."""
+    lines = [f"training time: {clock(result['train_seconds'])}"]
+    for which in ("train", "validation", "test"):
+        if result[f"{which}_accuracy"] is not None:
+            correct, total = result[f"{which}_correct"], result[f"{which}_total"]
+            lines.append(f"Average {which} accuracy: {result[f'{which}_accuracy']:.2f} % ({correct}/{total})")
+        if result[f"{which}_loss"] is not None:
+            lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
+    if result["per_class_accuracy"]:
+        lines.append(_per_class(result["per_class_accuracy"], classes))
+    stale = result["staleness"]
+    lines.append(
+        f"{result['updates']} updates, {result['samples']} samples, {result['samples_per_second']:,.0f} samples/s, "
+        f"staleness mean {stale['mean']:g} max {stale['max']}, {result['dropped_pushes']} dropped"
+    )
+    lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
+    lines.append(f"run folder: {folder}")
+    return lines
+
+
+def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:
+    names = classes or tuple(str(number) for number in range(len(accuracies)))
+    scored = [(name, value) for name, value in zip(names, accuracies, strict=False) if value is not None]
+    return "Test accuracy by class: " + ", ".join(f"{name} {value:.1f}" for name, value in scored)

@@ -1,0 +1,118 @@
+"""`arrivals.log`: every input that changed the server, in order, 36 bytes each, written before any reply leaves.
+
+A header line names the format and the config; each record carries a checksum, so a torn tail is seen and left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RunConfig, to_toml
+from paceline.core.messages import Input, Join, Leave, Push, Resume, Stop, Verdict
+from paceline.errors import UserError
+
+_RECORD = struct.Struct("<BBHIIIIfd")
+_CHECK = struct.Struct("<I")
+RECORD_BYTES = _RECORD.size + _CHECK.size
+_JOIN, _PUSH, _LEAVE, _STOP, _RESUME = 1, 2, 3, 4, 5
+_NO_QUOTA = 0xFFFFFFFF
+_MAGIC = b"paceline arrivals 1 "
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One logged input. A push has no tensors here: they are computed again from its address."""
+
+    kind: str
+    worker: int
+    incarnation: int
+    seq: int
+    reply: int
+    samples: int
+    loss: float
+    now: float
+    verdict: Verdict
+
+    @property
+    def message(self) -> Join | Leave | Stop | Resume:
+        """The input itself, for all kinds but a push."""
+        match self.kind:
+            case "join":
+                quota = None if self.seq == _NO_QUOTA else self.seq
+                return Join(self.worker, self.incarnation, quota, threads=self.reply)
+            case "leave":
+                return Leave(self.worker, self.incarnation)
+            case "resume":
+                return Resume()
+        assert self.kind == "stop", self.kind
+        return Stop()
+
+
+def fingerprint(config: RunConfig) -> str:
+    """A hash of all settings that shape a run, to tell a log that belongs to another config."""
+    return hashlib.sha256(to_toml(config).encode()).hexdigest()[:16]
+
+
+class ArrivalLog:
+    """Appends records to the log."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.nbytes = os.fstat(self._fd).st_size
+        if not self.nbytes:
+            self.nbytes += os.write(self._fd, _MAGIC + fingerprint(config).encode() + b"\n")
+
+    def append(self, message: Input, verdict: Verdict, now: float) -> None:
+        """One record, handed to the system before this returns."""
+        match message:
+            case Push(worker, incarnation, seq, reply, samples, loss):
+                fields = (_PUSH, verdict, worker, incarnation, seq, reply, samples, loss, now)
+            case Join(worker, incarnation, quota, threads):
+                amount = _NO_QUOTA if quota is None else quota
+                fields = (_JOIN, verdict, worker, incarnation, amount, threads, 0, 0.0, now)
+            case Leave(worker, incarnation):
+                fields = (_LEAVE, verdict, worker, incarnation, 0, 0, 0, 0.0, now)
+            case Stop():
+                fields = (_STOP, verdict, 0, 0, 0, 0, 0, 0.0, now)
+            case Resume():
+                fields = (_RESUME, verdict, 0, 0, 0, 0, 0, 0.0, now)
+        record = _RECORD.pack(*fields)
+        written = os.write(self._fd, record + _CHECK.pack(zlib.crc32(record)))
+        if written != RECORD_BYTES:
+            os.truncate(self._fd, self.nbytes)
+            raise OSError(28, "No space left on device")
+        self.nbytes += written
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+_KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume"}
+
+
+def read_arrivals(path: Path, config: RunConfig, start: int = 0) -> tuple[list[Record], int]:
+    """All whole records from byte `start` on, and the length of the good part of the file."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: this run has no log to replay") from None
+    header = content[: content.find(b"\n") + 1]
+    if not header.startswith(_MAGIC):
+        raise UserError(f"{path} is not an arrivals log of this version")
+    if header[len(_MAGIC) :].strip().decode() != fingerprint(config):
+        raise UserError(f"{path} belongs to another config than the config.toml beside it")
+    records, offset = [], max(start, len(header))
+    while offset + RECORD_BYTES <= len(content):
+        body = content[offset : offset + _RECORD.size]
+        (check,) = _CHECK.unpack_from(content, offset + _RECORD.size)
+        if zlib.crc32(body) != check:
+            break
+        kind, verdict, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
+        records.append(Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Verdict(verdict)))
+        offset += RECORD_BYTES
+    return records, offset

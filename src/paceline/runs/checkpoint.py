@@ -1,0 +1,126 @@
+"""Checkpoints as cuts: all a server is between two updates, with the weights each worker is computing on.
+
+Safetensors plus JSON in a folder named after the version, written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.server import Server
+
+KEPT = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A snapshot: the server's facts, its tensors, and where in the arrivals log it was taken."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+    log_offset: int
+    now: float
+
+    @property
+    def version(self) -> int:
+        return int(self.facts["version"])
+
+    def group(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors under a prefix, by the rest of their names."""
+        return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+
+
+def take_cut(server: Server, sent: dict[int, Tensor], log_offset: int, now: float) -> Cut:
+    """One copy of everything; `sent` holds each live worker's weights as last sent."""
+    tensors = {"weights": server.weights}
+    tensors |= {f"rule.{name}": tensor for name, tensor in server.rule_state.items()}
+    tensors |= {f"sent.{worker}": weights for worker, weights in sent.items()}
+    tensors |= {f"state.{worker}": state for worker, state in server.worker_states.items()}
+    copies = {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in tensors.items()}
+    return Cut(server.facts(), copies, log_offset, now)
+
+
+def restore(server: Server, cut: Cut) -> None:
+    """Make `server` what it was when the cut was taken."""
+    server.restore(cut.facts, cut.tensors["weights"], cut.group("rule."))
+    server.worker_states = {int(worker): state for worker, state in cut.group("state.").items()}
+
+
+def write_cut(folder: Path, cut: Cut) -> Path:
+    """Write, rename, then remove all but the newest few."""
+    final = folder / f"{cut.version:012d}"
+    temporary = folder / f".{final.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        save_file(cut.tensors, temporary / "tensors.safetensors")
+        facts = {"server": cut.facts, "log_offset": cut.log_offset, "now": cut.now}
+        (temporary / "facts.json").write_text(json.dumps(facts))
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for old in _finished(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def newest_cut(folder: Path) -> tuple[Cut | None, list[str]]:
+    """The newest cut that can be read, and a sentence for each newer one that cannot."""
+    complaints: list[str] = []
+    for path in reversed(_finished(folder)):
+        try:
+            facts = json.loads((path / "facts.json").read_text())
+            tensors = load_file(path / "tensors.safetensors")
+            return Cut(facts["server"], tensors, facts["log_offset"], facts["now"]), complaints
+        except (OSError, ValueError, KeyError, Exception) as error:  # safetensors raises its own type
+            complaints.append(f"checkpoint {path.name} cannot be read ({error}); using an older one")
+    return None, complaints
+
+
+def _finished(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.isdecimal())
+
+
+class CheckpointWriter:
+    """Writes cuts on another thread, one at a time; a cut asked for while one is being written waits its turn."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread: threading.Thread | None = None
+        self.failure: OSError | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(self, cut: Cut) -> None:
+        """Start writing and return; a failure is kept in `failure`."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(cut,), daemon=True)
+        self._thread.start()
+
+    def _write(self, cut: Cut) -> None:
+        try:
+            write_cut(self._folder, cut)
+        except OSError as error:
+            self.failure = error
+
+    def wait(self) -> None:
+        """Until the last cut is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,105 @@
+"""The run folder: what a run leaves, and how to tell a finished one from a half-written one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig, from_dict, read_toml, to_dict, to_toml
+from paceline.errors import UserError
+
+SCHEMA = 1
+
+
+class RunFolder:
+    """`runs/NAME/` and the files in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.events_file = path / "events.jsonl"
+        self.arrivals_file = path / "arrivals.log"
+        self.result_file = path / "result.json"
+        self.weights_file = path / "weights.safetensors"
+        self.checkpoints = path / "checkpoints"
+
+    @staticmethod
+    def create(config: RunConfig) -> RunFolder:
+        """Make a new folder with the resolved config in it; one that exists is never touched."""
+        name = config.name or _free_name(config)
+        if not name or "/" in name or name in (".", ".."):
+            raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
+        folder = RunFolder(Path(config.runs) / name)
+        try:
+            folder.path.mkdir(parents=True)
+            write_atomically(folder.config_file, f"schema = {SCHEMA}\n{to_toml(config)}".encode())
+        except FileExistsError:
+            raise UserError(
+                f"{folder.path} exists already: choose another --name, remove it, or 'paceline resume {folder.path}'"
+            ) from None
+        except OSError as error:
+            raise UserError(f"run folder {folder.path} cannot be written: {error.strerror}; try --runs DIR") from None
+        return folder
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """An existing run; anything else is a clear error."""
+        folder = RunFolder(path)
+        if not folder.config_file.is_file():
+            what = "has no config.toml" if path.is_dir() else "does not exist"
+            raise UserError(f"{path} is not a run folder: it {what}; 'paceline compare runs/*' lists what is there")
+        return folder
+
+    def config(self) -> RunConfig:
+        """The resolved config this run was started with."""
+        return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
+
+    def result(self) -> dict[str, Any] | None:
+        """The result, or None while there is none."""
+        try:
+            loaded: dict[str, Any] = json.loads(self.result_file.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
+        return loaded
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Last of all: a folder with a result is a run that ended."""
+        write_atomically(self.result_file, (json.dumps(result, indent=2) + "\n").encode())
+
+    def discard_unstarted(self) -> None:
+        """Remove a folder in which nothing has happened yet."""
+        if not self.events_file.exists() and not self.arrivals_file.exists():
+            self.config_file.unlink(missing_ok=True)
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+
+
+def _free_name(config: RunConfig) -> str:
+    """strategy-model-workers-time, with a number behind it when that is taken."""
+    what = config.model if config.task is None else config.task.rpartition(":")[2]
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    base = f"{config.strategy.replace(':', '')}-{what}-{config.workers}w-{stamp}"
+    name, number = base, 1
+    while (Path(config.runs) / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write to a temporary name beside `path`, sync, rename: readers see the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,101 @@
+"""`result.json`: what a run came to, in the words of the published tables."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+
+from paceline.config import RunConfig, to_dict
+from paceline.core.server import Server
+from paceline.interfaces import Scores
+from paceline.runs.folder import SCHEMA
+from paceline.tasks.supervised import SupervisedTask
+
+
+def weights_sha256(tensors: dict[str, Tensor]) -> str:
+    """One hash over all named tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def shared_state(server: Server, task: SupervisedTask) -> Tensor | None:
+    """The running statistics of all workers as one."""
+    return task.flat.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
+
+
+def trained_tensors(server: Server, task: SupervisedTask) -> dict[str, Tensor]:
+    """What training came to, by name, as `load_state_dict` takes it."""
+    return task.flat.state_dict(server.weights, shared_state(server, task))
+
+
+def percentile(counts: Counter[int], share: float) -> int:
+    """The smallest value that at least `share` of all counted values do not exceed.
+
+    >>> percentile(Counter({0: 90, 3: 10}), 0.95)
+    3
+    """
+    needed, seen = share * counts.total(), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= needed:
+            return value
+    return 0
+
+
+def staleness_summary(counts: Counter[int]) -> dict[str, float]:
+    """Mean, median, 95th percentile and maximum."""
+    total = counts.total()
+    mean = sum(value * count for value, count in counts.items()) / total if total else 0.0
+    return {
+        "mean": round(mean, 4),
+        "p50": percentile(counts, 0.5),
+        "p95": percentile(counts, 0.95),
+        "max": max(counts, default=0),
+    }
+
+
+def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
+    """Accuracy in percent, loss and counts, under names that start with `prefix`; nulls for what was not measured."""
+    counted = scores is not None and bool(scores.per_class)
+    return {
+        f"{prefix}_accuracy": round(scores.accuracy, 4) if scores is not None and counted else None,
+        f"{prefix}_loss": scores.loss if scores is not None else None,
+        f"{prefix}_correct": scores.correct if scores is not None and counted else None,
+        f"{prefix}_total": scores.total if scores is not None else None,
+    }
+
+
+def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[str, Scores | None]) -> dict[str, Any]:
+    """The measured part of the result; status, environment and data origin are added by whoever ran it."""
+    pushes = sum(member.pushes for member in server.members.values())
+    replies = sum(member.serial + 1 for member in server.members.values())
+    nbytes = 4 * server.weights.numel()
+    test = scores.get("test")
+    settings = to_dict(config)
+    named = ("strategy", "workers", "split", "rule", "optimizer", "lr", "momentum", "dataset", "model", "task", "seed")
+    return {
+        "schema": SCHEMA,
+        **{name: settings[name] for name in named},
+        "epochs": config.epochs,
+        "epoch_mode": config.epoch_mode,
+        "batch_size": config.batch_size,
+        "updates": server.version,
+        "samples": server.samples,
+        "train_seconds": round(seconds, 6),
+        "samples_per_second": round(server.samples / seconds, 3) if seconds > 0 else 0.0,
+        **describe(scores.get("train"), "train"),
+        **describe(scores.get("validation"), "validation"),
+        **describe(test, "test"),
+        "per_class_accuracy": list(test.per_class) if test is not None else None,
+        "staleness": staleness_summary(server.staleness),
+        "dropped_pushes": server.dropped,
+        "late_pushes": server.late,
+        "bytes_pushed": pushes * nbytes,
+        "bytes_pulled": replies * nbytes,
+    }

@@ -1,0 +1,52 @@
+"""Back to where a run was: the newest checkpoint, then every acknowledged push since, computed again from the log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.config import RunConfig
+from paceline.core.messages import Join
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.errors import UserError
+from paceline.runs.arrivals import read_arrivals
+from paceline.runs.checkpoint import newest_cut
+from paceline.runs.folder import RunFolder
+from paceline.runs.replay import Replay
+
+
+def rebuild(
+    server: Server,
+    make_seat: Callable[[Join], Seat],
+    config: RunConfig,
+    folder: RunFolder,
+    report: Callable[[dict[str, Any]], None],
+) -> float:
+    """Bring a fresh `server` to the end of the run's log; returns the training clock there.
+
+    A torn record at the log's end (a crash in mid-write) was never acknowledged and is cut off.
+    """
+    cut, complaints = newest_cut(folder.checkpoints)
+    for text in complaints:
+        report({"kind": "note", "text": text})
+    start = cut.log_offset if cut is not None else 0
+    records, whole = read_arrivals(folder.arrivals_file, config, start)
+    if folder.arrivals_file.stat().st_size > whole:
+        report({"kind": "note", "text": f"{folder.arrivals_file.name} ends in a torn record: it is left out"})
+        os.truncate(folder.arrivals_file, whole)
+    pushes = sum(record.kind == "push" for record in records)
+    if pushes:
+        since = f"checkpoint {cut.version}" if cut is not None else "the start"
+        report({"kind": "note", "text": f"computing {pushes} logged pushes since {since} again"})
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or 1)
+    replay = Replay(server, make_seat, cut)
+    replay.feed(records)
+    torch.set_num_threads(before)
+    if server.divergence is not None:
+        raise UserError(f"{folder.path} diverged at update {server.version}: start a new run with a lower --lr instead")
+    return records[-1].now if records else (cut.now if cut is not None else 0.0)

@@ -1,0 +1,283 @@
+"""The host of the pure Server in a real run: gives it a clock and a log, hands out weights, evaluates, ends the run.
+
+Each input goes: server, log, weights into the worker's memory; only then may the runtime send the reply.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from paceline.assemble import cores
+from paceline.config import RunConfig
+from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop, Verdict
+from paceline.core.server import Server
+from paceline.division import Work
+from paceline.errors import UserError
+from paceline.interfaces import Layout, Scores
+from paceline.runs.arrivals import ArrivalLog
+from paceline.runs.checkpoint import CheckpointWriter, take_cut
+from paceline.runs.environment import environment
+from paceline.runs.events import EventLog
+from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
+from paceline.runtimes.clock import TrainingClock
+from paceline.tasks.supervised import SupervisedTask
+
+PROGRESS_SECONDS = 0.25
+EVENT_SECONDS = 1.0
+Report = Callable[[dict[str, Any]], None]
+
+
+class Host:
+    """Runs one Server for real."""
+
+    def __init__(
+        self,
+        server: Server,
+        task: SupervisedTask | Layout,
+        work: Work | None,
+        config: RunConfig,
+        folder: RunFolder,
+        report: Report,
+        seconds: float = 0.0,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.server, self.config, self.folder = server, config, folder
+        self.task = task if isinstance(task, SupervisedTask) else None
+        self.layout = task.layout if isinstance(task, SupervisedTask) else task
+        self.work = work
+        self.memories: dict[int, Tensor] = {}
+        self.stop_reason: str | None = None
+        self.lost: list[int] = []
+        self.clock = TrainingClock(seconds)
+        self.events = EventLog(folder.events_file)
+        self.log = ArrivalLog(folder.arrivals_file, config)
+        self._facts = facts or {}
+        self._report = report
+        self._checkpoints = CheckpointWriter(folder.checkpoints)
+        self._next_checkpoint = seconds + config.checkpoint_every
+        self._next_progress = self._next_event = 0.0
+        self._last_now, self._last_samples = seconds, server.samples
+        self._loss_sum, self._loss_count = 0.0, 0
+        self._next_evaluation = self._evaluation_after(server.samples)
+        kind = "run_resumed" if server.version or seconds else "run_started"
+        self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+
+    def handle(self, message: Input) -> tuple[Reply, ...]:
+        """Take one input through the server, the log and the workers' memories; the replies may be sent after this."""
+        now = self.clock.now()
+        was_started = self.server.started
+        outcome = self.server.handle(message)
+        self._append(message, outcome.verdict, now)
+        for reply in outcome.replies:
+            self.server.weights_for(reply.worker, self.memories[reply.worker])
+        replies = outcome.replies
+        if isinstance(message, Push):
+            self._loss_sum += message.loss
+            self._loss_count += 1
+            if self.server.samples >= self._next_evaluation and not self.server.over:
+                replies = (*replies, *self._evaluate_on_the_way())
+        else:
+            self._note(message, now)
+        if self.server.over:
+            self.clock.halt()
+        elif not was_started and self.server.started:
+            self.clock.go()
+        if now >= self._next_progress:
+            self._progress(now)
+        if now >= self._next_checkpoint and self.server.can_be_cut and not self._checkpoints.busy:
+            self.checkpoint()
+        return replies
+
+    def _append(self, message: Input, verdict: Verdict, now: float) -> None:
+        try:
+            self.log.append(message, verdict, now)
+        except OSError as error:
+            raise self._disk_error(error) from None
+
+    def _disk_error(self, error: OSError) -> UserError:
+        what = (
+            "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"writing failed ({error.strerror})"
+        )
+        return UserError(
+            f"{what} in {self.folder.path} at update {self.server.version}: make room, then "
+            f"'paceline resume {self.folder.path}' goes on from there"
+        )
+
+    def _note(self, message: Input, now: float) -> None:
+        """The event row of a join, a leave or a stop."""
+        if isinstance(message, Join):
+            row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
+            self.events.write("worker_joined", now, **row)
+        elif isinstance(message, Leave) and not self.server.over:
+            member = self.server.members.get(message.worker)
+            if member is None or not member.done:
+                self.lost.append(message.worker)
+                pushes = member.pushes if member is not None else 0
+                self.events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=self.server.num_live)
+                self._report({"kind": "lost", "worker": message.worker, "live": self.server.num_live, "pushes": pushes})
+        elif isinstance(message, Stop):
+            self.events.write("stopped", now, reason=self.stop_reason)
+
+    def stop(self, reason: str) -> tuple[Reply, ...]:
+        """End the run from outside; the reason goes into the result."""
+        if self.server.over:
+            return ()
+        self.stop_reason = reason
+        return self.handle(Stop())
+
+    def _progress(self, now: float) -> None:
+        server = self.server
+        span = now - self._last_now
+        row = {
+            "updates": server.version,
+            "samples": server.samples,
+            "fraction": round(server.budget.fraction(server.samples, server.version), 6),
+            "loss": round(self._loss_sum / self._loss_count, 6) if self._loss_count else None,
+            "rate": round((server.samples - self._last_samples) / span, 1) if span > 0 else None,
+            "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
+            "live": server.num_live,
+            "lr": server.lr,
+        }
+        if row["loss"] is not None and not math.isfinite(row["loss"]):
+            row["loss"] = None
+        self._report({"kind": "progress", "now": round(now, 3), **row})
+        self._next_progress = now + PROGRESS_SECONDS
+        if now >= self._next_event and self._loss_count:
+            self.events.write("progress", now, **row)
+            self._next_event = now + EVENT_SECONDS
+            self._last_now, self._last_samples = now, server.samples
+            self._loss_sum, self._loss_count = 0.0, 0
+
+    def checkpoint(self) -> None:
+        """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
+        now = self.clock.now()
+        live = {w: self.memories[w] for w, m in self.server.members.items() if m.live and not m.done}
+        self._checkpoints.write(take_cut(self.server, live, self.log.nbytes, now))
+        self.events.write("checkpoint", now, updates=self.server.version)
+        self._next_checkpoint = now + self.config.checkpoint_every
+        self._complain()
+
+    def _complain(self) -> None:
+        failure, self._checkpoints.failure = self._checkpoints.failure, None
+        if failure is not None:
+            text = f"a checkpoint could not be written ({failure.strerror or failure}): the run goes on without it"
+            self.events.write("checkpoint_failed", self.clock.now(), error=str(failure))
+            self._report({"kind": "note", "text": text})
+
+    def _evaluation_after(self, samples: int) -> float:
+        if self.config.eval_every is None:
+            return math.inf
+        step = self.config.eval_every * self.server.budget.epoch_samples
+        return (math.floor(samples / step) + 1) * step
+
+    def _evaluate_on_the_way(self) -> tuple[Reply, ...]:
+        """Pause the clock, score the test data, and stop when the target is reached."""
+        self._next_evaluation = self._evaluation_after(self.server.samples)
+        if self.task is None or self.task.test is None:
+            return ()
+        self.clock.halt()
+        scores = self._score("test")
+        assert scores is not None
+        self.events.write(
+            "evaluation",
+            self.clock.now(),
+            samples=self.server.samples,
+            test_accuracy=scores.accuracy,
+            test_loss=scores.loss,
+        )
+        epochs = self.server.samples / self.server.budget.epoch_samples
+        text = f"epoch {epochs:.2f}: test accuracy {scores.accuracy:.2f} %, loss {scores.loss:.4f}"
+        self._report({"kind": "note", "text": text})
+        self.clock.go()
+        target = self.config.target_accuracy
+        if target is not None and scores.accuracy >= target:
+            return self.stop(f"target accuracy {target:g} % reached")
+        return ()
+
+    def _score(self, which: str) -> Scores | None:
+        assert self.task is not None
+        data = self.task.test if which == "test" else self.task.train
+        rows = {"train": self.work and self.work.train, "validation": self.work and self.work.validation}.get(which)
+        if data is None or (which == "validation" and (rows is None or not len(rows))):
+            return None
+        indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
+        before = torch.get_num_threads()
+        torch.set_num_threads(cores())
+        try:
+            return self.task.evaluate(self.server.weights, shared_state(self.server, self.task), data, indices)
+        finally:
+            torch.set_num_threads(before)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """The trained tensors by name, for `load_state_dict`."""
+        if self.task is not None:
+            return trained_tensors(self.server, self.task)
+        return {name: view.cpu().clone() for name, view in self.layout.views(self.server.weights).items()}
+
+    @property
+    def status(self) -> str:
+        """How the run ended: finished, diverged or stopped."""
+        if self.server.divergence is not None or not torch.isfinite(self.server.weights).all():
+            return "diverged"
+        on_target = self.stop_reason is not None and self.stop_reason.startswith("target")
+        return "finished" if self.stop_reason is None or on_target else "stopped"
+
+    def why_diverged(self) -> str:
+        """What happened, the likely cause, and what to change."""
+        config, found = self.config, self.server.divergence
+        where = f"update {self.server.version} ({self.server.samples} samples)"
+        what = (
+            f"worker {found.worker} sent a gradient with a NaN or infinity (its loss was {found.loss:g})"
+            if found is not None
+            else "the weights are no longer finite"
+        )
+        stale = " Stale pushes act as extra momentum, so" if self.server.num_workers > 1 else " So"
+        lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
+        advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
+        return f"training diverged at {where}: {what}.{advice}"
+
+    def finish(self, evaluate: tuple[str, ...] = ("train", "validation", "test")) -> dict[str, Any]:
+        """Score, save the weights, write the result last of all, and return it."""
+        self.clock.halt()
+        status = self.status
+        scores: dict[str, Scores | None] = {}
+        if self.task is not None and status != "diverged":
+            for which in evaluate:
+                self._report({"kind": "scoring", "which": which})
+                scores[which] = self._score(which)
+        try:
+            if status == "stopped" and self.server.can_be_cut:
+                self.checkpoint()
+            self._checkpoints.wait()
+            self._complain()
+            tensors = self.named_weights()
+            write_atomically(self.folder.weights_file, save(tensors))
+            result = {
+                **summarise(self.config, self.server, self.clock.now(), scores),
+                "weights_sha256": weights_sha256(tensors),
+                "num_parameters": self.layout.num_parameters,
+                "status": status,
+                "reason": self.why_diverged() if status == "diverged" else self.stop_reason,
+                "lost_workers": self.lost,
+                **self._facts,
+                "environment": environment(),
+            }
+            self.events.write("run_ended", self.clock.now(), status=status, updates=self.server.version)
+            self.folder.write_result(result)
+        except OSError as error:
+            raise self._disk_error(error) from None
+        return result
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._checkpoints.wait()
+        self.events.close()
+        self.log.close()

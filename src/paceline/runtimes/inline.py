@@ -1,0 +1,37 @@
+"""All workers and the server in this one process: `classic`, and workers that share one GPU.
+
+With several workers each computes in turn on the weights it was last sent, so pushes are as stale as with processes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from paceline.core.messages import Reply
+from paceline.core.worker import Seat
+from paceline.runtimes.host import Host
+
+
+def run_inline(host: Host, seats: Iterable[Seat], stopped: Callable[[], str | None]) -> None:
+    """Drive the seats in turn until the server says it is over; `stopped` gives a reason to end early, or None."""
+    by_worker = {seat.join.worker: seat for seat in seats}
+    turn: deque[Seat] = deque()
+
+    def deliver(replies: tuple[Reply, ...]) -> None:
+        for reply in replies:
+            seat = by_worker[reply.worker]
+            seat.pending = reply
+            turn.append(seat)
+
+    for seat in by_worker.values():
+        host.memories[seat.join.worker] = seat.weights
+        deliver(host.handle(seat.join))
+    while turn:
+        reason = stopped()
+        if reason is not None:
+            deliver(host.stop(reason))
+        seat = turn.popleft()
+        push = seat.push() if not host.server.over else None
+        if push is not None:
+            deliver(host.handle(push))

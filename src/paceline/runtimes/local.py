@@ -1,0 +1,177 @@
+"""The local runtime's supervisor: starts one server and n workers on this machine, watches them, and sees the run end.
+
+It imports no torch: while the fork server does, this process decodes the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline.config import RunConfig, to_dict
+from paceline.errors import PacelineError, RunFailed, UserError
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.fork_server import ForkServer
+from paceline.runtimes.shared_dataset import SharedDataset
+
+ENDING_SECONDS = 3.0
+
+
+class Reported(PacelineError):
+    """What a process of ours said in its last line, with the exit code it asked for."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Supervisor:
+    """Starts the processes of one run and follows them to its end."""
+
+    def __init__(
+        self, forks: ForkServer, config: RunConfig, folder: RunFolder, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._forks, self._config, self._folder, self._report = forks, config, folder, report
+        self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._names: dict[int, str] = {}
+        self._running: set[int] = set()
+        self._finished = False
+        self._complaint: dict[str, Any] | None = None
+        self._interrupts = 0
+
+    def start(self, spec: dict[str, Any], data_fds: list[int], role: str, incarnation: int) -> None:
+        """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
+        common = {"config": to_dict(self._config), "folder": str(self._folder.path), **spec}
+        self._forks.spawn("server", {**common, "name": "server"}, [self._server_end.fileno(), *data_fds])
+        self._server_end.close()
+        for worker in range(self._config.workers or 1):
+            server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            order = {"kind": "worker", "worker": worker, "incarnation": incarnation}
+            self._order(order, [server_side.fileno()])
+            own = {**common, "name": f"worker {worker}", "worker": worker, "incarnation": incarnation}
+            self._forks.spawn(role, own, [worker_side.fileno(), *data_fds])
+            server_side.close()
+            worker_side.close()
+
+    def _order(self, order: dict[str, Any], fds: list[int] | None = None) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead server is noticed by its end
+            socket.send_fds(self._control, [json.dumps(order).encode()], fds or [])
+
+    def follow(self) -> None:
+        """Until the run has ended, well or not; the result lies in the run folder."""
+        selector = selectors.DefaultSelector()
+        selector.register(self._forks.socket, selectors.EVENT_READ, self._hear_forks)
+        selector.register(self._control, selectors.EVENT_READ, lambda: self._hear_server(selector))
+        with self._signals():
+            while not self._finished:
+                for key, _ in selector.select():
+                    key.data()
+            deadline = time.monotonic() + ENDING_SECONDS
+            while self._running and time.monotonic() < deadline:
+                if selector.select(0.2):
+                    self._hear_forks()
+
+    def _hear_server(self, selector: selectors.BaseSelector) -> None:
+        try:
+            packet = self._control.recv(1 << 20)
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            selector.unregister(self._control)  # its end, told by the fork server, says how
+            return
+        row = json.loads(packet)
+        if row["kind"] == "failed":
+            raise Reported(row["text"], row["code"])
+        if row["kind"] == "finished":
+            selector.unregister(self._control)
+            self._finished = True
+        else:
+            self._report(row)
+
+    def _hear_forks(self) -> None:
+        notice = self._forks.notice()
+        if notice is None:
+            raise self._failure("the process that starts workers was killed")
+        if notice["kind"] == "started":
+            self._names[notice["pid"]] = notice["name"]
+            self._running.add(notice["pid"])
+        elif notice["kind"] == "complaint":
+            raise Reported(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
+        else:
+            self._note_end(notice)
+
+    def _note_end(self, notice: dict[str, Any]) -> None:
+        name = self._names.get(notice["pid"], "a process")
+        self._running.discard(notice["pid"])
+        if name == "server" and not self._finished:
+            self._drain()
+            if not self._finished:
+                raise self._failure(f"the server process ended ({notice['how']})")
+        elif notice["status"] and not self._finished:
+            left = sum(self._names[pid] != "server" for pid in self._running)
+            goes_on = f"the run goes on with {left}" if left else "no worker is left"
+            self._report({"kind": "note", "text": f"{name} was lost ({notice['how']}): {goes_on}"})
+
+    def _drain(self) -> None:
+        """Take what the server still said before it ended."""
+        self._control.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while packet := self._control.recv(1 << 20):
+                row = json.loads(packet)
+                if row["kind"] == "failed":
+                    raise Reported(row["text"], row["code"])
+                self._finished = self._finished or row["kind"] == "finished"
+
+    def _failure(self, what: str) -> RunFailed:
+        return RunFailed(
+            f"{what}: nothing acknowledged is lost, 'paceline resume {self._folder.path}' goes on from there"
+        )
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM ask the server to stop; a second Ctrl-C does not wait for it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: object) -> None:
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            reason = "interrupted" if number == signal.SIGINT else "terminated"
+            self._report({"kind": "note", "text": f"{reason}: saving what there is"})
+            self._order({"kind": "stop", "reason": reason})
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run_local(
+    config: RunConfig,
+    folder: RunFolder,
+    forks: ForkServer,
+    shared: SharedDataset | None,
+    facts: dict[str, Any],
+    report: Callable[[dict[str, Any]], None],
+    incarnation: int = 0,
+) -> dict[str, Any]:
+    """Train on processes of this machine; an incarnation above 0 resumes. Returns the result."""
+    supervisor = Supervisor(forks, config, folder, report)
+    spec = {"dataset": shared.spec() if shared is not None else None, "facts": facts, "resume": incarnation > 0}
+    supervisor.start(spec, shared.fds if shared is not None else [], "worker", incarnation)
+    supervisor.follow()
+    result = folder.result()
+    if result is None:
+        raise UserError(f"{folder.path} holds no result although its server finished: was it removed?")
+    return result

@@ -1,0 +1,182 @@
+"""The server process: one thread owns the weights and takes what the workers' connections bring, in order of arrival."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.assemble import cores, parse_strategy
+from paceline.config import from_dict
+from paceline.core.messages import Leave, Reply, Resume
+from paceline.crew import make_seat, make_server, make_task, work_of
+from paceline.errors import PacelineError, ProtocolError
+from paceline.runs.folder import RunFolder
+from paceline.runs.resume import rebuild
+from paceline.runtimes.host import Host
+from paceline.runtimes.shared_dataset import attach
+from paceline.transports.segment import require_memory
+from paceline.transports.shared_memory import Hello, ServerDoor, Slot
+
+GRACE_SECONDS = 5.0
+ALL_GONE = "all workers are gone"
+INTERRUPTED, TERMINATED = "interrupted", "terminated"
+
+
+class Control:
+    """The line to the supervisor: it sends workers' connections and stops; we send progress and the end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, row: dict[str, Any]) -> None:
+        """Progress may be lost when the supervisor is slow; everything else waits until it is taken."""
+        flags = socket.MSG_DONTWAIT if row["kind"] == "progress" else 0
+        try:
+            self.connection.send(json.dumps(row).encode(), flags)
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(1)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """The next order; when the supervisor is gone there is nobody to train for."""
+        packet, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
+        if not packet:
+            os._exit(1)
+        order: dict[str, Any] = json.loads(packet)
+        return order, fds
+
+
+class Service:
+    """The event loop: doors in, replies out."""
+
+    def __init__(self, host: Host, control: Control) -> None:
+        self.host = host
+        self.control = control
+        self.doors: dict[int, ServerDoor] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control.connection, selectors.EVENT_READ, self._order)
+        self._dismissed: set[int] = set()
+        self._wakeup, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._terminate)
+        signal.set_wakeup_fd(writer.detach())
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+    def run(self) -> None:
+        """Serve until training is over and every worker knows."""
+        deadline: float | None = None
+        while True:
+            if self.host.server.over:
+                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                if all(worker in self._dismissed for worker in self.doors) or time.monotonic() > deadline:
+                    break
+            for key, _ in self._selector.select(0.5 if deadline is not None else None):
+                callback: Callable[[], None] = key.data
+                callback()
+        for door in self.doors.values():
+            door.connection.close()
+
+    def _order(self) -> None:
+        order, fds = self.control.receive()
+        if order["kind"] == "worker":
+            door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+            self.doors[door.worker] = door
+            self._selector.register(door.connection, selectors.EVENT_READ, lambda: self._serve(door))
+        elif order["kind"] == "stop":
+            self._send(self.host.stop(order["reason"]))
+
+    def _terminate(self) -> None:
+        """A SIGTERM came: end at this safe moment between two inputs."""
+        self._wakeup.recv(64)
+        self._send(self.host.stop(TERMINATED))
+
+    def _serve(self, door: ServerDoor) -> None:
+        try:
+            message = door.receive()
+        except ProtocolError as error:
+            self.control.send({"kind": "note", "text": str(error)})
+            message = None
+        if message is None:
+            self._hang_up(door)
+        elif isinstance(message, Hello):
+            self._welcome(door, message)
+        else:
+            self._send(self.host.handle(message))
+
+    def _welcome(self, door: ServerDoor, hello: Hello) -> None:
+        size = self.host.server.weights.numel()
+        if hello.slot.weights.numel() != size:
+            text = f"worker {door.worker} brought {hello.slot.weights.numel()} weights, this run has {size}: refused"
+            self.control.send({"kind": "note", "text": text})
+            self._hang_up(door)
+            return
+        self.host.memories[door.worker] = hello.slot.weights
+        self._send(self.host.handle(hello.join))
+
+    def _hang_up(self, door: ServerDoor) -> None:
+        self._selector.unregister(door.connection)
+        door.connection.close()
+        self.doors.pop(door.worker, None)
+        server = self.host.server
+        self._send(self.host.handle(Leave(door.worker, door.incarnation)))
+        if not self.doors and not server.over:
+            self._send(self.host.stop(ALL_GONE))
+
+    def _send(self, replies: tuple[Reply, ...]) -> None:
+        for reply in replies:
+            door = self.doors.get(reply.worker)
+            if door is not None:
+                door.answer(reply)
+                if reply.over:
+                    self._dismissed.add(reply.worker)
+
+
+def main(spec: dict[str, Any], fds: list[int]) -> int:
+    """Host one run; every error that is no bug goes to the supervisor in one line."""
+    control = Control(socket.socket(fileno=fds[0]))
+    try:
+        host = _make_host(spec, fds[1:], control)
+        Service(host, control).run()
+        host.finish(_worth_scoring(host))
+        host.close()
+    except PacelineError as error:
+        control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
+        return error.exit_code
+    control.send({"kind": "finished"})
+    return 0
+
+
+def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
+    config = from_dict(spec["config"])
+    torch.set_num_threads(cores() if parse_strategy(config.strategy).in_rounds else 1)
+    dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
+    task = make_task(config, dataset)
+    work = work_of(task, config)
+    require_memory((config.workers or 1) * Slot.nbytes(task.layout.size, task.state_size), "workers' weights")
+    server = make_server(config, task, work)
+    folder = RunFolder(Path(spec["folder"]))
+    if not spec["resume"]:
+        return Host(server, task, work, config, folder, control.send, 0.0, spec["facts"])
+    seconds = rebuild(
+        server, lambda join: make_seat(config, make_task(config, dataset), work, join), config, folder, control.send
+    )
+    host = Host(server, task, work, config, folder, control.send, seconds, spec["facts"])
+    host.handle(Resume())
+    return host
+
+
+def _worth_scoring(host: Host) -> tuple[str, ...]:
+    """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
+    if host.stop_reason in (ALL_GONE, TERMINATED):
+        return ()
+    return ("test",) if host.stop_reason == INTERRUPTED else ("train", "validation", "test")

@@ -1,0 +1,99 @@
+"""A torch module seen as flat vectors: weights, gradient and running statistics, each one block of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UserError
+from paceline.interfaces import Layout, pack
+
+
+class FlatModule:
+    """Binds a module's parameters and buffers to memory that others can read and write as one vector.
+
+    Only parameters that require a gradient are laid out; frozen ones stay with the module.
+    """
+
+    def __init__(self, module: nn.Module, decay: Callable[[str, nn.Parameter], bool] | None = None) -> None:
+        self.module = module.float()
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
+        self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self.layout: Layout = pack(
+            [(name, tuple(p.shape), decay is None or decay(name, p)) for name, p in self._parameters.items()]
+        )
+        self.state_layout: Layout = pack([(name, tuple(b.shape), False) for name, b in self._buffers.items()])
+        self.state_size = self.state_layout.size if self._buffers else 0
+        self._gradients: list[Tensor] = []
+
+    def initial(self) -> Tensor:
+        """A flat copy of the parameters as they are now."""
+        first = next(iter(self._parameters.values()))
+        flat = torch.zeros(self.layout.size, device=first.device)
+        views = self.layout.views(flat)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                views[name].copy_(parameter)
+        return flat
+
+    def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
+        """Make parameters and buffers views into the given memory; the buffers' values move along."""
+        views = self.layout.views(weights)
+        for name, parameter in self._parameters.items():
+            parameter.data = views[name]
+        self._gradients = list(self.layout.views(gradient).values())
+        if self._buffers:
+            for name, view in self.state_layout.views(state).items():
+                buffer = self._buffers[name]
+                view.copy_(buffer)
+                buffer.data = view
+
+    def unhook(self) -> None:
+        """Forget last step's gradients, so that backward hands over fresh ones without adding."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def collect(self) -> None:
+        """Copy the gradients of the last backward into the bound memory; a parameter that got none counts as zero."""
+        sources, targets = [], []
+        for parameter, target in zip(self._parameters.values(), self._gradients, strict=True):
+            if parameter.grad is None:
+                target.zero_()
+            else:
+                sources.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                targets.append(target)
+        torch._foreach_copy_(targets, sources)
+
+    def tensors(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
+        """Trained parameters and buffers by name, as views into `weights` and `state`."""
+        named = self.layout.views(weights)
+        if state is not None and self._buffers:
+            named |= self.state_layout.views(state)
+        return named
+
+    def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
+        """What plain `load_state_dict` takes: a copy of every named tensor, the trained ones from flat memory."""
+        trained = self.tensors(weights, state)
+        by_storage = {id(p): trained[name] for name, p in self._parameters.items()}
+        plain = self.module.state_dict(keep_vars=True)
+        merged = {name: trained.get(name, by_storage.get(id(tensor), tensor)) for name, tensor in plain.items()}
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in merged.items()}
+
+    def mixture(self, states: list[Tensor]) -> Tensor | None:
+        """One set of running statistics for all workers: the mean of means, and of variances plus their spread."""
+        if not states or not self._buffers:
+            return None
+        stacked = torch.stack(states)
+        combined = stacked.mean(0)
+        views = self.state_layout.views(combined)
+        spread = self.state_layout.views(stacked.var(0, correction=0))
+        for name, view in views.items():
+            owner, _, leaf = name.rpartition("running_var")
+            mean_name = f"{owner}running_mean"
+            if _ and not leaf and mean_name in spread:
+                view.add_(spread[mean_name])
+        return combined

@@ -1,0 +1,148 @@
+"""A model, a loss and labelled arrays: what most people train. `paceline.Task` is this class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from paceline.data.batches import Batches
+from paceline.errors import UserError
+from paceline.interfaces import Batch, Scores
+from paceline.models.dropout import AddressedDropout, mix64
+from paceline.tasks.flat import FlatModule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Pair = tuple[Tensor, Tensor]
+EVALUATION_BATCH = 500
+
+
+class Normalise:
+    """Bytes to floats of zero mean and unit deviation, a whole batch at a time."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        scale = torch.tensor([1.0 / (255.0 * s) for s in std])
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
+        self._scale, self._shift = scale.view(-1, 1, 1), shift.view(-1, 1, 1)
+
+    def __call__(self, images: Tensor) -> Tensor:  # uint8 [B, C, H, W] -> float32
+        if self._scale.device != images.device:
+            self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
+        return torch.addcmul(self._shift, images.to(torch.float32), self._scale)
+
+
+class ArrayLoader:
+    """Batches of one worker's shard: one index and one transform each, no per-item Python."""
+
+    def __init__(
+        self, data: Pair, batches: Batches, seed: int, worker: int, transform: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        self._inputs, self._targets = data
+        self._batches = batches
+        self._seed, self._worker = seed, worker
+        self._transform = transform
+
+    def batch(self, number: int) -> Batch:
+        indices = torch.from_numpy(self._batches.indices(number)).to(self._inputs.device)
+        inputs = self._inputs.index_select(0, indices)
+        if self._transform is not None:
+            inputs = self._transform(inputs)
+        targets = self._targets.index_select(0, indices)
+        return Batch(inputs, targets, len(indices), mix64(self._seed, self._worker, number))
+
+
+class SupervisedTask:
+    """Any `torch.nn.Module` with a mean loss `loss(outputs, targets)` over in-memory `(inputs, targets)` pairs.
+
+    `transform` is applied to whole batches of inputs (normalising, casting). `decay(name, parameter)` says which
+    parameters weight decay touches (all, unless given). Accuracy is counted when targets are class numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        train: Pair,
+        test: Pair | None = None,
+        *,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        decay: Callable[[str, nn.Parameter], bool] | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        for name, pair in (("train", train), ("test", test)):
+            if pair is not None and len(pair[0]) != len(pair[1]):
+                raise UserError(f"{name} data: {len(pair[0])} inputs but {len(pair[1])} targets; give one target each")
+        self.flat = FlatModule(model, decay)
+        self.model = self.flat.module
+        self.loss = loss
+        self.train, self.test = train, test
+        self.transform = transform
+        self.classes = tuple(classes) if classes is not None else None
+        self.layout, self.state_size = self.flat.layout, self.flat.state_size
+        self.initial, self.bind = self.flat.initial, self.flat.bind
+        self._dropouts = [module for module in model.modules() if isinstance(module, AddressedDropout)]
+
+    def to(self, device: torch.device) -> SupervisedTask:
+        """Move the model and the data to `device`; before `bind`."""
+        self.model.to(device)
+        self.train = (self.train[0].to(device), self.train[1].to(device))
+        if self.test is not None:
+            self.test = (self.test[0].to(device), self.test[1].to(device))
+        return self
+
+    def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
+        """The batches of one worker's shard of the train set."""
+        return ArrayLoader(self.train, batches, seed, worker, self.transform)
+
+    def gradient(self, batch: Batch) -> float:
+        """Fill the bound gradient from the bound weights; all randomness comes from the batch's key."""
+        torch.default_generator.manual_seed(batch.key)
+        if batch.inputs.is_cuda:
+            torch.cuda.manual_seed(batch.key)
+        for dropout in self._dropouts:
+            dropout.key = batch.key
+        self.flat.unhook()
+        loss = self.loss(self.model(batch.inputs), batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.flat.collect()
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, weights: Tensor, state: Tensor | None, data: Pair, indices: Tensor | None = None) -> Scores:
+        """Loss and accuracy of `weights` on `data` (or some rows of it); the bound memory is not touched."""
+        inputs, targets = data
+        total = len(inputs) if indices is None else len(indices)
+        tensors = self.flat.tensors(weights, state)
+        counted = targets.dtype == torch.int64 and targets.dim() == 1
+        num_classes = (int(targets.max()) + 1 if len(targets) else 0) if counted else 0
+        loss_sum, hits, seen = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
+        with _evaluating(self.model):
+            for start in range(0, total, EVALUATION_BATCH):
+                rows = slice(start, start + EVALUATION_BATCH) if indices is None else indices[start:][:EVALUATION_BATCH]
+                x, y = inputs[rows], targets[rows]
+                outputs = functional_call(self.model, tensors, (self.transform(x) if self.transform else x,))
+                loss_sum += self.loss(outputs, y).item() * len(y)
+                if counted:
+                    right = outputs.argmax(1) == y
+                    seen += torch.bincount(y, minlength=num_classes).cpu()
+                    hits += torch.bincount(y[right], minlength=num_classes).cpu()
+        per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
+        return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every module back in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,160 @@
+"""Worker and server on one machine: tensors in shared memory, a few bytes of control on a socket.
+
+The worker's gradient is written where the server reads it; its weights are read where the server writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.messages import Join, Push, Reply
+from paceline.errors import ProtocolError
+from paceline.transports.segment import Segment, page_aligned
+
+_PUSH = struct.Struct("<BxxxIIIf")
+_REPLY = struct.Struct("<BBxxIQQ")
+_HELLO, _PUSHED, _REPLIED = 1, 2, 3
+_LARGEST = 1 << 20
+
+
+class Slot:
+    """One worker's memory: weights (the server writes), gradient and state (the worker writes)."""
+
+    def __init__(self, segment: Segment, size: int, state_size: int) -> None:
+        self.segment = segment
+        part = page_aligned(4 * size)
+        self.weights = self._tensor(0, size)
+        self.gradient = self._tensor(part, size)
+        self.state = self._tensor(2 * part, state_size)
+
+    def _tensor(self, offset: int, size: int) -> Tensor:
+        if not size:
+            return torch.empty(0)
+        return torch.frombuffer(self.segment.memory, dtype=torch.float32, count=size, offset=offset)
+
+    @staticmethod
+    def nbytes(size: int, state_size: int) -> int:
+        """Bytes a slot takes."""
+        return 2 * page_aligned(4 * size) + page_aligned(4 * state_size)
+
+    @staticmethod
+    def create(size: int, state_size: int) -> Slot:
+        """A worker's new slot, reserved."""
+        return Slot(Segment.create(Slot.nbytes(size, state_size), "weights and gradient of a worker"), size, state_size)
+
+
+def channel() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection that keeps messages whole and says when the other end is gone."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class WorkerDoor:
+    """The worker's only door: say hello once, then exchange a push for weights."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
+        """Hand the slot over and wait for the first weights."""
+        fields = {
+            "worker": join.worker,
+            "incarnation": join.incarnation,
+            "quota": join.quota,
+            "threads": join.threads,
+            "size": slot.weights.numel(),
+            "state_size": slot.state.numel(),
+            **facts,
+        }
+        payload = bytes([_HELLO]) + json.dumps(fields).encode()
+        try:
+            socket.send_fds(self._connection, [payload], [slot.segment.fd])
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        slot.segment.close_descriptor()
+        return self._reply(join.worker, join.incarnation)
+
+    def exchange(self, push: Push) -> Reply | None:
+        """Send a push and wait for its reply; None when the server is gone."""
+        try:
+            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, push.samples, push.loss))
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        return self._reply(push.worker, push.incarnation)
+
+    def _reply(self, worker: int, incarnation: int) -> Reply | None:
+        try:
+            packet = self._connection.recv(_REPLY.size)
+        except ConnectionResetError:
+            return None
+        if not packet:
+            return None
+        _, over, serial, version, batch = _REPLY.unpack(packet)
+        return Reply(worker, incarnation, serial, version, batch, bool(over))
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker's first words: its join, its memory, and what it says of itself."""
+
+    join: Join
+    slot: Slot
+    facts: dict[str, Any]
+
+
+class ServerDoor:
+    """The server's end of one worker's connection."""
+
+    def __init__(self, connection: socket.socket, worker: int, incarnation: int) -> None:
+        self.connection = connection
+        self.worker, self.incarnation = worker, incarnation
+        self.slot: Slot | None = None
+
+    def receive(self) -> Hello | Push | None:
+        """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
+        if self.slot is not None:
+            try:
+                packet = self.connection.recv(_PUSH.size + 1)
+            except ConnectionResetError:
+                return None
+            return self._push(packet, self.slot) if packet else None
+        try:
+            packet, fds, _, _ = socket.recv_fds(self.connection, _LARGEST, 1)
+        except ConnectionResetError:
+            return None
+        return self._hello(packet, fds) if packet else None
+
+    def _push(self, packet: bytes, slot: Slot) -> Push:
+        if len(packet) != _PUSH.size or packet[0] != _PUSHED:
+            raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are no push")
+        _, seq, reply, samples, loss = _PUSH.unpack(packet)
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, slot.gradient, slot.state)
+
+    def _hello(self, packet: bytes, fds: list[int]) -> Hello:
+        try:
+            fields = json.loads(packet[1:]) if packet[0] == _HELLO and len(fds) == 1 else {}
+            join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
+            size, state_size = int(fields.pop("size")), int(fields.pop("state_size"))
+        except (ValueError, KeyError, TypeError):
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are no hello") from None
+        segment = Segment.attach(fds[0], Slot.nbytes(size, state_size))
+        segment.close_descriptor()
+        self.slot = Slot(segment, size, state_size)
+        return Hello(join, self.slot, fields)
+
+    def answer(self, reply: Reply) -> None:
+        """Send the reply; a worker that is gone is noticed when its connection is read next."""
+        packet = _REPLY.pack(_REPLIED, reply.over, reply.serial, reply.version, reply.batch)
+        try:
+            self.connection.send(packet)
+        except (BrokenPipeError, ConnectionResetError):
+            return
