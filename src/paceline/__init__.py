@@ -1,0 +1,34 @@
+"""Paceline trains PyTorch models on many workers and lets one word choose how they keep pace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.api import train
+    from paceline.config import RunConfig
+    from paceline.errors import PacelineError, UserError
+    from paceline.session import Session, join
+    from paceline.tasks.supervised import SupervisedTask as Task
+
+__all__ = ["PacelineError", "RunConfig", "Session", "Task", "UserError", "join", "train"]
+
+_HOMES = {
+    "PacelineError": "paceline.errors:PacelineError",
+    "RunConfig": "paceline.config:RunConfig",
+    "Session": "paceline.session:Session",
+    "Task": "paceline.tasks.supervised:SupervisedTask",
+    "UserError": "paceline.errors:UserError",
+    "join": "paceline.session:join",
+    "train": "paceline.api:train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used, so that the command line starts without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    import importlib
+
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from paceline.config import RunConfig
 from paceline.core.schedules import Schedule
 from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_split
+from paceline.delays import parse_delays
 from paceline.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ RULES = {"plain": "one shared optimizer"}
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
+DEVICES = ("cpu", "cuda")
 AUTO_WARMUP = 0.05
 
 
@@ -112,39 +115,10 @@ def pushes_per_update(strategy: Strategy, workers: int) -> int:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what depends on other settings, and check every name and combination. Starts nothing."""
-    from paceline.delays import parse_delays
-
     strategy = parse_strategy(config.strategy)
-    for kind, asked, known in (
-        ("rule", config.rule, RULES),
-        ("optimizer", config.optimizer, OPTIMIZERS),
-        ("epoch mode", config.epoch_mode, EPOCH_MODES),
-        ("device", config.device, ("cpu", "cuda")),
-    ):
-        if asked not in known:
-            raise unknown_name(kind, asked, known)
-    if config.task is None:
-        if config.model not in MODELS:
-            raise unknown_name("model", config.model, MODELS)
-        if config.dataset not in DATASETS:
-            raise unknown_name("dataset", config.dataset, DATASETS)
+    _check_names(config)
     workers = config.workers or (1 if strategy.name == "classic" else 2)
-    if strategy.name == "classic" and workers != 1:
-        raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
-    if strategy.name == "backup" and strategy.number >= workers:
-        raise UserError(
-            f"strategy {config.strategy} with {workers} worker{'s' if workers > 1 else ''} leaves nobody to wait for: "
-            f"use more than {strategy.number} workers"
-        )
-    parse_split(config.split)
-    parse_schedule(config.schedule)
-    parse_delays(config.delay or [], workers)
-    if config.target_accuracy is not None and config.eval_every is None:
-        raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
-    if config.steps is not None and config.epoch_mode == "own":
-        raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
-    if config.nesterov and not config.momentum:
-        raise UserError("--nesterov needs a momentum above 0")
+    _check_combinations(config, strategy, workers)
     resolved = dataclasses.replace(
         config,
         workers=workers,
@@ -154,6 +128,39 @@ def resolve(config: RunConfig) -> RunConfig:
     if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
     return resolved
+
+
+def _check_names(config: RunConfig) -> None:
+    named: list[tuple[str, str, Iterable[str]]] = [
+        ("rule", config.rule, RULES),
+        ("optimizer", config.optimizer, OPTIMIZERS),
+        ("epoch mode", config.epoch_mode, EPOCH_MODES),
+        ("device", config.device, DEVICES),
+    ]
+    if config.task is None:
+        named += [("model", config.model, MODELS), ("dataset", config.dataset, DATASETS)]
+    for kind, asked, known in named:
+        if asked not in known:
+            raise unknown_name(kind, asked, known)
+    parse_split(config.split)
+    parse_schedule(config.schedule)
+
+
+def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
+    parse_delays(config.delay or [], workers)
+    if strategy.name == "classic" and workers != 1:
+        raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
+    if strategy.name == "backup" and strategy.number >= workers:
+        raise UserError(
+            f"strategy {config.strategy} with {workers} worker{'s' if workers > 1 else ''} leaves nobody to wait for: "
+            f"use more than {strategy.number} workers"
+        )
+    if config.target_accuracy is not None and config.eval_every is None:
+        raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
+    if config.steps is not None and config.epoch_mode == "own":
+        raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
+    if config.nesterov and not config.momentum:
+        raise UserError("--nesterov needs a momentum above 0")
 
 
 def make_policy(config: RunConfig) -> Policy:

@@ -62,9 +62,7 @@ def _overview() -> str:
 
 
 def _parser(verb: str, description: str) -> Parser:
-    return Parser(
-        prog=f"paceline {verb}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return Parser(f"paceline {verb}", description)
 
 
 def _show(folder: Any, result: dict[str, Any], as_json: bool) -> int:

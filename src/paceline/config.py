@@ -120,14 +120,14 @@ FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
 def _coerce(name: str, value: Any, source: str) -> Any:
     """A TOML value as its field's type, or a clear error."""
     wanted = str(FIELDS[name].type)
-    if "list[float]" in wanted and isinstance(value, list) and all(isinstance(v, int | float) for v in value):
+    if "list[float]" in wanted and isinstance(value, list) and all(type(v) in (int, float) for v in value):
         return [float(v) for v in value]
-    if "list[str]" in wanted and (isinstance(value, str) or isinstance(value, list)):
+    if "list[str]" in wanted and isinstance(value, str | list):
         return [value] if isinstance(value, str) else [str(v) for v in value]
     kinds: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
     kind = next((k for k in kinds if wanted.startswith(k)), None)
     if kind is not None and isinstance(value, kinds[kind]) and (kind == "bool" or not isinstance(value, bool)):
-        return float(value) if kind == "float" else value
+        return float(str(value)) if kind == "float" else value
     if name == "scale_lr" and isinstance(value, int | float):
         return str(value)
     raise UserError(f"{source}: {name} = {value!r} is not of type {wanted}")

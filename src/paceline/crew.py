@@ -1,4 +1,4 @@
-"""The pieces of one run, built from its config: task, server, seats. Every process and every replay builds them here."""
+"""The pieces of one run, built from its config: task, server, seats. Every process and replay builds them here."""
 
 from __future__ import annotations
 

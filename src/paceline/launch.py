@@ -28,10 +28,10 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     if _in_this_process(config):
         _require_device(config)
         folder = RunFolder.create(config)
-        with _discarding(folder):
+        with discarding(folder):
             return folder, _train_here(config, folder, location, console, resume=False)
     folder = RunFolder.create(config)
-    with _discarding(folder):
+    with discarding(folder):
         return folder, _train_on_processes(config, folder, location, console, incarnation=0)
 
 
@@ -136,7 +136,7 @@ def _hints(config: RunConfig, location: Location | None, console: Console) -> No
         )
 
 
-def _facts(config: RunConfig, location: Location | None) -> dict[str, Any]:
+def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:
     """What the result records about where things came from."""
     return {
         "data_origin": location.origin if location is not None else f"task {config.task}",
@@ -147,7 +147,7 @@ def _facts(config: RunConfig, location: Location | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _discarding(folder: RunFolder) -> Iterator[None]:
+def discarding(folder: RunFolder) -> Iterator[None]:
     """A run that fails before it starts leaves no folder behind."""
     try:
         yield
@@ -160,20 +160,27 @@ def _train_on_processes(
     config: RunConfig, folder: RunFolder, location: Location | None, console: Console, incarnation: int
 ) -> dict[str, Any]:
     from paceline.runtimes.fork_server import ForkServer
-    from paceline.runtimes.local import run_local
+    from paceline.runtimes.local import Processes, run_local
     from paceline.runtimes.shared_dataset import SharedDataset
 
     with ForkServer() as forks:
         shared = SharedDataset(location) if location is not None else None
         if shared is not None:
             divide_work(shared.dataset.train_labels, config)
-        facts = _facts(config, location)
-        result = run_local(config, folder, forks, shared, facts, console.report, incarnation)
+        data = {"dataset": shared.spec() if shared is not None else None}
+        spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
+        processes = Processes(spec, shared.fds if shared is not None else [], incarnation)
+        result = run_local(config, folder, forks, processes, console.report)
+    require_survivors(result, folder)
+    return result
+
+
+def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
+    """A run that ended because nobody was left is a failure, with a way on."""
     if result["status"] == "stopped" and result["reason"] == "all workers are gone":
         raise RunFailed(
             f"all workers are gone at update {result['updates']}: 'paceline resume {folder.path}' goes on from there"
         )
-    return result
 
 
 def _train_here(
@@ -204,7 +211,7 @@ def _train_here(
         return make_seat(config, make_task(config, dataset).to(device), work, join)
 
     seconds = rebuild(server, seat, config, folder, console.report) if resume else 0.0
-    host = Host(server, task, work, config, folder, console.report, seconds, _facts(config, location))
+    host = Host(server, task, work, config, folder, console.report, seconds, facts_of(config, location))
     if resume:
         host.handle(Resume())
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]

@@ -104,7 +104,7 @@ def test_hostile_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     members = cifar_batches()
     members["data_batch_3"] = pickle.dumps(Hostile(tmp_path / "owned"), protocol=2)
     write_archive(tmp_path / "data", members)
-    with pytest.raises(DataError, match="data_batch_3.*mkdir.*paceline data get cifar10"):
+    with pytest.raises(DataError, match=r"data_batch_3.*mkdir.*paceline data get cifar10"):
         read(tmp_path / "data")
     assert not (tmp_path / "owned").exists()
 
@@ -161,7 +161,7 @@ def test_truncated_and_corrupted_archives(tmp_path: Path, mode: str) -> None:
     corrupted[len(whole) // 2] ^= 0xFF
     for content in (whole[: len(whole) // 2], whole[:-6], bytes(corrupted), b""):
         path.write_bytes(content)
-        with pytest.raises(DataError, match="cifar-10-python.*paceline data get cifar10"):
+        with pytest.raises(DataError, match=r"cifar-10-python.*paceline data get cifar10"):
             read(tmp_path / "data")
 
 

@@ -193,7 +193,7 @@ def test_busy_server_is_tried_again(server: Server, tmp_path: Path) -> None:
 
 
 def test_nobody_listens(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="http://127.0.0.1:9/.*could not be fetched"):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9/.*could not be fetched"):
         get("mnist", tmp_path / "there", mirror="http://127.0.0.1:9", progress=False)
     with pytest.raises(UserError, match="only http and https"):
         get("mnist", tmp_path / "there", mirror="file:///etc", progress=False)
@@ -204,7 +204,7 @@ def test_disk_that_is_full(server: Server, tmp_path: Path) -> None:
         pytest.skip("this system has no /dev/full")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / f"{FIRST}.part").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="cannot be written.*No space left"):
+    with pytest.raises(UserError, match=r"cannot be written.*No space left"):
         get("mnist", tmp_path / "there", progress=False)
     assert len(server.requests) == 1
 

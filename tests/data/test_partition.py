@@ -120,7 +120,7 @@ def test_vanishing_alpha_deals_whole_classes() -> None:
 def test_empty_worker_is_named() -> None:
     with pytest.raises(UserError, match=r"split dirichlet:0.001 of 1000 samples over 30 workers leaves worker \d+"):
         partition(BALANCED, 30, Split("dirichlet", 0.001), 0)
-    with pytest.raises(UserError, match="leaves worker .*use fewer workers"):
+    with pytest.raises(UserError, match=r"leaves worker .*use fewer workers"):
         partition(BALANCED[:3], 4, Split("iid"), 0)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker is ready; with a `quota` it has work for that many applied pushes, otherwise until the budget is spent."""
+    """A worker is ready; with a `quota` it has work for that many applied pushes, else until the budget is spent."""
 
     worker: int
     incarnation: int

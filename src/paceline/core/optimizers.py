@@ -28,7 +28,8 @@ def clipped(gradient: Tensor, max_norm: float) -> Tensor:
     True
     """
     norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
-    return gradient * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale: Tensor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return gradient * scale
 
 
 class _Prepared:

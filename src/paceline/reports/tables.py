@@ -1,0 +1,66 @@
+"""Plain tables for the terminal: runs side by side, data sets and where they lie. Reads run folders only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.data.download import DatasetStatus
+from paceline.runs.folder import RunFolder
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; the first column to the left, numbers to the right.
+
+    >>> print(table(["run", "loss"], [["a", "0.5"]]))
+    run  loss
+    a     0.5
+    """
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def compare(paths: list[Path]) -> str:
+    """One row a run: how it kept pace, how long it took, how good it got."""
+    rows = []
+    for path in paths:
+        folder = RunFolder.open(path)
+        config, result = folder.config(), folder.result()
+        name = f"{config.strategy} {config.workers}w"
+        if result is None:
+            rows.append([name, "-", "-", "-", "-", "-", "unfinished", path.name])
+            continue
+        rows.append([name, *_measured(result), result["status"], path.name])
+    return table(["pace", "seconds", "samples/s", "train %", "test %", "stale", "status", "run"], rows)
+
+
+def _measured(result: dict[str, Any]) -> list[str]:
+    return [
+        _number(result["train_seconds"], ".1f"),
+        _number(result["samples_per_second"], ",.0f"),
+        _number(result["train_accuracy"], ".2f"),
+        _number(result["test_accuracy"], ".2f"),
+        _number(result["staleness"]["mean"], ".2f"),
+    ]
+
+
+def data_table(rows: list[DatasetStatus]) -> str:
+    """One row a data set: whether it is here, where, and under which terms."""
+    cells = []
+    for row in rows:
+        where = (row.origin or "here") if row.found else "not here"
+        sizes = f"{row.train_size:,} + {row.test_size:,}"
+        cells.append([row.name, sizes, where, row.licence])
+    notes = [f"{row.name}: {row.path or row.note}" for row in rows if row.found]
+    missing = [f"{row.name}: 'paceline data get {row.name}' fetches it" for row in rows if not row.found]
+    return "\n".join([table(["data set", "train + test", "found", "terms"], cells), "", *notes, *missing])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-
 from paceline.core.messages import Input, Join, Outcome, Push, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from paceline.config import RunConfig, to_dict
 from paceline.core.server import Server
-from paceline.interfaces import Scores
+from paceline.interfaces import Layout, Scores
 from paceline.runs.folder import SCHEMA
-from paceline.tasks.supervised import SupervisedTask
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
@@ -24,14 +23,24 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def shared_state(server: Server, task: SupervisedTask) -> Tensor | None:
+class Trained(Protocol):
+    """What knows the names of trained tensors."""
+
+    layout: Layout
+
+    def mixture(self, states: list[Tensor]) -> Tensor | None: ...
+
+    def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]: ...
+
+
+def shared_state(server: Server, model: Trained) -> Tensor | None:
     """The running statistics of all workers as one."""
-    return task.flat.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
+    return model.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
 
 
-def trained_tensors(server: Server, task: SupervisedTask) -> dict[str, Tensor]:
+def trained_tensors(server: Server, model: Trained) -> dict[str, Tensor]:
     """What training came to, by name, as `load_state_dict` takes it."""
-    return task.flat.state_dict(server.weights, shared_state(server, task))
+    return model.state_dict(server.weights, shared_state(server, model))
 
 
 def percentile(counts: Counter[int], share: float) -> int:

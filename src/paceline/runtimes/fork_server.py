@@ -25,6 +25,7 @@ ROLES = {
     "server": "paceline.runtimes.server_process:main",
     "worker": "paceline.runtimes.worker_process:main",
     "script": "paceline.runtimes.script_process:main",
+    "script server": "paceline.runtimes.script_server:main",
 }
 PRELOADED = ("paceline.runtimes.server_process", "paceline.runtimes.worker_process", "paceline.tasks.supervised")
 _PR_SET_PDEATHSIG = 1

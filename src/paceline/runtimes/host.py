@@ -20,7 +20,7 @@ from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop, Verdic
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
-from paceline.interfaces import Layout, Scores
+from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.checkpoint import CheckpointWriter, take_cut
 from paceline.runs.environment import environment
@@ -28,6 +28,7 @@ from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runtimes.clock import TrainingClock
+from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 
 PROGRESS_SECONDS = 0.25
@@ -41,7 +42,7 @@ class Host:
     def __init__(
         self,
         server: Server,
-        task: SupervisedTask | Layout,
+        task: SupervisedTask | ScriptModel,
         work: Work | None,
         config: RunConfig,
         folder: RunFolder,
@@ -51,11 +52,12 @@ class Host:
     ) -> None:
         self.server, self.config, self.folder = server, config, folder
         self.task = task if isinstance(task, SupervisedTask) else None
-        self.layout = task.layout if isinstance(task, SupervisedTask) else task
+        self._trained = task
         self.work = work
         self.memories: dict[int, Tensor] = {}
         self.stop_reason: str | None = None
         self.lost: list[int] = []
+        self.figures: dict[str, dict[str, float]] = {}
         self.clock = TrainingClock(seconds)
         self.events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
@@ -205,7 +207,9 @@ class Host:
     def _score(self, which: str) -> Scores | None:
         assert self.task is not None
         data = self.task.test if which == "test" else self.task.train
-        rows = {"train": self.work and self.work.train, "validation": self.work and self.work.validation}.get(which)
+        rows = None
+        if self.work is not None and which != "test":
+            rows = self.work.train if which == "train" else self.work.validation
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
         indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
@@ -218,9 +222,7 @@ class Host:
 
     def named_weights(self) -> dict[str, Tensor]:
         """The trained tensors by name, for `load_state_dict`."""
-        if self.task is not None:
-            return trained_tensors(self.server, self.task)
-        return {name: view.cpu().clone() for name, view in self.layout.views(self.server.weights).items()}
+        return trained_tensors(self.server, self._trained)
 
     @property
     def status(self) -> str:
@@ -263,10 +265,11 @@ class Host:
             result = {
                 **summarise(self.config, self.server, self.clock.now(), scores),
                 "weights_sha256": weights_sha256(tensors),
-                "num_parameters": self.layout.num_parameters,
+                "num_parameters": self._trained.layout.num_parameters,
                 "status": status,
                 "reason": self.why_diverged() if status == "diverged" else self.stop_reason,
                 "lost_workers": self.lost,
+                **({"reported": self.figures} if self.figures else {}),
                 **self._facts,
                 "environment": environment(),
             }

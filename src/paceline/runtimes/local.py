@@ -13,13 +13,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import RunConfig, to_dict
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.fork_server import ForkServer
-from paceline.runtimes.shared_dataset import SharedDataset
 
 ENDING_SECONDS = 3.0
 
@@ -30,6 +30,17 @@ class Reported(PacelineError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What the processes of a run are told: their roles, a spec of JSON values, and descriptors all of them get."""
+
+    spec: dict[str, Any]
+    fds: list[int]
+    incarnation: int = 0
+    server_role: str = "server"
+    worker_role: str = "worker"
 
 
 class Supervisor:
@@ -43,20 +54,20 @@ class Supervisor:
         self._names: dict[int, str] = {}
         self._running: set[int] = set()
         self._finished = False
-        self._complaint: dict[str, Any] | None = None
         self._interrupts = 0
 
-    def start(self, spec: dict[str, Any], data_fds: list[int], role: str, incarnation: int) -> None:
+    def start(self, processes: Processes) -> None:
         """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
-        common = {"config": to_dict(self._config), "folder": str(self._folder.path), **spec}
-        self._forks.spawn("server", {**common, "name": "server"}, [self._server_end.fileno(), *data_fds])
+        common = {"config": to_dict(self._config), "folder": str(self._folder.path), **processes.spec}
+        server_fds = [self._server_end.fileno(), *processes.fds]
+        self._forks.spawn(processes.server_role, {**common, "name": "server"}, server_fds)
         self._server_end.close()
         for worker in range(self._config.workers or 1):
             server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            order = {"kind": "worker", "worker": worker, "incarnation": incarnation}
+            order = {"kind": "worker", "worker": worker, "incarnation": processes.incarnation}
             self._order(order, [server_side.fileno()])
-            own = {**common, "name": f"worker {worker}", "worker": worker, "incarnation": incarnation}
-            self._forks.spawn(role, own, [worker_side.fileno(), *data_fds])
+            own = {"name": f"worker {worker}", "worker": worker, "incarnation": processes.incarnation}
+            self._forks.spawn(processes.worker_role, {**common, **own}, [worker_side.fileno(), *processes.fds])
             server_side.close()
             worker_side.close()
 
@@ -161,15 +172,12 @@ def run_local(
     config: RunConfig,
     folder: RunFolder,
     forks: ForkServer,
-    shared: SharedDataset | None,
-    facts: dict[str, Any],
+    processes: Processes,
     report: Callable[[dict[str, Any]], None],
-    incarnation: int = 0,
 ) -> dict[str, Any]:
-    """Train on processes of this machine; an incarnation above 0 resumes. Returns the result."""
+    """Train on processes of this machine and return the result."""
     supervisor = Supervisor(forks, config, folder, report)
-    spec = {"dataset": shared.spec() if shared is not None else None, "facts": facts, "resume": incarnation > 0}
-    supervisor.start(spec, shared.fds if shared is not None else [], "worker", incarnation)
+    supervisor.start(processes)
     supervisor.follow()
     result = folder.result()
     if result is None:

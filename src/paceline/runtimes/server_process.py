@@ -1,4 +1,4 @@
-"""The server process: one thread owns the weights and takes what the workers' connections bring, in order of arrival."""
+"""The server process: one thread owns the weights and takes what the workers bring, in order of arrival."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.runs.resume import rebuild
 from paceline.runtimes.host import Host
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.segment import require_memory
-from paceline.transports.shared_memory import Hello, ServerDoor, Slot
+from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot
 
 GRACE_SECONDS = 5.0
 ALL_GONE = "all workers are gone"
@@ -59,9 +59,10 @@ class Control:
 class Service:
     """The event loop: doors in, replies out."""
 
-    def __init__(self, host: Host, control: Control) -> None:
+    def __init__(self, host: Host, control: Control, patient: bool = False) -> None:
         self.host = host
         self.control = control
+        self._patient = patient
         self.doors: dict[int, ServerDoor] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control.connection, selectors.EVENT_READ, self._order)
@@ -73,12 +74,12 @@ class Service:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
 
     def run(self) -> None:
-        """Serve until training is over and every worker knows."""
+        """Serve until training is over and every worker knows (a patient service: until every worker has left)."""
         deadline: float | None = None
         while True:
             if self.host.server.over:
                 deadline = deadline or time.monotonic() + GRACE_SECONDS
-                if all(worker in self._dismissed for worker in self.doors) or time.monotonic() > deadline:
+                if self._all_know(deadline):
                     break
             for key, _ in self._selector.select(0.5 if deadline is not None else None):
                 callback: Callable[[], None] = key.data
@@ -86,12 +87,20 @@ class Service:
         for door in self.doors.values():
             door.connection.close()
 
+    def _all_know(self, deadline: float) -> bool:
+        if self._patient:
+            return not self.doors
+        return all(worker in self._dismissed for worker in self.doors) or time.monotonic() > deadline
+
+    def admit(self, door: ServerDoor) -> None:
+        """Listen to one more worker."""
+        self.doors[door.worker] = door
+        self._selector.register(door.connection, selectors.EVENT_READ, lambda: self._serve(door))
+
     def _order(self) -> None:
         order, fds = self.control.receive()
         if order["kind"] == "worker":
-            door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
-            self.doors[door.worker] = door
-            self._selector.register(door.connection, selectors.EVENT_READ, lambda: self._serve(door))
+            self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
             self._send(self.host.stop(order["reason"]))
 
@@ -109,11 +118,14 @@ class Service:
         if message is None:
             self._hang_up(door)
         elif isinstance(message, Hello):
-            self._welcome(door, message)
+            self.welcome(door, message)
+        elif isinstance(message, Figures):
+            self.host.figures[str(message.worker)] = message.values
         else:
             self._send(self.host.handle(message))
 
-    def _welcome(self, door: ServerDoor, hello: Hello) -> None:
+    def welcome(self, door: ServerDoor, hello: Hello) -> None:
+        """Let a worker join, if it brings weights of the right size."""
         size = self.host.server.weights.numel()
         if hello.slot.weights.numel() != size:
             text = f"worker {door.worker} brought {hello.slot.weights.numel()} weights, this run has {size}: refused"
@@ -122,6 +134,10 @@ class Service:
             return
         self.host.memories[door.worker] = hello.slot.weights
         self._send(self.host.handle(hello.join))
+
+    def miss(self, worker: int) -> None:
+        """A worker that was awaited will never come."""
+        self._send(self.host.handle(Leave(worker, 0)))
 
     def _hang_up(self, door: ServerDoor) -> None:
         self._selector.unregister(door.connection)

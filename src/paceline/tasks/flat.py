@@ -84,16 +84,18 @@ class FlatModule:
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in merged.items()}
 
     def mixture(self, states: list[Tensor]) -> Tensor | None:
-        """One set of running statistics for all workers: the mean of means, and of variances plus their spread."""
-        if not states or not self._buffers:
-            return None
-        stacked = torch.stack(states)
-        combined = stacked.mean(0)
-        views = self.state_layout.views(combined)
-        spread = self.state_layout.views(stacked.var(0, correction=0))
-        for name, view in views.items():
-            owner, _, leaf = name.rpartition("running_var")
-            mean_name = f"{owner}running_mean"
-            if _ and not leaf and mean_name in spread:
+        """One set of running statistics for all workers, or None when the module keeps none."""
+        return mixture(self.state_layout, states) if states and self._buffers else None
+
+
+def mixture(layout: Layout, states: list[Tensor]) -> Tensor:
+    """The statistics of all workers' data together: mean of means; mean of variances plus the spread of the means."""
+    stacked = torch.stack(states)
+    combined = stacked.mean(0)
+    spread = layout.views(stacked.var(0, correction=0))
+    for name, view in layout.views(combined).items():
+        if name.endswith("running_var"):
+            mean_name = name.removesuffix("running_var") + "running_mean"
+            if mean_name in spread:
                 view.add_(spread[mean_name])
-        return combined
+    return combined

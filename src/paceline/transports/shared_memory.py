@@ -21,7 +21,7 @@ from paceline.transports.segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIf")
 _REPLY = struct.Struct("<BBxxIQQ")
-_HELLO, _PUSHED, _REPLIED = 1, 2, 3
+_HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
 _LARGEST = 1 << 20
 
 
@@ -89,6 +89,17 @@ class WorkerDoor:
             return None
         return self._reply(push.worker, push.incarnation)
 
+    def report(self, figures: dict[str, float]) -> None:
+        """Tell the server figures that belong into the result."""
+        try:
+            self._connection.send(bytes([_REPORTED]) + json.dumps(figures).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def close(self) -> None:
+        """Say good-bye."""
+        self._connection.close()
+
     def _reply(self, worker: int, incarnation: int) -> Reply | None:
         try:
             packet = self._connection.recv(_REPLY.size)
@@ -109,6 +120,14 @@ class Hello:
     facts: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What a script measured itself, for the result."""
+
+    worker: int
+    values: dict[str, float]
+
+
 class ServerDoor:
     """The server's end of one worker's connection."""
 
@@ -117,19 +136,28 @@ class ServerDoor:
         self.worker, self.incarnation = worker, incarnation
         self.slot: Slot | None = None
 
-    def receive(self) -> Hello | Push | None:
+    def receive(self) -> Hello | Push | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
         if self.slot is not None:
             try:
-                packet = self.connection.recv(_PUSH.size + 1)
+                packet = self.connection.recv(1 << 16)
             except ConnectionResetError:
                 return None
+            if packet and packet[0] == _REPORTED:
+                return self._figures(packet)
             return self._push(packet, self.slot) if packet else None
         try:
             packet, fds, _, _ = socket.recv_fds(self.connection, _LARGEST, 1)
         except ConnectionResetError:
             return None
         return self._hello(packet, fds) if packet else None
+
+    def _figures(self, packet: bytes) -> Figures:
+        try:
+            values = {str(name): float(value) for name, value in json.loads(packet[1:]).items()}
+        except (ValueError, TypeError, AttributeError):
+            raise ProtocolError(f"worker {self.worker} reported figures that are none") from None
+        return Figures(self.worker, values)
 
     def _push(self, packet: bytes, slot: Slot) -> Push:
         if len(packet) != _PUSH.size or packet[0] != _PUSHED:

@@ -1,0 +1,138 @@
+"""The peer of most pairs: plain PyTorch training loops, each in its own process, timed side by side.
+
+`python loops.py MODEL THREADS SECONDS` is one loop: it warms up, says so, waits for the word, and prints its steps' times.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from processes import DROPPED_STEPS, Step, common_rate, ended
+from torch import Tensor, nn
+
+BATCH_SIZE, LR, MOMENTUM = 32, 0.005, 0.9
+PATIENCE_SECONDS = 120.0
+
+
+class LeNet5(nn.Module):
+    """The same layers as paceline's lenet5, in plain torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5, padding=2), nn.Conv2d(6, 16, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(images)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.fc2(F.relu(self.fc1(x.flatten(1)))))
+        return F.log_softmax(self.fc3(x), dim=1)
+
+
+class Cnn(nn.Module):
+    """The same layers as paceline's cnn, with torch's own dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(self.conv2(F.relu(self.conv1(images))), 2)
+        x = F.relu(self.fc1(self.dropout1(x).flatten(1)))
+        return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+
+
+MODELS: dict[str, type[nn.Module]] = {"lenet5": LeNet5, "cnn": Cnn}
+
+
+class Shuffled:
+    """The train set in memory, normalised and permuted once; batches are slices of it, round and round."""
+
+    def __init__(self) -> None:
+        from paceline.data.datasets import load, locate
+
+        data = load(locate("fashion-mnist-sample", None))
+        images = torch.from_numpy(data.train_images).float().div_(255.0)
+        order = torch.randperm(len(images))
+        self._images = ((images - data.info.mean[0]) / data.info.std[0])[order].contiguous()
+        self._labels = torch.from_numpy(data.train_labels)[order].contiguous()
+        self._number = len(images) // BATCH_SIZE
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Batch `number`, without a copy."""
+        start = number % self._number * BATCH_SIZE
+        return self._images[start : start + BATCH_SIZE], self._labels[start : start + BATCH_SIZE]
+
+
+def plain_step(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
+    """The loop's body as anyone writes it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def answer_with_steps(step: Callable[[Tensor, Tensor], None], seconds: float, num_steps: int | None = None) -> None:
+    """In the child: warm up, report, wait for the word, then print when each step was done.
+
+    It goes on for `seconds`, or for `num_steps` where all processes must make equally many.
+    """
+    data = Shuffled()
+    for number in range(DROPPED_STEPS):
+        step(*data.batch(number))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    times: list[float] = []
+    deadline = time.monotonic() + seconds
+    while len(times) < num_steps if num_steps is not None else time.monotonic() < deadline:
+        step(*data.batch(len(times)))
+        times.append(time.monotonic())
+    print(json.dumps(times), flush=True)
+
+
+def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:
+    """Samples a second of all processes together; the first `silent` ones only serve and print nothing."""
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
+    with ended(processes):
+        for process in processes[silent:]:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != b"ready":
+                raise RuntimeError(f"a peer ended with exit code {process.wait(PATIENCE_SECONDS)} before it was ready")
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        steps: dict[int, list[Step]] = {}
+        for number, process in enumerate(processes[silent:]):
+            out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+            steps[number] = [(float(moment), BATCH_SIZE) for moment in json.loads(out.splitlines()[0])]
+    return common_rate(steps)
+
+
+def rate(model: str, loops: int, threads: int, seconds: float) -> float:
+    """Samples a second of `loops` bare loops side by side."""
+    command = [sys.executable, str(Path(__file__).resolve()), model, str(threads), str(seconds)]
+    return timed_together([command] * loops)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[2]))
+    torch.manual_seed(0)
+    answer_with_steps(plain_step(MODELS[sys.argv[1]]()), float(sys.argv[3]))

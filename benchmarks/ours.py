@@ -1,0 +1,98 @@
+"""Our side of every pair: a real `paceline train` in a temporary folder, timed by its own `arrivals.log`."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import Step, common_rate, end, ended
+
+from paceline.core.messages import Verdict
+from paceline.runs.arrivals import RECORD_BYTES, read_arrivals
+from paceline.runs.folder import RunFolder
+
+START_SECONDS = 60.0
+POLL_SECONDS = 0.002
+COMMAND = [sys.executable, "-m", "paceline", "train"]
+DATA = ["--dataset", "fashion-mnist-sample", "--split", "full"]
+ENDLESS = ["--epochs", "100000"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in progress: its process, its folder, and when it was started on the monotonic clock."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: float
+    workers: int
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "arrivals.log"
+
+    @property
+    def messages(self) -> Path:
+        return self.folder.with_suffix(".txt")
+
+    def wait_for_first_push(self) -> float:
+        """Seconds from the command to the first push in the log: the record behind all workers' joins."""
+        while time.monotonic() - self.started < START_SECONDS:
+            with contextlib.suppress(FileNotFoundError):
+                _, newline, records = self.log.read_bytes().partition(b"\n")
+                if newline and len(records) >= (self.workers + 1) * RECORD_BYTES:
+                    return time.monotonic() - self.started
+            self.check_alive()
+            time.sleep(POLL_SECONDS)
+        raise RuntimeError(f"no push within {START_SECONDS:g} s")
+
+    def check_alive(self) -> None:
+        """A run that ended by itself has failed: its last words say why."""
+        if self.process.poll() is not None:
+            words = self.messages.read_text(errors="replace")[-500:]
+            raise RuntimeError(f"paceline ended with exit code {self.process.returncode}: {words}")
+
+    def steps(self) -> dict[int, list[Step]]:
+        """When each worker's pushes that counted came in, by the run's own clock."""
+        records, _ = read_arrivals(self.log, RunFolder.open(self.folder).config())
+        steps: dict[int, list[Step]] = {worker: [] for worker in range(self.workers)}
+        for record in records:
+            if record.kind == "push" and record.verdict is Verdict.TAKEN:
+                steps[record.worker].append((record.now, record.samples))
+        return steps
+
+
+@contextlib.contextmanager
+def running(strategy: str, model: str, workers: int, threads: int, settings: list[str] | None = None) -> Iterator[Run]:
+    """Start `paceline train` without an end; it is stopped, and its folder removed, on leaving."""
+    with tempfile.TemporaryDirectory() as runs:
+        words = ["--strategy", strategy, "--model", model, "--workers", str(workers), "--threads", str(threads)]
+        command = [*COMMAND, *DATA, *words, *(settings or ENDLESS), "--runs", runs, "--name", "run"]
+        folder = Path(runs) / "run"
+        with folder.with_suffix(".txt").open("wb") as messages:
+            started = time.monotonic()
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages)
+            with ended([process]):
+                yield Run(process, folder, started, workers)
+
+
+def rate(strategy: str, model: str, workers: int, threads: int, seconds: float) -> float:
+    """Samples a second over about `seconds` of training."""
+    with running(strategy, model, workers, threads) as run:
+        run.wait_for_first_push()
+        time.sleep(seconds)
+        run.check_alive()
+        end(run.process)
+        return common_rate(run.steps())
+
+
+def seconds_to_first_push(workers: int) -> float:
+    """Wall time from the command to the first push of a LeNet5 run."""
+    with running("async", "lenet5", workers, 1) as run:
+        return run.wait_for_first_push()

@@ -1,0 +1,204 @@
+"""How every figure here is taken: interleaved sides, medians with an interval that assumes no distribution, steal time.
+
+A bar is missed only when the whole interval lies on the wrong side of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LEAST_PAIRS = 7
+QUICK_PAIRS = 3
+MET, NOISE, MISSED = "met", "within noise", "MISSED"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median, its interval from order statistics, and the extremes."""
+
+    median: float
+    low: float
+    high: float
+    least: float
+    most: float
+    coverage: float
+    """How sure it is that the interval holds the true median, whatever the distribution."""
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median and the tightest interval between order statistics that holds it with at least 95 %.
+
+    Below 6 values no interval is that sure: then it is all of them, and `coverage` says how sure that is.
+
+    >>> estimate([1, 2, 3, 4, 5, 6, 7])
+    Estimate(median=4, low=1, high=7, least=1, most=7, coverage=0.984375)
+    """
+    ordered, number = sorted(values), len(values)
+    outside, rank = _outside(number, 1), 1
+    while rank + 1 <= number // 2 and _outside(number, rank + 1) <= 0.05:
+        rank += 1
+        outside = _outside(number, rank)
+    low, high = ordered[rank - 1], ordered[number - rank]
+    return Estimate(statistics.median(ordered), low, high, ordered[0], ordered[-1], 1.0 - outside)
+
+
+def _outside(number: int, rank: int) -> float:
+    """The chance that the true median lies outside the `rank`-th smallest and largest of `number` values."""
+    return min(1.0, 2.0 * sum(math.comb(number, k) for k in range(rank)) / 2.0**number)
+
+
+def judge(found: Estimate, *, at_least: float | None = None, at_most: float | None = None) -> str:
+    """Met when the median keeps every bar, missed when the whole interval breaks one, else within noise."""
+    if (at_least is not None and found.high < at_least) or (at_most is not None and found.low > at_most):
+        return MISSED
+    kept = (at_least is None or found.median >= at_least) and (at_most is None or found.median <= at_most)
+    return MET if kept else NOISE
+
+
+def steal_ticks() -> tuple[int, int]:
+    """Ticks the hypervisor took from this machine, and all ticks, since it was started."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return fields[7], sum(fields)
+
+
+class Steal:
+    """The share of processor time taken by other guests while this was open, in percent."""
+
+    def __enter__(self) -> Steal:
+        self._before, self.percent = steal_ticks(), 0.0
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        (stolen, total), (stolen_before, total_before) = steal_ticks(), self._before
+        self.percent = 100.0 * (stolen - stolen_before) / max(1, total - total_before)
+
+
+def interleave(
+    sides: dict[str, Callable[[], float]], rounds: int, warm: bool = False, say: Callable[[str], None] | None = None
+) -> dict[str, list[float]]:
+    """Measure every side `rounds` times, one after another, each round in the reverse order of the one before.
+
+    With `warm`, one round is thrown away first (file caches, compiled bytecode).
+    """
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    if warm:
+        for measure in sides.values():
+            measure()
+    for number in range(rounds):
+        order = list(sides) if number % 2 == 0 else list(reversed(sides))
+        for name in order:
+            measured[name].append(sides[name]())
+        if say is not None:
+            say(f"round {number + 1} of {rounds}: " + ", ".join(f"{name} {measured[name][-1]:.5g}" for name in order))
+    return measured
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: two sides, the figure made of them pair by pair, and what it is held to."""
+
+    name: str
+    ours: float
+    peer: float
+    found: Estimate
+    bar: str
+    verdict: str
+    steal_percent: float
+    pairs: int
+
+
+def compare(
+    name: str,
+    ours: Callable[[], float],
+    peer: Callable[[], float],
+    pairs: int,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Row:
+    """Interleaved pairs of two sides and the median of ours / peer."""
+    with Steal() as steal:
+        measured = interleave({"ours": ours, "peer": peer}, pairs, say=say)
+    return make_row(name, measured["ours"], measured["peer"], steal.percent, at_least=at_least, at_most=at_most)
+
+
+def make_row(
+    name: str,
+    ours: list[float],
+    peer: list[float],
+    steal_percent: float,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    combine: Callable[[float, float], float] = lambda a, b: a / b,
+) -> Row:
+    """A row from pairs already measured; `combine` makes the figure of one pair."""
+    found = estimate([combine(a, b) for a, b in zip(ours, peer, strict=True)])
+    bar = f">={at_least:g}" if at_least is not None else f"<={at_most:g}" if at_most is not None else "-"
+    verdict = judge(found, at_least=at_least, at_most=at_most) if bar != "-" else ""
+    return Row(name, statistics.median(ours), statistics.median(peer), found, bar, verdict, steal_percent, len(ours))
+
+
+def table(rows: Sequence[Row], unit: str, figure: str = "ratio") -> str:
+    """The rows under a heading, at most 80 columns wide."""
+    lines = [f"{unit:<14} {'ours':>7} {'peer':>7} {figure:>6} {'interval':>11} {'min..max':>11} {'bar':>6} verdict"]
+    for row in rows:
+        spans = (_span(row.found.low, row.found.high), _span(row.found.least, row.found.most))
+        lines.append(
+            f"{row.name:<14.14} {_short(row.ours):>7} {_short(row.peer):>7} {row.found.median:>6.3f} "
+            f"{spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.verdict}".rstrip()
+        )
+    if rows:
+        steals = [row.steal_percent for row in rows]
+        lines.append(
+            f"median of {rows[0].pairs} interleaved pairs; interval of the median at "
+            f"{100 * rows[0].found.coverage:.3g} %; steal {min(steals):.1f} to {max(steals):.1f} %"
+        )
+    return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:.2f}..{high:.2f}"
+
+
+def flags(description: str | None) -> argparse.ArgumentParser:
+    """The flags every script here takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, help=f"interleaved pairs [{LEAST_PAIRS}; with --quick {QUICK_PAIRS}]")
+    parser.add_argument("--quick", action="store_true", help="short and rough: to see that it works, not to judge by")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
+    parser.add_argument("--verbose", action="store_true", help="print every pair as it is measured")
+    return parser
+
+
+def num_pairs(parsed: argparse.Namespace) -> int:
+    """How many pairs were asked for; too few to judge by is said."""
+    pairs: int = parsed.pairs or (QUICK_PAIRS if parsed.quick else LEAST_PAIRS)
+    if pairs < LEAST_PAIRS:
+        print(f"{pairs} pairs are fewer than {LEAST_PAIRS}: rough figures, not to be quoted")
+    return pairs
+
+
+def teller(parsed: argparse.Namespace, name: str) -> Callable[[str], None] | None:
+    """Prints each round with `--verbose`."""
+    return (lambda text: print(f"  {name}: {text}", flush=True)) if parsed.verbose else None
+
+
+def close(parsed: argparse.Namespace, benchmark: str, rows: Sequence[Row], **extra: Any) -> int:
+    """The JSON line, if asked for, and the exit code."""
+    if parsed.json:
+        print(json.dumps({"benchmark": benchmark, "rows": [asdict(row) for row in rows], **extra}))
+    return int(parsed.strict and any(row.verdict == MISSED for row in rows))

@@ -1,0 +1,148 @@
+"""Other ways to train LeNet5 on a few processes of one machine, so that our figures stand beside them.
+
+`python peers.py KIND RANK WORKERS SECONDS RENDEZVOUS` is one process of one of them; one thread each.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from loops import LR, MOMENTUM, LeNet5, Shuffled, answer_with_steps, plain_step, timed_together
+from torch import Tensor, nn
+
+KINDS = ("ddp", "rpc", "ray")
+CALIBRATION_STEPS = 30
+
+
+def rate(kind: str, workers: int, seconds: float) -> float:
+    """Samples a second of `workers` processes that train one model the way `kind` does."""
+    servers = 1 if kind == "rpc" else 0
+    with tempfile.TemporaryDirectory() as folder:
+        here, meeting = str(Path(__file__).resolve()), str(Path(folder) / "rendezvous")
+        if kind == "ray":
+            return timed_together([[sys.executable, here, kind, "0", str(workers), str(seconds), meeting]])
+        ranks = range(workers + servers)
+        commands = [[sys.executable, here, kind, str(rank), str(workers), str(seconds), meeting] for rank in ranks]
+        return timed_together(commands, silent=servers)
+
+
+def ddp(rank: int, workers: int, seconds: float, meeting: str) -> None:
+    """Plain DistributedDataParallel on Gloo; every process makes the same number of steps."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=workers)
+    step = plain_step(DistributedDataParallel(LeNet5()))
+    data, begun = Shuffled(), 0.0
+    for number in range(2 * CALIBRATION_STEPS):
+        if number == CALIBRATION_STEPS:
+            begun = time.monotonic()
+        step(*data.batch(number))
+    taken = torch.tensor([time.monotonic() - begun])
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    answer_with_steps(step, seconds, num_steps=max(30, round(CALIBRATION_STEPS * seconds / taken.item())))
+    dist.destroy_process_group()
+
+
+class ParameterServer:
+    """One model behind a lock: a gradient in, the new weights out."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.parameters = list(LeNet5().parameters())
+        self._optimizer = torch.optim.SGD(self.parameters, lr=LR, momentum=MOMENTUM)
+        self._lock = threading.Lock()
+
+    def exchange(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Apply one push at once and answer with a copy of the weights."""
+        with self._lock:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._optimizer.step()
+            return [parameter.detach().clone() for parameter in self.parameters]
+
+
+SERVER: ParameterServer | None = None
+
+
+def exchange_here(gradients: list[Tensor]) -> list[Tensor]:
+    """What a worker calls on rank 0."""
+    assert SERVER is not None
+    return SERVER.exchange(gradients)
+
+
+def pushing_step(exchange: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[Tensor, Tensor], None]:
+    """A worker of a parameter server: the gradient of one batch out, weights in."""
+    model = LeNet5()
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        model.zero_grad()
+        loss = F.nll_loss(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        weights = exchange([_gradient(parameter) for parameter in model.parameters()])
+        with torch.no_grad():
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+
+    return step
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def rpc(rank: int, workers: int, seconds: float, meeting: str) -> None:
+    """A parameter server on torch RPC: rank 0 serves, the others push gradients and pull weights."""
+    import torch.distributed.rpc as torch_rpc
+
+    global SERVER
+    SERVER = ParameterServer() if rank == 0 else None
+    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}", rpc_timeout=60)
+    name = "server" if rank == 0 else f"worker{rank}"
+    torch_rpc.init_rpc(name, rank=rank, world_size=workers + 1, rpc_backend_options=options)
+    if rank > 0:
+        step = pushing_step(lambda gradients: torch_rpc.rpc_sync("server", exchange_here, args=(gradients,)))
+        answer_with_steps(step, seconds)
+    torch_rpc.shutdown()
+
+
+def ray(rank: int, workers: int, seconds: float, meeting: str) -> None:
+    """A Ray actor that serves and `workers` tasks that push to it; one command, which prints all tasks' times."""
+    import json
+
+    import ray as engine
+
+    engine.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
+
+    @engine.remote
+    def train(server: object, seconds: float) -> list[float]:
+        torch.set_num_threads(1)
+        step = pushing_step(lambda gradients: engine.get(server.exchange.remote(gradients)))  # type: ignore[attr-defined]
+        data, times = Shuffled(), list[float]()
+        step(*data.batch(0))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            step(*data.batch(len(times)))
+            times.append(time.monotonic())
+        return times
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    server = engine.remote(ParameterServer).remote()
+    print(json.dumps(engine.get([train.remote(server, seconds) for _ in range(workers)])), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"ddp": ddp, "rpc": rpc, "ray": ray}[sys.argv[1]](
+        int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
+    )

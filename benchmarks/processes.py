@@ -1,0 +1,50 @@
+"""Processes a benchmark starts, always ended by it; and the speed of several workers from the times of their steps."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+
+DROPPED_STEPS = 10
+ENDING_SECONDS = 15.0
+Step = tuple[float, int]
+"""When a step was done, in seconds, and its number of samples."""
+
+
+@contextlib.contextmanager
+def ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Whatever happens inside, none of `processes` is left afterwards."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Ask a process to stop, and make it stop if it does not; its exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def common_rate(steps: Mapping[int, Sequence[Step]]) -> float:
+    """Samples a second of all workers together, while all of them work and each has done its first steps.
+
+    >>> common_rate({0: [(float(t), 1) for t in range(20)], 1: [(float(t), 3) for t in range(15)]})
+    4.0
+    """
+    for worker, done in steps.items():
+        if len(done) < DROPPED_STEPS + 2:
+            raise RuntimeError(f"worker {worker} made only {len(done)} steps: measure for longer")
+    start = max(done[DROPPED_STEPS - 1][0] for done in steps.values())
+    stop = min(done[-1][0] for done in steps.values())
+    if stop <= start:
+        raise RuntimeError("the workers never worked at the same time: measure for longer")
+    return sum(samples for done in steps.values() for time, samples in done if start < time <= stop) / (stop - start)

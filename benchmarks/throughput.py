@@ -1,0 +1,79 @@
+"""Samples a second of `paceline train` against bare PyTorch loops on the same cores.
+
+    python benchmarks/throughput.py [--only NAME] [--peers] [--pairs N] [--quick] [--json] [--strict]
+
+Classic stands against one loop with as many threads; workers in processes against loops of one thread side by side,
+one a worker but no more than there are cores. With --peers, DDP on Gloo, a torch RPC parameter server and a Ray actor
+are measured against the same loops.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+
+import loops
+import ours
+import pairs
+import peers
+
+SECONDS, QUICK_SECONDS = 4.0, 1.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of our strategies and the share of the bare loops' speed it should reach."""
+
+    strategy: str
+    model: str
+    workers: int
+    bar: float
+
+
+CASES = {
+    "classic": Case("classic", "lenet5", 1, 0.97),
+    "async-2": Case("async", "lenet5", 2, 0.95),
+    "sync-2": Case("sync", "lenet5", 2, 0.90),
+    "async-2-cnn": Case("async", "cnn", 2, 0.92),
+    "sync-2-cnn": Case("sync", "cnn", 2, 0.88),
+    "async-10": Case("async", "lenet5", 10, 0.90),
+    "sync-10": Case("sync", "lenet5", 10, 0.90),
+}
+NUM_PEERS = 2
+
+
+def main() -> int:
+    parser = pairs.flags(__doc__)
+    parser.add_argument("--only", metavar="NAME", choices=[*CASES, *peers.KINDS], help=", ".join(CASES))
+    parser.add_argument("--peers", action="store_true", help="also measure other ways to train on two processes")
+    parsed = parser.parse_args()
+    number, seconds = pairs.num_pairs(parsed), QUICK_SECONDS if parsed.quick else SECONDS
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    for name, case in CASES.items():
+        if parsed.only not in (None, name):
+            continue
+        alone = case.strategy == "classic"
+        num_loops, threads = (1, cores) if alone else (min(case.workers, cores), 1)
+        our_side = functools.partial(ours.rate, case.strategy, case.model, case.workers, threads, seconds)
+        peer_side = functools.partial(loops.rate, case.model, num_loops, threads, seconds)
+        say = pairs.teller(parsed, name)
+        rows.append(pairs.compare(name, our_side, peer_side, number, at_least=case.bar, say=say))
+    for kind in peers.KINDS:
+        if parsed.only != kind and not (parsed.peers and parsed.only is None):
+            continue
+        if kind == "ray" and importlib.util.find_spec("ray") is None:
+            print("ray is not installed")
+            continue
+        their_side = functools.partial(peers.rate, kind, NUM_PEERS, seconds)
+        peer_side = functools.partial(loops.rate, "lenet5", min(NUM_PEERS, cores), 1, seconds)
+        rows.append(pairs.compare(kind, their_side, peer_side, number, say=pairs.teller(parsed, kind)))
+    print(pairs.table(rows, "samples/s"))
+    return pairs.close(parsed, "throughput", rows, cores=cores, seconds_a_side=seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""`paceline.train`: a run from Python, with one's own task."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.config import FIELDS, RunConfig
+from paceline.errors import UserError, unknown_name
+from paceline.launch import train as launch
+from paceline.reports.console import Console
+from paceline.tasks.supervised import SupervisedTask
+
+
+def train(
+    build: Callable[[], SupervisedTask] | str | None = None, *, quiet: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Train and return the result (the content of result.json, with `folder` added).
+
+    `build` returns a `paceline.Task`; workers import it by name, so it is a function at the top of a module or script.
+    Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
+    """
+    for name in settings:
+        if name not in FIELDS:
+            raise unknown_name("setting", name, FIELDS)
+    config = RunConfig(**settings)
+    if build is not None:
+        config = dataclasses.replace(config, task=build if isinstance(build, str) else importable_name(build))
+    if config.strategy != "classic" and config.device == "cpu":
+        require_main_guard()
+    with Console(quiet=quiet) as console:
+        folder, result = launch(config, console)
+    return {**result, "folder": str(folder.path)}
+
+
+def importable_name(build: Callable[[], Any]) -> str:
+    """`MODULE:NAME` or `FILE.py:NAME` under which another process finds this function."""
+    name = build.__qualname__
+    if not name.isidentifier() or name == "<lambda>":
+        raise UserError(f"build '{name}' cannot be imported by workers: make it a function at the top of a module")
+    if build.__module__ != "__main__":
+        return f"{build.__module__}:{name}"
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise UserError(
+            f"build '{name}' lives in an interactive session: put it into a .py file, so workers can import it"
+        )
+    return f"{Path(file).resolve()}:{name}"
+
+
+def require_main_guard() -> None:
+    """Workers import the script: without a guard each of them would start the training again.
+
+    Prints one line and exits with code 2, since it is the script itself that is wrong.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "<module>" and module in ("__main__", "__paceline_main__"):
+            if module == "__paceline_main__" or not _guarded(frame.f_code.co_filename, frame.f_lineno):
+                print(
+                    f"paceline: {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: paceline.train(...) runs "
+                    "whenever this file is imported, and workers import it: put it under if __name__ == '__main__':",
+                    file=sys.stderr,
+                )
+                raise SystemExit(2)
+            return
+        frame = frame.f_back
+
+
+def _guarded(filename: str, line: int) -> bool:
+    """Whether `line` of a script lies under `if __name__ == ...`."""
+    try:
+        tree = ast.parse(Path(filename).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return True  # no file to import: an interactive session
+    for statement in tree.body:
+        if isinstance(statement, ast.If) and statement.lineno <= line <= (statement.end_lineno or line):
+            return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test))
+    return False

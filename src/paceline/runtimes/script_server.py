@@ -1,0 +1,98 @@
+"""The server of `paceline run`: it learns the model from the scripts themselves, then serves like any other."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.assemble import cores, make_policy, make_rule, make_schedule, parse_strategy
+from paceline.config import RunConfig, from_dict
+from paceline.core.schedules import Budget
+from paceline.core.server import Server
+from paceline.errors import PacelineError, ProtocolError, RunFailed, UserError
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.host import Host
+from paceline.runtimes.server_process import Control, Service
+from paceline.tasks.script_model import ScriptModel
+from paceline.transports.shared_memory import Hello, ServerDoor
+
+Introductions = list[tuple[ServerDoor, Hello]]
+
+
+def main(spec: dict[str, Any], fds: list[int]) -> int:
+    """Wait for the scripts to say what they train, then host the run until the last of them has left."""
+    control = Control(socket.socket(fileno=fds[0]))
+    try:
+        config = from_dict(spec["config"])
+        torch.set_num_threads(cores() if parse_strategy(config.strategy).in_rounds else 1)
+        introductions = _gather(control, config.workers or 1)
+        host = _make_host(spec, config, introductions[0][1], control, len(introductions))
+        service = Service(host, control, patient=True)
+        for door, _ in introductions:
+            service.admit(door)
+        for door, hello in introductions:
+            service.welcome(door, hello)
+        for worker in set(range(config.workers or 1)) - {door.worker for door, _ in introductions}:
+            service.miss(worker)
+        service.run()
+        host.finish()
+        host.close()
+    except PacelineError as error:
+        control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
+        return error.exit_code
+    control.send({"kind": "finished"})
+    return 0
+
+
+def _gather(control: Control, num_workers: int) -> Introductions:
+    """Everybody's hello, in worker order; who left before saying it is not waited for."""
+    selector = selectors.DefaultSelector()
+    selector.register(control.connection, selectors.EVENT_READ)
+    pending: set[int] = set(range(num_workers))
+    found: Introductions = []
+    while pending:
+        for key, _ in selector.select():
+            if key.data is None:
+                order, fds = control.receive()
+                if order["kind"] == "stop":
+                    raise RunFailed("stopped before the scripts had called session.prepare(...)")
+                door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+                selector.register(door.connection, selectors.EVENT_READ, door)
+                continue
+            selector.unregister(key.data.connection)
+            pending.discard(key.data.worker)
+            try:
+                message = key.data.receive()
+            except ProtocolError as error:
+                control.send({"kind": "note", "text": str(error)})
+                continue
+            if isinstance(message, Hello):
+                found.append((key.data, message))
+    if not found:
+        raise UserError(
+            "the script ended without calling paceline.join() and session.prepare(...): nothing was trained"
+        )
+    return sorted(found, key=lambda pair: pair[0].worker)
+
+
+def _make_host(spec: dict[str, Any], config: RunConfig, first: Hello, control: Control, num_workers: int) -> Host:
+    """The server starts from the first worker's weights; its data set's size sets the budget."""
+    facts = first.facts
+    model = ScriptModel(facts["layout"], facts["state_layout"])
+    size = int(facts["num_samples"])
+    own = config.epoch_mode == "own"
+    passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
+    budget = Budget(passes * (num_workers if own else 1), size, steps=config.steps, own=own)
+    server = Server(
+        first.slot.weights.clone(),
+        make_rule(config, model.layout),
+        make_policy(config),
+        budget,
+        make_schedule(config),
+        config.workers or 1,
+    )
+    return Host(server, model, None, config, RunFolder(Path(spec["folder"])), control.send, 0.0, spec["facts"])

@@ -1,0 +1,39 @@
+"""`paceline run`: several processes of one user script, and a server that learns the model from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from paceline.assemble import resolve
+from paceline.config import RunConfig
+from paceline.errors import UserError
+from paceline.launch import discarding, facts_of, require_survivors
+from paceline.reports.console import Console
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.fork_server import ForkServer
+from paceline.runtimes.local import Processes, run_local
+
+SCRIPT = "script"
+
+
+def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """Run `command` (a script and its arguments) on the config's workers and return the result."""
+    if not command:
+        raise UserError("which script? as in 'paceline run -n 4 train.py'")
+    script = Path(command[0])
+    if not script.is_file():
+        raise UserError(f"script {script} does not exist")
+    if config.eval_every is not None or config.target_accuracy is not None:
+        raise UserError(
+            "--eval-every and --target-accuracy need a task: a script evaluates itself, with session.report()"
+        )
+    config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
+    folder = RunFolder.create(config)
+    with discarding(folder), ForkServer() as forks:
+        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]]}
+        processes = Processes(spec, [], server_role="script server", worker_role="script")
+        result = run_local(config, folder, forks, processes, console.report)
+    require_survivors(result, folder)
+    return folder, result
