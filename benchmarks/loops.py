@@ -1,6 +1,6 @@
 """The peer of most pairs: plain PyTorch training loops, each in its own process, timed side by side.
 
-`python loops.py MODEL THREADS SECONDS` is one loop: it warms up, says so, waits for the word, and prints its steps' times.
+`python loops.py MODEL THREADS SECONDS` is one loop: it warms up, says so, waits for the word, prints its times.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def answer_with_steps(step: Callable[[Tensor, Tensor], None], seconds: float, nu
     while len(times) < num_steps if num_steps is not None else time.monotonic() < deadline:
         step(*data.batch(len(times)))
         times.append(time.monotonic())
-    print(json.dumps(times), flush=True)
+    print(json.dumps([times]), flush=True)
 
 
 def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:
@@ -119,11 +119,11 @@ def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             process.stdin.flush()
-        steps: dict[int, list[Step]] = {}
-        for number, process in enumerate(processes[silent:]):
+        loops: list[list[Step]] = []
+        for process in processes[silent:]:
             out, _ = process.communicate(timeout=PATIENCE_SECONDS)
-            steps[number] = [(float(moment), BATCH_SIZE) for moment in json.loads(out.splitlines()[0])]
-    return common_rate(steps)
+            loops.extend([(moment, BATCH_SIZE) for moment in times] for times in json.loads(out.splitlines()[0]))
+    return common_rate(dict(enumerate(loops)))
 
 
 def rate(model: str, loops: int, threads: int, seconds: float) -> float:

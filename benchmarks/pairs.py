@@ -106,7 +106,7 @@ class Row:
 
     name: str
     ours: float
-    peer: float
+    peer: float | None
     found: Estimate
     bar: str
     verdict: str
@@ -152,10 +152,9 @@ def table(rows: Sequence[Row], unit: str, figure: str = "ratio") -> str:
     lines = [f"{unit:<14} {'ours':>7} {'peer':>7} {figure:>6} {'interval':>11} {'min..max':>11} {'bar':>6} verdict"]
     for row in rows:
         spans = (_span(row.found.low, row.found.high), _span(row.found.least, row.found.most))
-        lines.append(
-            f"{row.name:<14.14} {_short(row.ours):>7} {_short(row.peer):>7} {row.found.median:>6.3f} "
-            f"{spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.verdict}".rstrip()
-        )
+        sides = f"{_short(row.ours):>7} {_short(row.peer):>7} {row.found.median:>6.3f}"
+        line = f"{row.name:<14.14} {sides} {spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.verdict}"
+        lines.append(line.rstrip())
     if rows:
         steals = [row.steal_percent for row in rows]
         lines.append(
@@ -165,7 +164,9 @@ def table(rows: Sequence[Row], unit: str, figure: str = "ratio") -> str:
     return "\n".join(lines)
 
 
-def _short(value: float) -> str:
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

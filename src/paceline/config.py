@@ -110,27 +110,37 @@ class RunConfig:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value, check = getattr(self, spec.name), spec.metadata["check"]
-            if value is not None and check is not None:
+            if value is None:
+                continue
+            value = coerce(spec, value)
+            object.__setattr__(self, spec.name, value)
+            if check is not None:
                 check(spec.name.replace("_", "-"), value)
 
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
+_KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
-def _coerce(name: str, value: Any, source: str) -> Any:
-    """A TOML value as its field's type, or a clear error."""
-    wanted = str(FIELDS[name].type)
-    if "list[float]" in wanted and isinstance(value, list) and all(type(v) in (int, float) for v in value):
-        return [float(v) for v in value]
-    if "list[str]" in wanted and isinstance(value, str | list):
-        return [value] if isinstance(value, str) else [str(v) for v in value]
-    kinds: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
-    kind = next((k for k in kinds if wanted.startswith(k)), None)
-    if kind is not None and isinstance(value, kinds[kind]) and (kind == "bool" or not isinstance(value, bool)):
-        return float(str(value)) if kind == "float" else value
-    if name == "scale_lr" and isinstance(value, int | float):
+def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
+    """A value as its field's type, so that equal settings are written alike; a clear error when it cannot be."""
+    wanted = str(spec.type).partition(" ")[0]
+    if wanted == "list[str]" and isinstance(value, str):
+        return [value]
+    if wanted.startswith("list") and isinstance(value, list | tuple):
+        item = wanted[5:-1]
+        if all(_is_a(item, part) for part in value):
+            return [float(part) if item == "float" else part for part in value]
+    elif _is_a(wanted, value):
+        return float(value) if wanted == "float" else value
+    elif spec.name == "scale_lr" and _is_a("float", value):
         return str(value)
-    raise UserError(f"{source}: {name} = {value!r} is not of type {wanted}")
+    raise UserError(f"{spec.name} = {value!r} is not of type {wanted}")
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    """Whether a value fits; True and False are no numbers."""
+    return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -148,7 +158,10 @@ def read_toml(path: Path) -> dict[str, Any]:
             continue
         if name not in FIELDS:
             raise UserError(f"{path}: {unknown_name('setting', key, FIELDS)}")
-        values[name] = _coerce(name, value, str(path))
+        try:
+            values[name] = coerce(FIELDS[name], value)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     return values
 
 

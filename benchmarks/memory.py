@@ -1,0 +1,84 @@
+"""Memory of a whole run of 10 workers on LeNet5: the proportional set sizes of all its processes, added up.
+
+    python benchmarks/memory.py [--pairs RUNS] [--quick] [--json] [--strict]
+
+A page shared by several processes counts once, split among them; so end other programs that use torch first: they
+would take over a part. Looked at every half second while it trains; the largest sum of each run is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+import ours
+import pairs
+from processes import end
+
+WORKERS = 10
+SECONDS, QUICK_SECONDS = 8.0, 3.0
+EVERY_SECONDS = 0.5
+BAR_GIB = 2.5
+
+
+def family(root: int) -> list[int]:
+    """A process and everything that descends from it."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(folder.name))
+    found, queue = [], [root]
+    while queue:
+        pid = queue.pop()
+        found.append(pid)
+        queue.extend(children.get(pid, []))
+    return found
+
+
+def proportional_bytes(pid: int) -> int:
+    """The proportional set size of one process; 0 when it has just ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
+def largest(seconds: float) -> tuple[float, int]:
+    """The most memory of one run while it trains, in GiB, and the most processes it had."""
+    most_bytes = most_processes = 0
+    with ours.running("async", "lenet5", WORKERS, 1) as run:
+        run.wait_for_first_push()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            run.check_alive()
+            sizes = [size for size in map(proportional_bytes, family(run.process.pid)) if size]
+            most_bytes, most_processes = max(most_bytes, sum(sizes)), max(most_processes, len(sizes))
+            time.sleep(EVERY_SECONDS)
+        end(run.process)
+    if most_processes < WORKERS:
+        raise RuntimeError(f"only {most_processes} processes could be read, {WORKERS} workers were started")
+    return most_bytes / 2**30, most_processes
+
+
+def main() -> int:
+    parsed = pairs.flags(__doc__).parse_args()
+    number = parsed.pairs or (1 if parsed.quick else 3)
+    with pairs.Steal() as steal:
+        seen = [largest(QUICK_SECONDS if parsed.quick else SECONDS) for _ in range(number)]
+    sizes, processes = [size for size, _ in seen], max(count for _, count in seen)
+    found = pairs.estimate(sizes)
+    verdict = pairs.judge(found, at_most=BAR_GIB)
+    row = pairs.Row("10 workers, GiB", found.median, None, found, f"<={BAR_GIB:g}", verdict, steal.percent, number)
+    print(f"{WORKERS} workers, LeNet5, {processes} processes: {found.median:.2f} GiB in all (proportional set size)")
+    spread = f"{found.least:.2f} to {found.most:.2f} over {number} run{'s' if number > 1 else ''}"
+    print(f"{spread}, bar {BAR_GIB:g} GiB: {verdict}; steal {steal.percent:.1f} %")
+    return pairs.close(parsed, "memory", [row], processes=processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

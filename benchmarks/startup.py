@@ -1,0 +1,50 @@
+"""From the command to the first push of `paceline train`, with 2 and with 10 workers, against `import torch` alone.
+
+    python benchmarks/startup.py [--pairs N] [--quick] [--json] [--strict]
+
+The three take turns. The first push is seen in arrivals.log, looked at every 2 ms; the run is then stopped.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import ours
+import pairs
+
+FEW, MANY = 2, 10
+RATIO_BAR, EXTRA_SECONDS_BAR = 2.5, 2.0
+PATIENCE_SECONDS = 120.0
+
+
+def import_torch() -> float:
+    """Wall time of a process that imports torch and ends."""
+    begun = time.monotonic()
+    command = [sys.executable, "-c", "import torch"]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=PATIENCE_SECONDS)
+    return time.monotonic() - begun
+
+
+def main() -> int:
+    parsed = pairs.flags(__doc__).parse_args()
+    number = pairs.num_pairs(parsed)
+    sides = {
+        "import torch": import_torch,
+        f"{FEW} workers": lambda: ours.seconds_to_first_push(FEW),
+        f"{MANY} workers": lambda: ours.seconds_to_first_push(MANY),
+    }
+    with pairs.Steal() as steal:
+        measured = pairs.interleave(sides, number, warm=True, say=pairs.teller(parsed, "seconds"))
+    imported, few, many = measured.values()
+    ratio = pairs.make_row(f"{FEW} w / import", few, imported, steal.percent, at_most=RATIO_BAR)
+    extra = pairs.make_row(
+        f"{MANY} w - {FEW} w", many, few, steal.percent, at_most=EXTRA_SECONDS_BAR, combine=lambda a, b: a - b
+    )
+    print(pairs.table([ratio, extra], "seconds", "figure"))
+    return pairs.close(parsed, "startup", [ratio, extra])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

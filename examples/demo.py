@@ -1,0 +1,32 @@
+"""`make demo`: the same model alone, in step and free, on real images by real processes, then one table."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+EPOCHS = "10"
+PACES = (("classic", "1"), ("sync", "2"), ("async", "2"), ("bounded:2", "4"))
+
+
+def paceline(*arguments: str) -> None:
+    """Run the command a user would type, and show it."""
+    print(f"\n$ paceline {' '.join(arguments)}", flush=True)
+    code = subprocess.run([sys.executable, "-m", "paceline", *arguments], check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def main() -> None:
+    """Train LeNet5 on the built-in sample at four paces and compare."""
+    runs = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    dataset = ("--dataset", "fashion-mnist-sample", "--model", "lenet5", "--epochs", EPOCHS)
+    for strategy, workers in PACES:
+        name = strategy.replace(":", "")
+        paceline("train", "--strategy", strategy, "--workers", workers, *dataset, "--runs", str(runs), "--name", name)
+    paceline("compare", *(str(runs / strategy.replace(":", "")) for strategy, _ in PACES))
+    print(f"\nEach run is a folder under {runs}; 'paceline replay {runs}/async' executes one again, bit for bit.")
+
+
+if __name__ == "__main__":
+    main()

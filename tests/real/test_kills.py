@@ -1,0 +1,118 @@
+"""Whatever is killed: the run goes on or ends at once with one clear line, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import Command, result_of, run, wait_for_records, wait_until_gone
+
+SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it", "--seed", "3")
+LONG = ("train", *SAMPLE, "--strategy", "async", "--workers", "2", "--epochs", "200")
+
+
+def train(cwd: Path, *arguments: str) -> Command:
+    return Command("train", *SAMPLE, *arguments, cwd=cwd)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync", "bounded:1"])
+def test_a_killed_worker_is_an_event_and_the_run_goes_on(tmp_path: Path, strategy: str) -> None:
+    with train(tmp_path, "--strategy", strategy, "--workers", "3", "--steps", "600") as command:
+        wait_for_records(tmp_path / "runs/it", 30)
+        os.kill(command.forked()[2], signal.SIGKILL)
+        assert command.finish() == 0, command.err
+        assert "worker 1 was lost (killed by SIGKILL): the run goes on with 2" in command.err
+        assert not command.family()
+    result = result_of(tmp_path / "runs/it")
+    assert result["status"] == "finished"
+    assert result["lost_workers"] == [1]
+    assert result["updates"] == 600
+
+
+def test_when_all_workers_are_killed_everything_ends_within_5_seconds(tmp_path: Path) -> None:
+    with Command(*LONG, cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs/it", 30)
+        started = time.monotonic()
+        for pid in command.forked()[1:]:
+            os.kill(pid, signal.SIGKILL)
+        assert command.finish(5.0) == 1
+        assert time.monotonic() - started < 5.0
+        last = command.err.strip().splitlines()[-1]
+        assert "all workers are gone at update" in last and "paceline resume runs/it" in last
+        assert "Traceback" not in command.err
+        assert not command.family()
+    assert result_of(tmp_path / "runs/it")["status"] == "stopped"
+
+
+def test_a_killed_server_ends_the_run_with_the_way_on_and_loses_nothing(tmp_path: Path) -> None:
+    arguments = ("--strategy", "async", "--workers", "2", "--steps", "500", "--checkpoint-every", "0.3")
+    with train(tmp_path, *arguments) as command:
+        wait_for_records(tmp_path / "runs/it", 250)
+        os.kill(command.forked()[0], signal.SIGKILL)
+        assert command.finish(5.0) == 1
+        last = command.err.strip().splitlines()[-1]
+        assert "the server process ended (killed by SIGKILL)" in last and "'paceline resume runs/it'" in last
+        assert not command.family()
+    assert not (tmp_path / "runs/it/result.json").exists()
+    resumed = run("resume", "runs/it", cwd=tmp_path)
+    assert resumed.process.returncode == 0, resumed.err
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["updates"]) == ("finished", 500)
+    again = run("replay", "runs/it", cwd=tmp_path)
+    assert "identical to the run" in again.out, again.out + again.err
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "fork server"])
+def test_no_orphan_is_left_when_the_supervisor_or_the_fork_server_is_killed(tmp_path: Path, victim: str) -> None:
+    with Command(*LONG, cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs/it", 30)
+        os.kill(command.process.pid if victim == "supervisor" else command.fork_server(), signal.SIGKILL)
+        wait_until_gone(command, 5.0)
+        command.finish()
+        if victim == "fork server":
+            assert command.process.returncode == 1
+            assert "'paceline resume runs/it' goes on from there" in command.err
+
+
+def test_ctrl_c_stops_cleanly_with_a_partial_result(tmp_path: Path) -> None:
+    with Command(*LONG, cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs/it", 60)
+        os.killpg(command.process.pid, signal.SIGINT)
+        assert command.finish(20.0) == 130
+        assert "Traceback" not in command.err and not command.family()
+        assert "Average test accuracy" in command.out
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["reason"]) == ("stopped", "interrupted")
+    assert result["updates"] >= 58
+
+
+@pytest.mark.parametrize("strategy", ["classic", "sync"])
+def test_sigterm_saves_a_checkpoint_and_the_run_resumes_from_it(tmp_path: Path, strategy: str) -> None:
+    with train(tmp_path, "--strategy", strategy, "--steps", "400") as command:
+        wait_for_records(tmp_path / "runs/it", 60)
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.finish(10.0) == 130, command.err
+        assert "'paceline resume runs/it'" in command.err
+    stopped = result_of(tmp_path / "runs/it")
+    assert stopped["status"] == "stopped" and stopped["updates"] < 400
+    assert len(list((tmp_path / "runs/it/checkpoints").iterdir())) == 1
+    resumed = run("resume", "runs/it", cwd=tmp_path)
+    assert resumed.process.returncode == 0, resumed.err
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["updates"]) == ("finished", 400)
+    assert "identical to the run" in run("replay", "runs/it", cwd=tmp_path).out
+
+
+def test_a_stopped_worker_that_wakes_again_does_no_harm(tmp_path: Path) -> None:
+    with train(tmp_path, "--strategy", "async", "--workers", "2", "--steps", "600") as command:
+        wait_for_records(tmp_path / "runs/it", 60)
+        sleeper = command.forked()[1]
+        os.kill(sleeper, signal.SIGSTOP)
+        wait_for_records(tmp_path / "runs/it", 200)
+        os.kill(sleeper, signal.SIGCONT)
+        assert command.finish() == 0, command.err
+    assert result_of(tmp_path / "runs/it")["staleness"]["max"] > 50
+    assert "identical to the run" in run("replay", "runs/it", cwd=tmp_path).out

@@ -1,0 +1,99 @@
+"""One's own model and one's own loop, from the examples and from scripts with mistakes in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import result_of, run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def python(script: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user would."""
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env={**os.environ})
+
+
+def only_run(cwd: Path) -> Path:
+    """The one run in the folder."""
+    (folder,) = (cwd / "runs").iterdir()
+    return folder
+
+
+def test_the_example_of_an_own_model_learns(tmp_path: Path) -> None:
+    done = python(EXAMPLES / "own_model.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert result_of(only_run(tmp_path))["test_accuracy"] > 95.0
+    assert "identical to the run" in run("replay", str(only_run(tmp_path)), cwd=tmp_path).out
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_the_example_of_an_own_loop_learns_on_two_workers(tmp_path: Path, strategy: str) -> None:
+    script = str(EXAMPLES / "own_loop.py")
+    command = run("run", "-n", "2", "--strategy", strategy, "--lr", "0.05", script, cwd=tmp_path)
+    assert command.process.returncode == 0, command.err
+    result = result_of(only_run(tmp_path))
+    assert result["workers"] == 2 and result["reported"]["0"]["test_accuracy"] > 95.0
+    assert "worker 0 of 2: test accuracy" in command.out
+
+
+def test_the_same_loop_trains_alone_without_paceline_run(tmp_path: Path) -> None:
+    done = python(EXAMPLES / "own_loop.py", tmp_path)
+    assert done.returncode == 0 and "worker 0 of 1: test accuracy" in done.stdout
+
+
+def test_the_tour_shows_every_policy(tmp_path: Path) -> None:
+    done = python(EXAMPLES / "tour.py", tmp_path)
+    assert done.returncode == 0
+    assert all(f"\n{name} " in done.stdout for name in ("sync", "backup:1", "bounded:2", "async"))
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    source = (EXAMPLES / "own_model.py").read_text()
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        source.replace('if __name__ == "__main__":\n    result', "result").replace("\n    print(", "\nprint(")
+    )
+    done = python(script, tmp_path)
+    assert done.returncode == 2
+    assert "unguarded.py, line" in done.stderr and "if __name__ == '__main__':" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_lambda_cannot_be_built_by_workers(tmp_path: Path) -> None:
+    import paceline
+
+    with pytest.raises(paceline.UserError, match="function at the top of a module"):
+        paceline.train(lambda: None, strategy="classic")  # type: ignore[arg-type,return-value]
+
+
+def test_a_script_that_never_joins_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("print('nothing to do')\n")
+    command = run("run", "-n", "2", "idle.py", cwd=tmp_path)
+    assert command.process.returncode == 2
+    assert "without calling paceline.join()" in command.err and "Traceback" not in command.err
+
+
+def test_an_error_in_a_users_script_shows_its_traceback_and_ends_the_run(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "own_loop.py", tmp_path / "broken.py")
+    with (tmp_path / "broken.py").open("a") as file:
+        file.write("\nraise ValueError('my own mistake')\n")
+    command = run("run", "-n", "2", "--lr", "0.05", "broken.py", cwd=tmp_path)
+    assert "ValueError: my own mistake" in command.err
+
+
+def test_one_workers_error_at_the_start_does_not_hang_the_others(tmp_path: Path) -> None:
+    source = (EXAMPLES / "own_loop.py").read_text()
+    early = "with paceline.join() as session:\n    if session.worker == 1:\n        raise ValueError('no')\n"
+    (tmp_path / "early.py").write_text(source.replace("with paceline.join() as session:\n", early))
+    command = run("run", "-n", "2", "--strategy", "sync", "--lr", "0.05", "early.py", cwd=tmp_path)
+    assert command.process.returncode == 0, command.err
+    assert result_of(only_run(tmp_path))["status"] == "finished"
+    assert "worker 1 was lost (exit code 1)" in command.err

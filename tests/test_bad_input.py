@@ -1,0 +1,138 @@
+"""Every bad input: one clear line on standard error, exit code 2, no traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.data.datasets import BUILTIN_FOLDER
+
+SAMPLE = ["--dataset", "fashion-mnist-sample"]
+CASES = {
+    "unknown dataset": (["--dataset", "fashon-mnist"], "unknown dataset 'fashon-mnist': did you mean 'fashion-mnist'"),
+    "unknown model": (["--model", "lenet"], "unknown model 'lenet': did you mean 'lenet5'"),
+    "unknown strategy": (["--strategy", "asink"], "unknown strategy 'asink': did you mean 'async'"),
+    "unknown rule": (["--rule", "plane"], "unknown rule 'plane': did you mean 'plain'"),
+    "unknown flag": (["--stratgy", "sync"], "unknown flag '--stratgy': did you mean --strategy"),
+    "unknown optimizer": (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'"),
+    "unknown split": (["--split", "label"], "did you mean 'labels'"),
+    "unknown schedule": (["--schedule", "cosin"], "unknown schedule 'cosin': did you mean 'cosine'"),
+    "no workers": ([*SAMPLE, "--workers", "0"], "--workers must be at least 1, got 0"),
+    "fewer than no workers": ([*SAMPLE, "--workers", "-3"], "--workers must be at least 1, got -3"),
+    "more workers than batches": ([*SAMPLE, "--workers", "376"], "make only 375 batches of 32"),
+    "lr zero": (["--lr", "0"], "--lr must be a positive number, got 0.0"),
+    "lr negative": (["--lr", "-0.1"], "--lr must be a positive number, got -0.1"),
+    "lr not a number": (["--lr", "nan"], "--lr must be a positive number, got nan"),
+    "lr infinite": (["--lr", "inf"], "--lr must be a positive number, got inf"),
+    "lr a word": (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
+    "batch larger than a shard": ([*SAMPLE, "--batch-size", "7000"], "7000"),
+    "a split that leaves a worker empty": (
+        [*SAMPLE, "--split", "dirichlet:0.0001", "--workers", "30"],
+        "leaves worker",
+    ),
+    "bounded below zero": (["--strategy", "bounded:-1"], "strategy 'bounded:-1'"),
+    "bounded without a number": (["--strategy", "bounded"], "write bounded:S"),
+    "backup with nobody left": (["--strategy", "backup:2", "--workers", "2"], "leaves nobody to wait for"),
+    "classic with two": (["--strategy", "classic", "--workers", "2"], "strategy classic is one worker"),
+    "a device that is absent": ([*SAMPLE, "--device", "cuda"], "no CUDA device"),
+    "an unknown device": (["--device", "tpu"], "unknown device 'tpu'"),
+    "no such data folder": (["--data-dir", "/nowhere/at/all"], "/nowhere/at/all"),
+    "no such settings file": (["missing.toml"], "no file missing.toml"),
+    "a delay for nobody": (["--delay", "3ms@7"], "no worker '7'"),
+    "a delay without a unit": (["--delay", "30"], "is not a time"),
+    "a bad weight": ([*SAMPLE, "--shard-weights", "1,-1"], "weight"),
+    "a run name with a slash": ([*SAMPLE, "--name", "a/b"], "is not a folder name"),
+    "a task that is not there": (["--task", "nowhere:build", "--strategy", "classic"], "no module 'nowhere'"),
+    "a task without a function": (["--task", "build", "--strategy", "classic"], "MODULE:FUNCTION"),
+    "target without evaluation": (["--target-accuracy", "90"], "add --eval-every"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that was printed."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("paceline: ")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_line_and_exit_code_2(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = CASES[name]
+    assert main(["train", *arguments]) == 2
+    assert expected in complaint(capsys)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_an_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "unknown verb 'trian': did you mean 'train'" in complaint(capsys)
+
+
+def test_a_run_folder_that_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/notes").write_text("keep me")
+    assert main(["train", *SAMPLE, "--strategy", "classic", "--name", "mine"]) == 2
+    assert "runs/mine exists already" in complaint(capsys)
+    assert (tmp_path / "runs/mine/notes").read_text() == "keep me"
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["train", *SAMPLE, "--strategy", "classic", "--runs", "file"]) == 2
+    assert "cannot be written: Not a directory; try --runs DIR" in complaint(capsys)
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated", "corrupted"])
+def test_a_harmed_data_file_is_named(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(BUILTIN_FOLDER, tmp_path / "data")
+    file = tmp_path / "data/train-images-idx3-ubyte.gz"
+    if harm == "missing":
+        file.unlink()
+    elif harm == "truncated":
+        file.write_bytes(file.read_bytes()[:100_000])
+    else:
+        file.write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\xff" * 100))
+    assert main(["train", "--strategy", "async", "--dataset", "fashion-mnist", "--data-dir", "data"]) == 2
+    line = complaint(capsys)
+    assert "fashion-mnist" in line and "paceline data get" in line
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_wrong_type_in_a_settings_file_names_file_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text('lr = "fast"\n')
+    assert main(["train", "run.toml"]) == 2
+    assert "run.toml: lr = 'fast'" in complaint(capsys)
+    (tmp_path / "run.toml").write_text("learning_rate = 0.1\n")
+    assert main(["train", "run.toml"]) == 2
+    assert "unknown setting 'learning_rate'" in complaint(capsys)
+
+
+@pytest.mark.parametrize("verb", ["resume", "replay", "compare"])
+def test_a_folder_that_is_no_run(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "runs/nothing"]) == 2
+    assert "runs/nothing is not a run folder: it does not exist" in complaint(capsys)
+
+
+def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", "nothing.py"]) == 2
+    assert "script nothing.py does not exist" in complaint(capsys)
+    assert main(["run", "-n", "2"]) == 2
+    assert "which script?" in complaint(capsys)
+
+
+def test_too_little_memory_is_found_before_anything_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.transports.segment.available_memory", lambda: 1 << 20)
+    assert main(["train", *SAMPLE, "--strategy", "async"]) == 2
+    assert "needs 9 MiB of shared memory, 1 MiB are free" in complaint(capsys)
+    assert not list(tmp_path.glob("runs/*"))
