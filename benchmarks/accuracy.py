@@ -81,25 +81,26 @@ def main() -> int:
     print(f"{'test accuracy, %':<18} {'ours':>7} {'spread':>14} {'published':>10} {'bar':>12} verdict")
     rows = []
     for published in TABLE:
-        with pairs.Steal() as steal:
+        with pairs.Disturbance() as by:
             found = [trained(published, parsed.data_dir, epochs, seed) for seed in range(seeds)]
-        rows.append(judged(published, found, steal.percent, epochs))
+        rows.append(judged(published, found, by, epochs))
         spread = f"{min(found):.2f}..{max(found):.2f}"
         band = f"{published.bar:.1f} +- {published.tolerance:.1f}"
         figures = f"{statistics.median(found):>7.2f} {spread:>14} {published.accuracy:>10.2f} {band:>12}"
         print(f"{rows[-1].name:<18} {figures} {rows[-1].verdict}", flush=True)
-    print(f"epochs {epochs}, seeds {seeds}; steal at most {max(row.steal_percent for row in rows):.1f} %")
+    print(f"epochs {epochs}, seeds {seeds}")
     return pairs.close(parsed, "accuracy", rows, epochs=epochs)
 
 
-def judged(published: Published, found: list[float], steal_percent: float, epochs: int) -> pairs.Row:
+def judged(published: Published, found: list[float], by: pairs.Disturbance, epochs: int) -> pairs.Row:
     """One row; missed when every seed lies outside the band on the same side. One epoch is not judged."""
     low, high = published.bar - published.tolerance, published.bar + published.tolerance
     seen = pairs.estimate(found)
     verdict = pairs.judge(seen, at_least=low, at_most=high) if epochs == 6 else "not judged"
     name = f"{published.strategy}, {published.workers} worker{'s' if published.workers > 1 else ''}"
     bar = f"{low:g}..{high:g}"
-    return pairs.Row(name, seen.median, published.accuracy, seen, bar, verdict, steal_percent, len(found))
+    taken = by.steal_percent, by.others_percent
+    return pairs.Row(name, seen.median, published.accuracy, seen, bar, verdict, *taken, len(found))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from processes import DROPPED_STEPS, Step, common_rate, ended
+from processes import DROPPED_STEPS, LEAST_STEPS, Step, common_rate, ended
 from torch import Tensor, nn
 
 BATCH_SIZE, LR, MOMENTUM = 32, 0.005, 0.9
@@ -73,7 +73,11 @@ class Shuffled:
         return self._images[start : start + BATCH_SIZE], self._labels[start : start + BATCH_SIZE]
 
 
-def plain_step(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
+Body = Callable[[Tensor, Tensor], None]
+"""One step on a batch of images and labels."""
+
+
+def plain_step(model: nn.Module) -> Body:
     """The loop's body as anyone writes it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
@@ -86,22 +90,24 @@ def plain_step(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
     return step
 
 
-def answer_with_steps(step: Callable[[Tensor, Tensor], None], seconds: float, num_steps: int | None = None) -> None:
-    """In the child: warm up, report, wait for the word, then print when each step was done.
+def times_of_steps(step: Body, data: Shuffled, seconds: float, num_steps: int | None = None) -> list[float]:
+    """When each step was done; for `seconds`, or for `num_steps` where all processes must make equally many."""
+    times: list[float] = []
+    deadline = time.monotonic() + (seconds if num_steps is None else 0.0)
+    while len(times) < (num_steps or LEAST_STEPS) or time.monotonic() < deadline:
+        step(*data.batch(len(times)))
+        times.append(time.monotonic())
+    return times
 
-    It goes on for `seconds`, or for `num_steps` where all processes must make equally many.
-    """
+
+def answer_with_steps(step: Body, seconds: float, num_steps: int | None = None) -> None:
+    """In the child: warm up, say so, wait for the word, then print when each step was done."""
     data = Shuffled()
     for number in range(DROPPED_STEPS):
         step(*data.batch(number))
     print("ready", flush=True)
     sys.stdin.readline()
-    times: list[float] = []
-    deadline = time.monotonic() + seconds
-    while len(times) < num_steps if num_steps is not None else time.monotonic() < deadline:
-        step(*data.batch(len(times)))
-        times.append(time.monotonic())
-    print(json.dumps([times]), flush=True)
+    print(json.dumps([times_of_steps(step, data, seconds, num_steps)]), flush=True)
 
 
 def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:

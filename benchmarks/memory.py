@@ -52,7 +52,7 @@ def largest(seconds: float) -> tuple[float, int]:
     """The most memory of one run while it trains, in GiB, and the most processes it had."""
     most_bytes = most_processes = 0
     with ours.running("async", "lenet5", WORKERS, 1) as run:
-        run.wait_for_first_push()
+        run.wait_for_pushes(1)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             run.check_alive()
@@ -68,15 +68,16 @@ def largest(seconds: float) -> tuple[float, int]:
 def main() -> int:
     parsed = pairs.flags(__doc__).parse_args()
     number = parsed.pairs or (1 if parsed.quick else 3)
-    with pairs.Steal() as steal:
+    with pairs.Disturbance() as by:
         seen = [largest(QUICK_SECONDS if parsed.quick else SECONDS) for _ in range(number)]
     sizes, processes = [size for size, _ in seen], max(count for _, count in seen)
     found = pairs.estimate(sizes)
     verdict = pairs.judge(found, at_most=BAR_GIB)
-    row = pairs.Row("10 workers, GiB", found.median, None, found, f"<={BAR_GIB:g}", verdict, steal.percent, number)
+    taken = by.steal_percent, by.others_percent
+    row = pairs.Row("10 workers, GiB", found.median, None, found, f"<={BAR_GIB:g}", verdict, *taken, number)
     print(f"{WORKERS} workers, LeNet5, {processes} processes: {found.median:.2f} GiB in all (proportional set size)")
-    spread = f"{found.least:.2f} to {found.most:.2f} over {number} run{'s' if number > 1 else ''}"
-    print(f"{spread}, bar {BAR_GIB:g} GiB: {verdict}; steal {steal.percent:.1f} %")
+    print(f"{found.least:.2f} to {found.most:.2f} GiB, runs {number}, bar {BAR_GIB:g} GiB: {verdict}")
+    print(pairs.disturbed([row]))
     return pairs.close(parsed, "memory", [row], processes=processes)
 
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import Step, common_rate, end, ended
+from processes import LEAST_STEPS, Step, common_rate, end, ended
 
 from paceline.core.messages import Verdict
 from paceline.runs.arrivals import RECORD_BYTES, read_arrivals
 from paceline.runs.folder import RunFolder
 
-START_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
 POLL_SECONDS = 0.002
 COMMAND = [sys.executable, "-m", "paceline", "train"]
 DATA = ["--dataset", "fashion-mnist-sample", "--split", "full"]
@@ -41,16 +41,16 @@ class Run:
     def messages(self) -> Path:
         return self.folder.with_suffix(".txt")
 
-    def wait_for_first_push(self) -> float:
-        """Seconds from the command to the first push in the log: the record behind all workers' joins."""
-        while time.monotonic() - self.started < START_SECONDS:
+    def wait_for_pushes(self, number: int) -> float:
+        """Seconds from the command until the log holds `number` pushes, which lie behind all workers' joins."""
+        while time.monotonic() - self.started < PATIENCE_SECONDS:
             with contextlib.suppress(FileNotFoundError):
                 _, newline, records = self.log.read_bytes().partition(b"\n")
-                if newline and len(records) >= (self.workers + 1) * RECORD_BYTES:
+                if newline and len(records) >= (self.workers + number) * RECORD_BYTES:
                     return time.monotonic() - self.started
             self.check_alive()
             time.sleep(POLL_SECONDS)
-        raise RuntimeError(f"no push within {START_SECONDS:g} s")
+        raise RuntimeError(f"fewer than {number} pushes within {PATIENCE_SECONDS:g} s")
 
     def check_alive(self) -> None:
         """A run that ended by itself has failed: its last words say why."""
@@ -85,9 +85,9 @@ def running(strategy: str, model: str, workers: int, threads: int, settings: lis
 def rate(strategy: str, model: str, workers: int, threads: int, seconds: float) -> float:
     """Samples a second over about `seconds` of training."""
     with running(strategy, model, workers, threads) as run:
-        run.wait_for_first_push()
+        run.wait_for_pushes(1)
         time.sleep(seconds)
-        run.check_alive()
+        run.wait_for_pushes(LEAST_STEPS * workers)
         end(run.process)
         return common_rate(run.steps())
 
@@ -95,4 +95,4 @@ def rate(strategy: str, model: str, workers: int, threads: int, seconds: float) 
 def seconds_to_first_push(workers: int) -> float:
     """Wall time from the command to the first push of a LeNet5 run."""
     with running("async", "lenet5", workers, 1) as run:
-        return run.wait_for_first_push()
+        return run.wait_for_pushes(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 LEAST_PAIRS = 7
 QUICK_PAIRS = 3
+MOST_DISTURBED = 5.0
 MET, NOISE, MISSED = "met", "within noise", "MISSED"
 
 
@@ -62,22 +64,28 @@ def judge(found: Estimate, *, at_least: float | None = None, at_most: float | No
     return MET if kept else NOISE
 
 
-def steal_ticks() -> tuple[int, int]:
-    """Ticks the hypervisor took from this machine, and all ticks, since it was started."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return fields[7], sum(fields)
+class Disturbance:
+    """What others took of the processors while this was open, in percent of all: other guests, and other programs here.
 
+    Programs that the benchmark started and has waited for are not others.
+    """
 
-class Steal:
-    """The share of processor time taken by other guests while this was open, in percent."""
-
-    def __enter__(self) -> Steal:
-        self._before, self.percent = steal_ticks(), 0.0
+    def __enter__(self) -> Disturbance:
+        self._before, self.steal_percent, self.others_percent = self._seconds(), 0.0, 0.0
         return self
 
     def __exit__(self, *exception: object) -> None:
-        (stolen, total), (stolen_before, total_before) = steal_ticks(), self._before
-        self.percent = 100.0 * (stolen - stolen_before) / max(1, total - total_before)
+        stolen, busy, total, own = (now - then for now, then in zip(self._seconds(), self._before, strict=True))
+        self.steal_percent = 100.0 * stolen / max(total, 1e-9)
+        self.others_percent = 100.0 * max(0.0, busy - own) / max(total, 1e-9)
+
+    @staticmethod
+    def _seconds() -> tuple[float, float, float, float]:
+        """Seconds stolen, busy and in all, summed over the processors, and those of this process and its children."""
+        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        user, nice, system, _, _, irq, softirq, steal = (tick / os.sysconf("SC_CLK_TCK") for tick in ticks)
+        own = sum(os.times()[:4])
+        return steal, user + nice + system + irq + softirq, sum(ticks) / os.sysconf("SC_CLK_TCK"), own
 
 
 def interleave(
@@ -111,6 +119,7 @@ class Row:
     bar: str
     verdict: str
     steal_percent: float
+    others_percent: float
     pairs: int
 
 
@@ -125,16 +134,16 @@ def compare(
     say: Callable[[str], None] | None = None,
 ) -> Row:
     """Interleaved pairs of two sides and the median of ours / peer."""
-    with Steal() as steal:
+    with Disturbance() as by:
         measured = interleave({"ours": ours, "peer": peer}, pairs, say=say)
-    return make_row(name, measured["ours"], measured["peer"], steal.percent, at_least=at_least, at_most=at_most)
+    return make_row(name, measured["ours"], measured["peer"], by, at_least=at_least, at_most=at_most)
 
 
 def make_row(
     name: str,
     ours: list[float],
     peer: list[float],
-    steal_percent: float,
+    by: Disturbance,
     *,
     at_least: float | None = None,
     at_most: float | None = None,
@@ -144,24 +153,30 @@ def make_row(
     found = estimate([combine(a, b) for a, b in zip(ours, peer, strict=True)])
     bar = f">={at_least:g}" if at_least is not None else f"<={at_most:g}" if at_most is not None else "-"
     verdict = judge(found, at_least=at_least, at_most=at_most) if bar != "-" else ""
-    return Row(name, statistics.median(ours), statistics.median(peer), found, bar, verdict, steal_percent, len(ours))
+    middles = statistics.median(ours), statistics.median(peer)
+    return Row(name, *middles, found, bar, verdict, by.steal_percent, by.others_percent, len(ours))
 
 
-def table(rows: Sequence[Row], unit: str, figure: str = "ratio") -> str:
+def table(rows: Sequence[Row], unit: str, figure: str = "ratio", sides: tuple[str, str] = ("ours", "peer")) -> str:
     """The rows under a heading, at most 80 columns wide."""
-    lines = [f"{unit:<14} {'ours':>7} {'peer':>7} {figure:>6} {'interval':>11} {'min..max':>11} {'bar':>6} verdict"]
+    heads = f"{sides[0]:>7} {sides[1]:>7} {figure:>6} {'interval':>11} {'min..max':>11} {'bar':>6} verdict"
+    lines = [f"{unit:<14} {heads}"]
     for row in rows:
         spans = (_span(row.found.low, row.found.high), _span(row.found.least, row.found.most))
-        sides = f"{_short(row.ours):>7} {_short(row.peer):>7} {row.found.median:>6.3f}"
-        line = f"{row.name:<14.14} {sides} {spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.verdict}"
+        figures = f"{_short(row.ours):>7} {_short(row.peer):>7} {row.found.median:>6.3f}"
+        line = f"{row.name:<14.14} {figures} {spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.verdict}"
         lines.append(line.rstrip())
     if rows:
-        steals = [row.steal_percent for row in rows]
-        lines.append(
-            f"median of {rows[0].pairs} interleaved pairs; interval of the median at "
-            f"{100 * rows[0].found.coverage:.3g} %; steal {min(steals):.1f} to {max(steals):.1f} %"
-        )
+        sure = f"interval of the median at {100 * rows[0].found.coverage:.3g} %"
+        lines += [f"median of {rows[0].pairs} interleaved pairs; {sure}", disturbed(rows)]
     return "\n".join(lines)
+
+
+def disturbed(rows: Sequence[Row]) -> str:
+    """How much was taken from the measurement, in the worst row; a warning where that is too much to judge by."""
+    steal, others = max(row.steal_percent for row in rows), max(row.others_percent for row in rows)
+    warning = ": too much, measure again" if steal + others > MOST_DISTURBED else ""
+    return f"steal at most {steal:.1f} %, other programs at most {others:.1f} % of the processors{warning}"
 
 
 def _short(value: float | None) -> str:

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from loops import LR, MOMENTUM, LeNet5, Shuffled, answer_with_steps, plain_step, timed_together
+from loops import LR, MOMENTUM, Body, LeNet5, Shuffled, answer_with_steps, plain_step, timed_together, times_of_steps
+from processes import DROPPED_STEPS, LEAST_STEPS
 from torch import Tensor, nn
 
 KINDS = ("ddp", "rpc", "ray")
@@ -47,7 +50,7 @@ def ddp(rank: int, workers: int, seconds: float, meeting: str) -> None:
         step(*data.batch(number))
     taken = torch.tensor([time.monotonic() - begun])
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    answer_with_steps(step, seconds, num_steps=max(30, round(CALIBRATION_STEPS * seconds / taken.item())))
+    answer_with_steps(step, seconds, num_steps=max(LEAST_STEPS, round(CALIBRATION_STEPS * seconds / taken.item())))
     dist.destroy_process_group()
 
 
@@ -78,7 +81,7 @@ def exchange_here(gradients: list[Tensor]) -> list[Tensor]:
     return SERVER.exchange(gradients)
 
 
-def pushing_step(exchange: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[Tensor, Tensor], None]:
+def pushing_step(exchange: Callable[[list[Tensor]], list[Tensor]]) -> Body:
     """A worker of a parameter server: the gradient of one batch out, weights in."""
     model = LeNet5()
 
@@ -114,30 +117,35 @@ def rpc(rank: int, workers: int, seconds: float, meeting: str) -> None:
     torch_rpc.shutdown()
 
 
-def ray(rank: int, workers: int, seconds: float, meeting: str) -> None:
-    """A Ray actor that serves and `workers` tasks that push to it; one command, which prints all tasks' times."""
-    import json
+class Trainer:
+    """A worker of the Ray server; an actor too, so that it can warm up before the time is taken."""
 
+    def __init__(self, server: Any) -> None:
+        import ray as engine
+
+        torch.set_num_threads(1)
+        self._step = pushing_step(lambda gradients: engine.get(server.exchange.remote(gradients)))
+        self._data = Shuffled()
+
+    def warm_up(self) -> None:
+        for number in range(DROPPED_STEPS):
+            self._step(*self._data.batch(number))
+
+    def train(self, seconds: float) -> list[float]:
+        return times_of_steps(self._step, self._data, seconds)
+
+
+def ray(rank: int, workers: int, seconds: float, meeting: str) -> None:
+    """A Ray actor that serves and others that push to it; one command, which prints all their times."""
     import ray as engine
 
     engine.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
-
-    @engine.remote
-    def train(server: object, seconds: float) -> list[float]:
-        torch.set_num_threads(1)
-        step = pushing_step(lambda gradients: engine.get(server.exchange.remote(gradients)))  # type: ignore[attr-defined]
-        data, times = Shuffled(), list[float]()
-        step(*data.batch(0))
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            step(*data.batch(len(times)))
-            times.append(time.monotonic())
-        return times
-
+    server = engine.remote(ParameterServer).remote()
+    trainers = [engine.remote(Trainer).remote(server) for _ in range(workers)]
+    engine.get([trainer.warm_up.remote() for trainer in trainers])
     print("ready", flush=True)
     sys.stdin.readline()
-    server = engine.remote(ParameterServer).remote()
-    print(json.dumps(engine.get([train.remote(server, seconds) for _ in range(workers)])), flush=True)
+    print(json.dumps(engine.get([trainer.train.remote(seconds) for trainer in trainers])), flush=True)
     engine.shutdown()
 
 

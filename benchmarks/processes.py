@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 DROPPED_STEPS = 10
+LEAST_STEPS = 3 * DROPPED_STEPS
+"""What a measurement waits for, however slow the machine: so many steps of each worker."""
 ENDING_SECONDS = 15.0
 Step = tuple[float, int]
 """When a step was done, in seconds, and its number of samples."""

@@ -35,13 +35,11 @@ def main() -> int:
         f"{FEW} workers": lambda: ours.seconds_to_first_push(FEW),
         f"{MANY} workers": lambda: ours.seconds_to_first_push(MANY),
     }
-    with pairs.Steal() as steal:
+    with pairs.Disturbance() as by:
         measured = pairs.interleave(sides, number, warm=True, say=pairs.teller(parsed, "seconds"))
     imported, few, many = measured.values()
-    ratio = pairs.make_row(f"{FEW} w / import", few, imported, steal.percent, at_most=RATIO_BAR)
-    extra = pairs.make_row(
-        f"{MANY} w - {FEW} w", many, few, steal.percent, at_most=EXTRA_SECONDS_BAR, combine=lambda a, b: a - b
-    )
+    ratio = pairs.make_row(f"{FEW} w / import", few, imported, by, at_most=RATIO_BAR)
+    extra = pairs.make_row(f"{MANY} w - {FEW} w", many, few, by, at_most=EXTRA_SECONDS_BAR, combine=lambda a, b: a - b)
     print(pairs.table([ratio, extra], "seconds", "figure"))
     return pairs.close(parsed, "startup", [ratio, extra])
 

@@ -47,7 +47,9 @@ NUM_PEERS = 2
 
 def main() -> int:
     parser = pairs.flags(__doc__)
-    parser.add_argument("--only", metavar="NAME", choices=[*CASES, *peers.KINDS], help=", ".join(CASES))
+    parser.add_argument(
+        "--only", metavar="NAME", choices=[*CASES, *peers.KINDS], help=", ".join([*CASES, *peers.KINDS])
+    )
     parser.add_argument("--peers", action="store_true", help="also measure other ways to train on two processes")
     parsed = parser.parse_args()
     number, seconds = pairs.num_pairs(parsed), QUICK_SECONDS if parsed.quick else SECONDS
@@ -56,23 +58,26 @@ def main() -> int:
     for name, case in CASES.items():
         if parsed.only not in (None, name):
             continue
-        alone = case.strategy == "classic"
-        num_loops, threads = (1, cores) if alone else (min(case.workers, cores), 1)
+        num_loops, threads = (1, cores) if case.strategy == "classic" else (min(case.workers, cores), 1)
         our_side = functools.partial(ours.rate, case.strategy, case.model, case.workers, threads, seconds)
-        peer_side = functools.partial(loops.rate, case.model, num_loops, threads, seconds)
+        bare_side = functools.partial(loops.rate, case.model, num_loops, threads, seconds)
         say = pairs.teller(parsed, name)
-        rows.append(pairs.compare(name, our_side, peer_side, number, at_least=case.bar, say=say))
+        rows.append(pairs.compare(name, our_side, bare_side, number, at_least=case.bar, say=say))
+    if rows:
+        print(pairs.table(rows, "samples/s"))
+    theirs = []
     for kind in peers.KINDS:
-        if parsed.only != kind and not (parsed.peers and parsed.only is None):
+        if parsed.only != kind and (parsed.only is not None or not parsed.peers):
             continue
         if kind == "ray" and importlib.util.find_spec("ray") is None:
             print("ray is not installed")
             continue
         their_side = functools.partial(peers.rate, kind, NUM_PEERS, seconds)
-        peer_side = functools.partial(loops.rate, "lenet5", min(NUM_PEERS, cores), 1, seconds)
-        rows.append(pairs.compare(kind, their_side, peer_side, number, say=pairs.teller(parsed, kind)))
-    print(pairs.table(rows, "samples/s"))
-    return pairs.close(parsed, "throughput", rows, cores=cores, seconds_a_side=seconds)
+        bare_side = functools.partial(loops.rate, "lenet5", min(NUM_PEERS, cores), 1, seconds)
+        theirs.append(pairs.compare(kind, their_side, bare_side, number, say=pairs.teller(parsed, kind)))
+    if theirs:
+        print(pairs.table(theirs, "samples/s", sides=("theirs", "bare")))
+    return pairs.close(parsed, "throughput", [*rows, *theirs], cores=cores, seconds_a_side=seconds)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from paceline.data.datasets import DATASETS, Dataset, Location
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("paceline")
 
+collect_ignore_glob = ["*conftest.py"]  # they hold no doctests, and two of one name cannot be collected as modules
+
 MakeDataset = Callable[..., Dataset]
 
 

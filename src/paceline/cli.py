@@ -23,6 +23,12 @@ DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they
   paceline compare runs/*                         several runs in one table
   paceline doctor                                 what this machine has and lacks"""
 
+TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
+
+  paceline train --strategy sync --workers 4 --split labels
+  paceline train --strategy bounded:3 --delay 30ms@1 --model cnn --epochs 1
+  paceline train --task my_task.py:build --lr 0.05 --schedule cosine"""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
@@ -61,8 +67,8 @@ def _overview() -> str:
     return f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' tells more):\n{verbs}"
 
 
-def _parser(verb: str, description: str) -> Parser:
-    return Parser(f"paceline {verb}", description)
+def _parser(verb: str, description: str, usage: str | None = None) -> Parser:
+    return Parser(f"paceline {verb}", description, usage)
 
 
 def _show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
@@ -82,7 +88,7 @@ def _show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    parser = _parser("train", "Train a model; everything about the run is kept in its folder.")
+    parser = _parser("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -175,7 +181,8 @@ def _doctor(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     from paceline.scripts import run_script
 
-    parser = _parser("run", "Start a script that calls paceline.join() on several workers.")
+    description = "Start a script that calls paceline.join() on several workers."
+    parser = _parser("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
     parser.add_argument("-n", "--workers", type=int, default=None, help="number of workers [2]")
     add_settings(parser, left_out=("workers", "dataset", "model", "task", "data_dir", "batch_size", "device"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,15 @@ from paceline.tasks.supervised import Normalise, SupervisedTask
 
 _INITIAL = 0x1417
 MAIN_MODULE = "__paceline_main__"
+
+
+def prepare_device(config: RunConfig) -> torch.device:
+    """Threads, and on a GPU kernels that sum in a fixed order, so that a run can be replayed there too."""
+    torch.set_num_threads(config.threads or 1)
+    if config.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return torch.device(config.device)
 
 
 def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:

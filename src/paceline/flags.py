@@ -15,9 +15,9 @@ from paceline.errors import UserError
 class Parser(argparse.ArgumentParser):
     """An argument parser whose mistakes are UserErrors, with the nearest flag offered."""
 
-    def __init__(self, prog: str, description: str) -> None:
+    def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
+        super().__init__(prog, usage, description, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see '{self.prog} --help'")

@@ -65,15 +65,12 @@ def replay(path: Path, console: Console) -> dict[str, Any]:
     location = _locate(config)
     _require_device(config)
 
-    import torch
-
-    from paceline.crew import make_seat, make_server, make_task, work_of
+    from paceline.crew import make_seat, make_server, make_task, prepare_device, work_of
     from paceline.runs.replay import Replay
     from paceline.runs.result import trained_tensors, weights_sha256
 
-    torch.set_num_threads(config.threads or 1)
+    device = prepare_device(config)
     dataset = load(location) if location is not None else None
-    device = torch.device(config.device)
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
@@ -192,16 +189,15 @@ def _train_here(
     incarnation: int = 0,
 ) -> dict[str, Any]:
     """`classic`, or several workers on one GPU: everything in this process."""
-    import torch
-
     from paceline.core.messages import Resume
-    from paceline.crew import make_join, make_seat, make_server, make_task, work_of
+    from paceline.crew import make_join, make_seat, make_server, make_task, prepare_device, work_of
     from paceline.runs.resume import rebuild
+    from paceline.runtimes.allocator import keep_freed_memory
     from paceline.runtimes.host import Host
     from paceline.runtimes.inline import run_inline
 
-    torch.set_num_threads(config.threads or 1)
-    device = torch.device(config.device)
+    keep_freed_memory()
+    device = prepare_device(config)
     dataset = load(location) if location is not None else None
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)

@@ -140,6 +140,7 @@ class Session:
         }
         self._flat, self._slot = flat, slot
         self._take(self._door.hello(join, slot, facts))
+        flat.clear()
         return model, AddressedBatches(self, data, work.batches(self.worker, config))
 
     def step(self, loss: float | Tensor = float("nan")) -> None:
@@ -152,7 +153,6 @@ class Session:
         if self.over:
             raise UserError("session.step() after training was over: leave the loop when the batches end")
         self._flat.collect()
-        self._flat.unhook()
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         serial = self._reply.serial
         push = Push(
@@ -167,6 +167,7 @@ class Session:
         )
         self.stepped = True
         self._take(self._door.exchange(push))
+        self._flat.clear()
 
     def report(self, **figures: float) -> None:
         """Figures you measured (an accuracy, say), for the run's result."""

@@ -89,7 +89,7 @@ def test_clipping_bounds_the_norm_and_leaves_a_short_gradient_alone() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "options"), CASES, ids=NAMES)
-def test_many_runs_stepped_as_one_equal_each_run_alone_bit_for_bit(
+def test_many_runs_stepped_as_one_equal_each_run_alone(
     ours: type[Sgd] | type[Adam], theirs: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     runs = 4

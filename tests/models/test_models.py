@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from paceline.assemble import make_model, make_rule, resolve
 from paceline.config import RunConfig
-from paceline.crew import make_task
+from paceline.crew import make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.interfaces import ALIGNMENT, Arrival, Layout
 from paceline.tasks.flat import FlatModule
@@ -89,8 +89,6 @@ def test_gaps_between_parameters_stay_zero_through_training(
     task.bind(weights, gradient, torch.empty(0))
     rule = make_rule(config, task.layout)
     state = rule.start(weights)
-    from paceline.crew import work_of
-
     loader = task.loader(work_of(task, config).batches(0, config), config.seed, 0)
     before = weights.clone()
     for number in range(6):

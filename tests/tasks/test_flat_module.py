@@ -20,6 +20,13 @@ def bound(flat: FlatModule) -> tuple[Tensor, Tensor, Tensor]:
     return weights, gradient, state
 
 
+def backward(flat: FlatModule, loss: Tensor) -> None:
+    """One batch as a worker computes it."""
+    flat.clear()
+    loss.backward()
+    flat.collect()
+
+
 class Tied(nn.Module):
     """An embedding and an output layer that share one matrix."""
 
@@ -55,8 +62,7 @@ def test_a_tied_parameter_is_laid_out_once_and_gets_the_gradient_of_both_uses() 
     _, gradient, _ = bound(flat)
     assert model.output.weight is model.embedding.weight
     tokens, targets = torch.tensor([1, 2, 1]), torch.tensor([2, 3, 4])
-    F.cross_entropy(model(tokens), targets).backward()
-    flat.collect()
+    backward(flat, F.cross_entropy(model(tokens), targets))
     F.cross_entropy(plain(tokens), targets).backward()
     assert torch.equal(flat.layout.views(gradient)["embedding.weight"], plain.embedding.weight.grad)
 
@@ -77,8 +83,7 @@ def test_a_frozen_parameter_is_not_laid_out_but_is_saved() -> None:
     flat = FlatModule(model)
     assert [parameter.name for parameter in flat.layout.parameters] == ["1.weight", "1.bias"]
     weights, gradient, _ = bound(flat)
-    model(torch.randn(5, 3)).sum().backward()
-    flat.collect()
+    backward(flat, model(torch.randn(5, 3)).sum())
     assert torch.isfinite(flat.layout.views(gradient)["1.weight"]).all()
     saved = flat.state_dict(weights, None)
     assert torch.equal(saved["0.weight"], model[0].weight)
@@ -95,13 +100,10 @@ def test_an_unused_parameter_has_a_zero_gradient_even_after_it_was_used() -> Non
     flat = FlatModule(model)
     _, gradient, _ = bound(flat)
     inputs = torch.ones(2, 3)
-    (model["used"](inputs) + model["sometimes"](inputs)).sum().backward()
-    flat.collect()
+    backward(flat, (model["used"](inputs) + model["sometimes"](inputs)).sum())
     views = flat.layout.views(gradient)
     assert views["sometimes.weight"].tolist() == [[2.0, 2.0, 2.0]]
-    flat.unhook()
-    model["used"](inputs).sum().backward()
-    flat.collect()
+    backward(flat, model["used"](inputs).sum())
     assert views["used.weight"].tolist() == [[2.0, 2.0, 2.0]]
     assert views["sometimes.weight"].tolist() == [[0.0, 0.0, 0.0]]
 
@@ -111,10 +113,35 @@ def test_gradients_do_not_add_up_between_batches() -> None:
     flat = FlatModule(model)
     _, gradient, _ = bound(flat)
     for _ in range(3):
-        flat.unhook()
+        backward(flat, model(torch.ones(2, 3)).sum())
+        assert flat.layout.views(gradient)["bias"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_survives_the_zero_grad_of_a_user(set_to_none: bool) -> None:
+    model = nn.Linear(3, 1)
+    flat = FlatModule(model)
+    _, gradient, _ = bound(flat)
+    backward(flat, 5 * model(torch.ones(2, 3)).sum())
+    for _ in range(2):
+        flat.clear()
+        model.zero_grad(set_to_none=set_to_none)
         model(torch.ones(2, 3)).sum().backward()
         flat.collect()
-        assert flat.layout.views(gradient)["bias"].tolist() == [2.0]
+        assert flat.layout.views(gradient)["weight"].tolist() == [[2.0, 2.0, 2.0]]
+
+
+def test_a_sparse_gradient_that_was_unhooked_is_brought_in_too() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    flat = FlatModule(model)
+    _, gradient, _ = bound(flat)
+    flat.clear()
+    model.zero_grad()
+    model(torch.tensor([3, 3])).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.is_sparse
+    flat.collect()
+    assert flat.layout.views(gradient)["weight"].tolist() == [[0.0, 0.0]] * 3 + [[2.0, 2.0], [0.0, 0.0]]
 
 
 def test_a_sparse_embedding_gives_the_gradient_of_a_dense_one() -> None:
@@ -123,10 +150,7 @@ def test_a_sparse_embedding_gives_the_gradient_of_a_dense_one() -> None:
     flat = FlatModule(sparse)
     _, gradient, _ = bound(flat)
     tokens = torch.tensor([1, 4, 1, 8])
-    sparse(tokens).square().sum().backward()
-    assert sparse.weight.grad is not None
-    assert sparse.weight.grad.is_sparse
-    flat.collect()
+    backward(flat, sparse(tokens).square().sum())
     dense(tokens).square().sum().backward()
     torch.testing.assert_close(flat.layout.views(gradient)["weight"], dense.weight.grad)
 
@@ -136,8 +160,7 @@ def test_weights_of_lower_or_higher_precision_become_float32_masters() -> None:
         flat = FlatModule(nn.Linear(3, 2).to(kind))
         assert flat.initial().dtype == torch.float32
         _, gradient, _ = bound(flat)
-        flat.module(torch.ones(1, 3)).sum().backward()
-        flat.collect()
+        backward(flat, flat.module(torch.ones(1, 3)).sum())
         assert flat.layout.views(gradient)["weight"].tolist() == [[1.0] * 3] * 2
 
 

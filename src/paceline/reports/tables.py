@@ -55,12 +55,13 @@ def _measured(result: dict[str, Any]) -> list[str]:
 
 
 def data_table(rows: list[DatasetStatus]) -> str:
-    """One row a data set: whether it is here, where, and under which terms."""
-    cells = []
+    """One row a data set, then where each lies or how to get it, and under which terms."""
+    cells = [
+        [row.name, f"{row.train_size:,}", f"{row.test_size:,}", (row.origin or "here") if row.found else "not here"]
+        for row in rows
+    ]
+    lines = [table(["data set", "train", "test", "found"], cells), ""]
     for row in rows:
-        where = (row.origin or "here") if row.found else "not here"
-        sizes = f"{row.train_size:,} + {row.test_size:,}"
-        cells.append([row.name, sizes, where, row.licence])
-    notes = [f"{row.name}: {row.path or row.note}" for row in rows if row.found]
-    missing = [f"{row.name}: 'paceline data get {row.name}' fetches it" for row in rows if not row.found]
-    return "\n".join([table(["data set", "train + test", "found", "terms"], cells), "", *notes, *missing])
+        where = f"{row.path}" if row.found else f"'paceline data get {row.name}' fetches it"
+        lines += [f"{row.name}: {where}", f"  {row.licence}"]
+    return "\n".join(lines)

@@ -35,13 +35,17 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     def ask(*arguments: str) -> str | None:
         command = ["git", "-C", str(folder), *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     commit = ask("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
+    return (
+        None
+        if commit is None
+        else {"commit": commit, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from paceline.errors import PacelineError, RunFailed
+from paceline.errors import PacelineError
 
 ROLES = {
     "server": "paceline.runtimes.server_process:main",
@@ -32,8 +32,13 @@ _PR_SET_PDEATHSIG = 1
 _LARGEST = 1 << 20
 
 
+def request(role: str, spec: dict[str, Any]) -> bytes:
+    """What asks a fork server for a process; a notice `started` follows, and `ended` when it is over."""
+    return json.dumps({"role": role, "spec": spec, "path": sys.path}).encode()
+
+
 class ForkServer:
-    """The supervisor's handle: ask for processes, hear of their ends."""
+    """The supervisor's handle: send it requests, hear its notices."""
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,16 +46,11 @@ class ForkServer:
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         command = [sys.executable, "-m", "paceline.runtimes.fork_server", str(theirs.fileno())]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # Ctrl-C reaches the whole group; until the child can ignore it, it is blocked there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()
-
-    def spawn(self, role: str, spec: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a process; a notice of kind `started` follows, and `ended` when it is over."""
-        request = json.dumps({"role": role, "spec": spec, "path": sys.path}).encode()
-        try:
-            socket.send_fds(self.socket, [request], fds)
-        except OSError:
-            raise RunFailed("the process that starts workers is gone: see the lines above, then try again") from None
 
     def notice(self) -> dict[str, Any] | None:
         """The next notice; None when the fork server is gone."""
@@ -102,6 +102,7 @@ def main(fd: int) -> None:
     """Serve requests to fork until the supervisor is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     supervisor = socket.socket(fileno=fd)
     supervisor.set_inheritable(False)
     for module in PRELOADED:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.assemble import cores
 from paceline.config import RunConfig
-from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop, Verdict
+from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
@@ -74,10 +74,16 @@ class Host:
 
     def handle(self, message: Input) -> tuple[Reply, ...]:
         """Take one input through the server, the log and the workers' memories; the replies may be sent after this."""
+        try:
+            return self._handle(message)
+        except OSError as error:
+            raise self._disk_error(error) from None
+
+    def _handle(self, message: Input) -> tuple[Reply, ...]:
         now = self.clock.now()
         was_started = self.server.started
         outcome = self.server.handle(message)
-        self._append(message, outcome.verdict, now)
+        self.log.append(message, outcome.verdict, now)
         for reply in outcome.replies:
             self.server.weights_for(reply.worker, self.memories[reply.worker])
         replies = outcome.replies
@@ -97,12 +103,6 @@ class Host:
         if now >= self._next_checkpoint and self.server.can_be_cut and not self._checkpoints.busy:
             self.checkpoint()
         return replies
-
-    def _append(self, message: Input, verdict: Verdict, now: float) -> None:
-        try:
-            self.log.append(message, verdict, now)
-        except OSError as error:
-            raise self._disk_error(error) from None
 
     def _disk_error(self, error: OSError) -> UserError:
         what = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import selectors
+import select
 import signal
 import socket
 import threading
@@ -19,7 +19,7 @@ from typing import Any
 from paceline.config import RunConfig, to_dict
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.fork_server import ForkServer
+from paceline.runtimes.fork_server import ForkServer, request
 
 ENDING_SECONDS = 3.0
 
@@ -53,55 +53,65 @@ class Supervisor:
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._names: dict[int, str] = {}
         self._running: set[int] = set()
-        self._finished = False
+        self._finished = self._server_is_silent = False
         self._interrupts = 0
 
     def start(self, processes: Processes) -> None:
         """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
         common = {"config": to_dict(self._config), "folder": str(self._folder.path), **processes.spec}
         server_fds = [self._server_end.fileno(), *processes.fds]
-        self._forks.spawn(processes.server_role, {**common, "name": "server"}, server_fds)
+        self._send(self._forks.socket, request(processes.server_role, {**common, "name": "server"}), server_fds)
         self._server_end.close()
         for worker in range(self._config.workers or 1):
             server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            order = {"kind": "worker", "worker": worker, "incarnation": processes.incarnation}
-            self._order(order, [server_side.fileno()])
             own = {"name": f"worker {worker}", "worker": worker, "incarnation": processes.incarnation}
-            self._forks.spawn(processes.worker_role, {**common, **own}, [worker_side.fileno(), *processes.fds])
+            worker_fds = [worker_side.fileno(), *processes.fds]
+            self._send(self._forks.socket, request(processes.worker_role, {**common, **own}), worker_fds)
+            self._send(self._control, json.dumps({"kind": "worker", **own}).encode(), [server_side.fileno()])
             server_side.close()
             worker_side.close()
 
-    def _order(self, order: dict[str, Any], fds: list[int] | None = None) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead server is noticed by its end
-            socket.send_fds(self._control, [json.dumps(order).encode()], fds or [])
+    def _send(self, line: socket.socket, packet: bytes, fds: list[int] | None = None) -> None:
+        """Send, and while the other side is not ready listen to what it has to say: nobody waits for nobody."""
+        while True:
+            try:
+                socket.send_fds(line, [packet], fds or [], socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                readable, _, _ = select.select([self._forks.socket, self._control], [line], [])
+                self._listen(readable)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # a dead process is told of by the fork server, a dead fork server by its silence
+
+    def _listen(self, readable: list[socket.socket]) -> None:
+        if self._forks.socket in readable:
+            self._hear_forks()
+        if self._control in readable:
+            self._hear_server()
 
     def follow(self) -> None:
         """Until the run has ended, well or not; the result lies in the run folder."""
-        selector = selectors.DefaultSelector()
-        selector.register(self._forks.socket, selectors.EVENT_READ, self._hear_forks)
-        selector.register(self._control, selectors.EVENT_READ, lambda: self._hear_server(selector))
         with self._signals():
             while not self._finished:
-                for key, _ in selector.select():
-                    key.data()
+                lines = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
+                self._listen(select.select(lines, [], [])[0])
             deadline = time.monotonic() + ENDING_SECONDS
             while self._running and time.monotonic() < deadline:
-                if selector.select(0.2):
+                if select.select([self._forks.socket], [], [], 0.2)[0]:
                     self._hear_forks()
 
-    def _hear_server(self, selector: selectors.BaseSelector) -> None:
+    def _hear_server(self) -> None:
         try:
             packet = self._control.recv(1 << 20)
         except ConnectionResetError:
             packet = b""
         if not packet:
-            selector.unregister(self._control)  # its end, told by the fork server, says how
+            self._server_is_silent = True  # its end, told by the fork server, says how
             return
         row = json.loads(packet)
         if row["kind"] == "failed":
             raise Reported(row["text"], row["code"])
         if row["kind"] == "finished":
-            selector.unregister(self._control)
             self._finished = True
         else:
             self._report(row)
@@ -158,7 +168,7 @@ class Supervisor:
                 raise KeyboardInterrupt
             reason = "interrupted" if number == signal.SIGINT else "terminated"
             self._report({"kind": "note", "text": f"{reason}: saving what there is"})
-            self._order({"kind": "stop", "reason": reason})
+            self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -16,7 +16,7 @@ from paceline.core.server import Server
 from paceline.errors import PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.host import Host
-from paceline.runtimes.server_process import Control, Service
+from paceline.runtimes.server_process import Control, Service, allow_many_files
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import Hello, ServerDoor
 
@@ -26,6 +26,7 @@ Introductions = list[tuple[ServerDoor, Hello]]
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Wait for the scripts to say what they train, then host the run until the last of them has left."""
     control = Control(socket.socket(fileno=fds[0]))
+    allow_many_files()
     try:
         config = from_dict(spec["config"])
         torch.set_num_threads(cores() if parse_strategy(config.strategy).in_rounds else 1)

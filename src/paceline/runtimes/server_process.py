@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -29,6 +30,12 @@ from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot
 GRACE_SECONDS = 5.0
 ALL_GONE = "all workers are gone"
 INTERRUPTED, TERMINATED = "interrupted", "terminated"
+
+
+def allow_many_files() -> None:
+    """A connection a worker: take as many descriptors as this user may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Control:
@@ -160,6 +167,7 @@ class Service:
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Host one run; every error that is no bug goes to the supervisor in one line."""
     control = Control(socket.socket(fileno=fds[0]))
+    allow_many_files()
     try:
         host = _make_host(spec, fds[1:], control)
         Service(host, control).run()

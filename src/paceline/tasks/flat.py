@@ -28,7 +28,8 @@ class FlatModule:
         )
         self.state_layout: Layout = pack([(name, tuple(b.shape), False) for name, b in self._buffers.items()])
         self.state_size = self.state_layout.size if self._buffers else 0
-        self._gradients: list[Tensor] = []
+        self._gradient = torch.empty(0)
+        self._views: list[Tensor] = []
 
     def initial(self) -> Tensor:
         """A flat copy of the parameters as they are now."""
@@ -45,28 +46,29 @@ class FlatModule:
         views = self.layout.views(weights)
         for name, parameter in self._parameters.items():
             parameter.data = views[name]
-        self._gradients = list(self.layout.views(gradient).values())
+        self._gradient, self._views = gradient, list(self.layout.views(gradient).values())
         if self._buffers:
             for name, view in self.state_layout.views(state).items():
                 buffer = self._buffers[name]
                 view.copy_(buffer)
                 buffer.data = view
 
-    def unhook(self) -> None:
-        """Forget last step's gradients, so that backward hands over fresh ones without adding."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def clear(self) -> None:
+        """Zero the bound gradient and hook every parameter to its part of it, so that backward adds in place."""
+        self._gradient.zero_()
+        for parameter, view in zip(self._parameters.values(), self._views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
 
     def collect(self) -> None:
-        """Copy the gradients of the last backward into the bound memory; a parameter that got none counts as zero."""
-        sources, targets = [], []
-        for parameter, target in zip(self._parameters.values(), self._gradients, strict=True):
-            if parameter.grad is None:
-                target.zero_()
-            else:
-                sources.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-                targets.append(target)
-        torch._foreach_copy_(targets, sources)
+        """After backward: bring in the gradients that somebody unhooked from the bound memory meanwhile.
+
+        `zero_grad()` does that (it sets them to None), and so do sparse embeddings.
+        """
+        for parameter, view in zip(self._parameters.values(), self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is not view and gradient is not None:
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def tensors(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
         """Trained parameters and buffers by name, as views into `weights` and `state`."""

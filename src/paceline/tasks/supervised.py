@@ -108,7 +108,7 @@ class SupervisedTask:
             torch.cuda.manual_seed(batch.key)
         for dropout in self._dropouts:
             dropout.key = batch.key
-        self.flat.unhook()
+        self.flat.clear()
         loss = self.loss(self.model(batch.inputs), batch.targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.flat.collect()

@@ -1,0 +1,201 @@
+"""Names to objects, and every combination that makes no sense refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.assemble import (
+    AUTO_WARMUP,
+    Strategy,
+    lr_scale,
+    make_policy,
+    make_rule,
+    make_schedule,
+    parse_schedule,
+    parse_strategy,
+    resolve,
+)
+from paceline.config import RunConfig
+from paceline.core.optimizers import Adam, Sgd
+from paceline.core.policies import AtOnce, Bounded, Rounds
+from paceline.core.rules.plain import Plain
+from paceline.core.schedules import Schedule
+from paceline.division import divide_work
+from paceline.errors import UserError
+from paceline.interfaces import Arrival, pack
+
+LABELS = np.arange(100) % 10
+
+
+def refused(**settings: Any) -> str:
+    """The message a config is refused with, by its names alone or when the data is divided."""
+    with pytest.raises(UserError) as error:
+        divide_work(LABELS, resolve(RunConfig(**settings)))
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"workers": 0}, ["--workers", "at least 1"]),
+        ({"workers": 11, "batch_size": 10}, ["--workers 11", "10 batches", "at most 10"]),
+        ({"lr": 0.0}, ["--lr", "positive"]),
+        ({"lr": -1.0}, ["--lr", "positive"]),
+        ({"lr": float("nan")}, ["--lr", "positive"]),
+        ({"workers": 2, "batch_size": 51, "split": "iid"}, ["batch", "51", "50 samples"]),
+        ({"workers": 8, "batch_size": 1, "split": "dirichlet:0.00001"}, ["dirichlet", "leaves worker", "with none"]),
+        ({"strategy": "bounded:-1"}, ["bounded:-1", "at least 0"]),
+        ({"strategy": "bounded"}, ["bounded:S"]),
+        ({"strategy": "bounded:"}, ["bounded:", "whole number"]),
+        ({"strategy": "bounded:x"}, ["bounded:x", "whole number"]),
+        ({"strategy": "backup"}, ["backup:B"]),
+        ({"strategy": "backup:0", "workers": 2}, ["backup:0", "at least 1"]),
+        ({"strategy": "backup:2", "workers": 2}, ["backup:2", "nobody to wait for"]),
+        ({"strategy": "sync:2"}, ["sync:2", "write sync"]),
+        ({"strategy": "classic", "workers": 2}, ["classic is one worker", "--workers 2"]),
+        ({"target_accuracy": 90.0}, ["--target-accuracy", "--eval-every"]),
+        ({"steps": 5, "epoch_mode": "own"}, ["--steps", "--epoch-mode own"]),
+        ({"nesterov": True, "momentum": 0.0}, ["--nesterov", "momentum"]),
+        ({"scale_lr": "much"}, ["--scale-lr 'much'"]),
+        ({"scale_lr": "-1"}, ["--scale-lr '-1'"]),
+        ({"scale_lr": "nan"}, ["--scale-lr 'nan'"]),
+        ({"schedule": "cosine:2"}, ["cosine:2", "only exponential"]),
+        ({"schedule": "exponential:0"}, ["exponential:0"]),
+        ({"schedule": "exponential:nan"}, ["exponential:nan"]),
+        ({"delay": ["30"]}, ["--delay '30'"]),
+        ({"split": "dirichlet:0"}, ["dirichlet:0", "positive number"]),
+        ({"split": "iid:2"}, ["iid:2"]),
+        ({"shard_weights": [1.0], "workers": 2}, ["1 weights", "2 workers"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_that_says_what_was_asked(settings: dict[str, Any], parts: list[str]) -> None:
+    message = refused(**settings)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "nearest"),
+    [
+        ({"strategy": "asink"}, "async"),
+        ({"strategy": "bound:3"}, "bounded"),
+        ({"model": "lenet"}, "lenet5"),
+        ({"dataset": "fashion_mnist"}, "fashion-mnist"),
+        ({"rule": "plane"}, "plain"),
+        ({"optimizer": "adams"}, "adam"),
+        ({"schedule": "cosin"}, "cosine"),
+        ({"epoch_mode": "share"}, "shared"),
+        ({"device": "cud"}, "cuda"),
+        ({"split": "label"}, "labels"),
+    ],
+    ids=str,
+)
+def test_an_unknown_name_is_answered_with_the_nearest(settings: dict[str, Any], nearest: str) -> None:
+    assert f"did you mean '{nearest}'" in refused(**settings)
+
+
+def test_what_is_left_open_is_filled_in() -> None:
+    config = resolve(RunConfig(strategy="async"))
+    assert (config.workers, config.lr) == (2, 0.005)
+    assert config.threads is not None
+    assert config.threads >= 1
+    assert resolve(RunConfig(strategy="classic", optimizer="adam")).lr == 0.001
+    assert resolve(RunConfig(strategy="classic")).workers == 1
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(RunConfig(strategy="sync", workers=3, scale_lr="auto"))
+    assert resolve(once) == once
+
+
+def test_strategies_become_policies() -> None:
+    assert parse_strategy("backup:2") == Strategy("backup", 2)
+    policies = {name: make_policy(RunConfig(strategy=name)) for name in ("classic", "async", "sync", "backup:2")}
+    assert isinstance(policies["classic"], AtOnce)
+    assert isinstance(policies["async"], AtOnce)
+    assert isinstance(policies["sync"], Rounds)
+    assert policies["sync"].spare == 0
+    assert isinstance(policies["backup:2"], Rounds)
+    assert policies["backup:2"].spare == 2
+    bounded = make_policy(RunConfig(strategy="bounded:0"))
+    assert isinstance(bounded, Bounded)
+    assert bounded.bound == 0
+
+
+def test_schedules_are_parsed() -> None:
+    assert parse_schedule("constant") == ("constant", 1.0)
+    assert parse_schedule("exponential") == ("exponential", 0.9)
+    assert parse_schedule("exponential:0.5") == ("exponential", 0.5)
+    assert make_schedule(RunConfig(lr=0.25, schedule="cosine", warmup=0.1)) == Schedule(0.25, "cosine", 1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "scale", "factor"),
+    [
+        ("sync", 4, "none", 1.0),
+        ("sync", 4, "auto", 4.0),
+        ("backup:1", 4, "auto", 3.0),
+        ("async", 4, "auto", 1.0),
+        ("bounded:2", 4, "auto", 1.0),
+        ("async", 4, "0.5", 0.5),
+    ],
+)
+def test_the_learning_rate_is_scaled_by_the_pushes_of_an_update(
+    strategy: str, workers: int, scale: str, factor: float
+) -> None:
+    config = resolve(RunConfig(strategy=strategy, workers=workers, scale_lr=scale, lr=0.1))
+    assert lr_scale(config) == factor
+    assert make_schedule(config).base == pytest.approx(0.1 * factor)
+    assert config.warmup == (AUTO_WARMUP if scale == "auto" and factor > 1 else 0.0)
+
+
+def test_the_rule_gets_the_optimizer_that_was_asked_for() -> None:
+    layout = pack([("a", (3,), True), ("b", (3,), False)])
+    sgd = make_rule(RunConfig(momentum=0.5, nesterov=True, clip=2.0), layout)
+    assert isinstance(sgd, Plain)
+    assert isinstance(sgd.optimizer, Sgd)
+    assert (sgd.optimizer.momentum.item(), sgd.optimizer.nesterov, sgd.optimizer.clip) == (0.5, True, 2.0)
+    adam = make_rule(RunConfig(optimizer="adam", betas=[0.99, 0.9]), layout)
+    assert isinstance(adam, Plain)
+    assert isinstance(adam.optimizer, Adam)
+    assert adam.optimizer.betas == (0.99, 0.9)
+
+
+def test_weight_decay_spares_what_the_layout_says() -> None:
+    layout = pack([("a", (3,), True), ("b", (3,), False)])
+    rule = make_rule(RunConfig(weight_decay=0.5, momentum=0.0), layout)
+    weights = torch.ones(layout.size)
+    rule.apply(weights, rule.start(weights), torch.zeros(layout.size), Arrival(0, 0, torch.tensor(1.0), 1))
+    views = layout.views(weights)
+    assert views["a"].tolist() == [0.5] * 3
+    assert views["b"].tolist() == [1.0] * 3
+
+
+def test_a_shared_budget_is_epochs_times_the_samples_left_for_training() -> None:
+    config = resolve(RunConfig(workers=3, batch_size=10, epochs=2.5, validation=0.2))
+    work = divide_work(LABELS, config)
+    assert (work.budget.samples, work.budget.epoch_samples) == (200, 80)
+    assert work.quotas == [None] * 3
+    assert sorted(np.concatenate([*work.shards, work.validation])) == list(range(100))
+
+
+def test_own_quotas_are_passes_over_the_own_shard() -> None:
+    config = resolve(RunConfig(workers=2, batch_size=8, epochs=3.0, epoch_mode="own", shard_weights=[1.0, 3.0]))
+    work = divide_work(LABELS, config)
+    assert [len(shard) for shard in work.shards] == [25, 75]
+    assert work.quotas == [3 * 4, 3 * 10]
+    assert work.budget.own
+    assert work.budget.samples == 300
+
+
+def test_the_full_split_gives_everybody_all_data_and_still_one_shared_budget() -> None:
+    work = divide_work(LABELS, resolve(RunConfig(workers=3, batch_size=10, epochs=1.0, split="full")))
+    assert [len(shard) for shard in work.shards] == [100] * 3
+    assert work.budget.samples == 100

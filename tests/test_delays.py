@@ -1,0 +1,57 @@
+"""Delays on purpose: how they are written, and that each is a function of its address."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from paceline.delays import Delay, parse_delays
+from paceline.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30ms", 0.03), ("2s", 2.0), (".5s", 0.5), ("1.s", 1.0), ("250us", 0.00025), ("0ms", 0.0)]
+)
+def test_times_and_their_units(text: str, seconds: float) -> None:
+    assert parse_delays([text], 1) == {0: Delay(pytest.approx(seconds))}  # type: ignore[arg-type]
+
+
+def test_a_delay_is_for_everybody_or_for_those_named_and_the_last_one_wins() -> None:
+    assert parse_delays(["10ms", "20ms@0,2", "30ms@2"], 4) == {
+        0: Delay(0.02), 1: Delay(0.01), 2: Delay(0.03), 3: Delay(0.01),
+    }  # fmt: skip
+    assert parse_delays(["20ms@3"], 4) == {3: Delay(0.02)}
+    assert parse_delays([], 4) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "30", "30 m", "-3ms", "1h", "nanms", "infs", "normal", "normal:", "normal:30ms", "normal:30ms,5ms,5ms",
+        "normal:30ms,-5ms", "uniform:1ms,2ms", "30ms@", "30ms@4", "30ms@-1", "30ms@one", "30ms@0,", "@1", "1e-3s",
+    ],
+)  # fmt: skip
+def test_what_is_no_delay_is_a_user_error_in_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="--delay") as error:
+        parse_delays([text], 4)
+    assert f"'{text}'" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_constant_delay_is_constant() -> None:
+    assert {Delay(0.03).seconds(seed, 1, seq) for seed in range(3) for seq in range(3)} == {0.03}
+
+
+def test_a_normal_delay_is_a_function_of_its_address() -> None:
+    delay = Delay(0.06, 0.005)
+    first = [delay.seconds(7, 1, seq) for seq in range(10)]
+    assert [delay.seconds(7, 1, seq) for seq in reversed(range(10))] == first[::-1]
+    assert len({*first, delay.seconds(8, 1, 0), delay.seconds(7, 2, 0)}) == 12
+
+
+def test_a_normal_delay_has_the_mean_and_deviation_asked_for_and_is_never_negative() -> None:
+    waits = [Delay(0.06, 0.005).seconds(0, 0, seq) for seq in range(2000)]
+    assert statistics.mean(waits) == pytest.approx(0.06, abs=5 * 0.005 / 2000**0.5)
+    assert statistics.stdev(waits) == pytest.approx(0.005, rel=0.1)
+    assert min(Delay(0.001, 0.005).seconds(0, 0, seq) for seq in range(500)) == 0.0
