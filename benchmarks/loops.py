@@ -116,7 +116,7 @@ def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for command in commands
     ]
-    with ended(processes):
+    with ended(processes, within=PATIENCE_SECONDS):
         for process in processes[silent:]:
             assert process.stdout is not None
             if process.stdout.readline().strip() != b"ready":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 DROPPED_STEPS = 10
@@ -16,13 +17,22 @@ Step = tuple[float, int]
 
 
 @contextlib.contextmanager
-def ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Whatever happens inside, none of `processes` is left afterwards."""
+def ended(processes: Sequence[subprocess.Popen[bytes]], within: float = 3600.0) -> Iterator[None]:
+    """Whatever happens inside, none of `processes` is left afterwards, and none lives longer than `within` seconds."""
+    watchdog = threading.Timer(within, _kill, [processes])
+    watchdog.daemon = True
+    watchdog.start()
     try:
         yield
     finally:
+        watchdog.cancel()
         for process in processes:
             end(process)
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def end(process: subprocess.Popen[bytes]) -> int:

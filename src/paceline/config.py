@@ -131,7 +131,7 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
         item = wanted[5:-1]
         if all(_is_a(item, part) for part in value):
             return [float(part) if item == "float" else part for part in value]
-    elif _is_a(wanted, value):
+    elif wanted in _KINDS and _is_a(wanted, value):
         return float(value) if wanted == "float" else value
     elif spec.name == "scale_lr" and _is_a("float", value):
         return str(value)
@@ -165,13 +165,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
+def _toml(value: Any) -> str:
+    """JSON is TOML for what settings hold, but for one character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def to_toml(config: RunConfig) -> str:
     """The config as TOML; settings that are None are left out."""
     lines = []
     for name in FIELDS:
         value = getattr(config, name)
         if value is not None:
-            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
+            lines.append(f"{name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
 

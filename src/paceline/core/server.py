@@ -65,6 +65,8 @@ class Server:
         self.samples = 0
         self.dropped = 0
         self.late = 0
+        self.pushes = 0
+        self.replies = 0
         self.staleness: Counter[int] = Counter()
         self.over = False
         self.divergence: Divergence | None = None
@@ -133,13 +135,16 @@ class Server:
 
     def _push(self, push: Push) -> Outcome:
         member = self.members.get(push.worker)
-        if member is None or not member.live or push.incarnation != member.incarnation or push.reply > member.serial:
+        if member is None or not member.live or push.incarnation != member.incarnation:
             return Outcome(Verdict.REJECTED)
         if push.seq <= member.seq:
             again = () if member.waiting or push.seq < member.seq else (self._last_answer(push.worker),)
             return Outcome(Verdict.REPEATED, again)
+        if member.waiting or push.reply != member.serial:
+            return Outcome(Verdict.REJECTED)  # one reply is worth one push
         member.seq, member.waiting = push.seq, True
         member.pushes += 1
+        self.pushes += 1
         if push.state.numel():
             self.worker_states[push.worker] = push.state.clone()
         if self.over:
@@ -157,12 +162,12 @@ class Server:
 
     def _leave(self, leave: Leave) -> Outcome:
         member = self.members.get(leave.worker)
+        if member is not None and leave.incarnation < member.incarnation + (not member.live):
+            return Outcome(Verdict.REJECTED)  # old news
         was_started = self.started
         self._awaited.discard(leave.worker)
         if member is None or not member.live:
             return Outcome(Verdict.TAKEN, self._start(was_started))
-        if leave.incarnation != member.incarnation:
-            return Outcome(Verdict.REJECTED)
         had_work = not member.done
         member.live = member.waiting = False
         if self._held.pop(leave.worker, None) is not None:
@@ -179,11 +184,16 @@ class Server:
             if member.live and not member.done:
                 self.rule.leave(self.rule_state, worker)
             member.live = member.waiting = False
-        self._held.clear()
+        self._forget_held()
         self.policy.clear()
-        self.over = False
         self._awaited = {w for w in range(self.num_workers) if w not in self.members or not self.members[w].done}
+        self.over = self.budget.spent(self.samples, self.version) or not self._awaited
         return Outcome(Verdict.TAKEN)
+
+    def _forget_held(self) -> None:
+        """Pushes that will never be applied: nobody was told that they count."""
+        self.dropped += len(self._held)
+        self._held.clear()
 
     def _settle(self, decision: Decision) -> tuple[Reply, ...]:
         """Carry a decision out: one update, then the answers it sets free, then those who have finished their work."""
@@ -230,7 +240,7 @@ class Server:
 
     def _finish(self) -> tuple[Reply, ...]:
         self.over = True
-        self._held.clear()
+        self._forget_held()
         waiting = [worker for worker, member in sorted(self.members.items()) if member.live and member.waiting]
         return tuple(self._answer(worker, over=True) for worker in waiting)
 
@@ -238,6 +248,7 @@ class Server:
         member = self.members[worker]
         member.waiting = False
         member.serial += 1
+        self.replies += 1
         member.version = self.version
         return Reply(worker, member.incarnation, member.serial, self.version, member.accepted, over)
 
@@ -259,6 +270,8 @@ class Server:
             "samples": self.samples,
             "dropped": self.dropped,
             "late": self.late,
+            "pushes": self.pushes,
+            "replies": self.replies,
             "over": self.over,
             "staleness": sorted(self.staleness.items()),
             "members": {str(worker): asdict(member) for worker, member in self.members.items()},
@@ -273,6 +286,7 @@ class Server:
             tensor.copy_(rule_state[name])
         self.version, self.samples = facts["version"], facts["samples"]
         self.dropped, self.late, self.over = facts["dropped"], facts["late"], facts["over"]
+        self.pushes, self.replies = facts["pushes"], facts["replies"]
         self.staleness = Counter({int(value): count for value, count in facts["staleness"]})
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])

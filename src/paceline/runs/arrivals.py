@@ -106,6 +106,11 @@ def read_arrivals(path: Path, config: RunConfig, start: int = 0) -> tuple[list[R
         raise UserError(f"{path} is not an arrivals log of this version")
     if header[len(_MAGIC) :].strip().decode() != fingerprint(config):
         raise UserError(f"{path} belongs to another config than the config.toml beside it")
+    if start > len(content):
+        raise UserError(
+            f"{path} has {len(content)} bytes, the checkpoint was taken at byte {start}: the log lost its end; "
+            "remove that checkpoint to go on from an older one"
+        )
     records, offset = [], max(start, len(header))
     while offset + RECORD_BYTES <= len(content):
         body = content[offset : offset + _RECORD.size]

@@ -5,6 +5,7 @@ Safetensors plus JSON in a folder named after the version, written under a tempo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.server import Server
@@ -62,8 +63,10 @@ def write_cut(folder: Path, cut: Cut) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file(cut.tensors, temporary / "tensors.safetensors")
-        facts = {"server": cut.facts, "log_offset": cut.log_offset, "now": cut.now}
+        tensors = save(cut.tensors)
+        (temporary / "tensors.safetensors").write_bytes(tensors)
+        digest = hashlib.sha256(tensors).hexdigest()
+        facts = {"server": cut.facts, "log_offset": cut.log_offset, "now": cut.now, "tensors_sha256": digest}
         (temporary / "facts.json").write_text(json.dumps(facts))
         if final.exists():
             shutil.rmtree(final)
@@ -82,9 +85,11 @@ def newest_cut(folder: Path) -> tuple[Cut | None, list[str]]:
     for path in reversed(_finished(folder)):
         try:
             facts = json.loads((path / "facts.json").read_text())
-            tensors = load_file(path / "tensors.safetensors")
-            return Cut(facts["server"], tensors, facts["log_offset"], facts["now"]), complaints
-        except (OSError, ValueError, KeyError, Exception) as error:  # safetensors raises its own type
+            content = (path / "tensors.safetensors").read_bytes()
+            if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:
+                raise ValueError("its tensors do not have the checksum they were written with")
+            return Cut(facts["server"], load(content), facts["log_offset"], facts["now"]), complaints
+        except (OSError, ValueError, KeyError) as error:
             complaints.append(f"checkpoint {path.name} cannot be read ({error}); using an older one")
     return None, complaints
 

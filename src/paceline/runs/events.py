@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,11 @@ class EventLog:
     """Appends rows; `now` is the training clock, which stands still while nobody trains."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")  # end the row a crash cut off
 
     def write(self, kind: str, now: float, **fields: Any) -> None:
         """One row, on disk when this returns."""
@@ -32,10 +37,10 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows that are whole; a row cut off by a crash ends the reading."""
+    """The rows that are whole; one that a crash cut off is passed over."""
     for line in path.read_bytes().split(b"\n"):
         try:
             row: dict[str, Any] = json.loads(line)
         except ValueError:
-            return
+            continue
         yield row

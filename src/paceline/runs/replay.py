@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from paceline.core.messages import Input, Join, Outcome, Push, Reply
+from paceline.core.messages import Input, Join, Outcome, Push, Reply, Verdict
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import RunFailed
@@ -33,7 +33,7 @@ class Replay:
                 continue
             seat = self._make_seat(Join(worker, member.incarnation, member.quota))
             seat.weights.copy_(sent[str(worker)])
-            if str(worker) in states:
+            if str(worker) in states and member.seq >= 0:
                 seat.state.copy_(states[str(worker)])
             if not member.waiting:
                 seat.pending = Reply(worker, member.incarnation, member.serial, member.version, member.accepted)
@@ -50,26 +50,35 @@ class Replay:
                 message = pushed
             else:
                 message = record.message
-                if isinstance(message, Join):
-                    self.seats[record.worker] = self._make_seat(message)
             outcome = self.server.handle(message)
             if outcome.verdict != record.verdict:
                 raise RunFailed(
                     f"replay departs from the log at record {number} (update {self.server.version}): worker "
                     f"{record.worker}'s {record.kind} was {record.verdict.name}, is now {outcome.verdict.name}"
                 )
+            if isinstance(message, Join) and outcome.verdict == Verdict.TAKEN:
+                self.seats[record.worker] = self._make_seat(message)
             self._deliver(outcome)
             if progress is not None:
                 progress(number)
 
     def _push(self, record: Record, number: int) -> Push | None:
+        """The push of a record, computed again; None for one that changed nothing, then as now."""
         seat = self.seats.get(record.worker)
-        if seat is None or seat.join.incarnation != record.incarnation or seat.pending is None:
-            return None  # a push from nobody we know, or seen before: it changed nothing then either
-        push = seat.push()
-        if push is None or (push.seq, push.reply) != (record.seq, record.reply):
-            raise RunFailed(f"replay departs from the log at record {number}: it holds push {record.seq}, not {push}")
-        return push
+        pending = seat.pending if seat is not None and seat.join.incarnation == record.incarnation else None
+        if pending is None or record.seq < pending.serial:
+            if record.verdict in (Verdict.REPEATED, Verdict.REJECTED):
+                return None  # seen before, or from nobody we know
+            raise RunFailed(
+                f"replay departs from the log at record {number}: worker {record.worker} had nothing to push"
+            )
+        if (record.seq, record.reply) != (pending.serial, pending.serial):
+            raise RunFailed(
+                f"replay departs from the log at record {number}: worker {record.worker} pushed {record.seq} "
+                f"for reply {record.reply}, and is at {pending.serial}"
+            )
+        assert seat is not None
+        return seat.push()
 
     def _deliver(self, outcome: Outcome) -> None:
         for reply in outcome.replies:

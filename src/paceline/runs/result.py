@@ -82,8 +82,6 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
 
 def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[str, Scores | None]) -> dict[str, Any]:
     """The measured part of the result; status, environment and data origin are added by whoever ran it."""
-    pushes = sum(member.pushes for member in server.members.values())
-    replies = sum(member.serial + 1 for member in server.members.values())
     nbytes = 4 * server.weights.numel()
     test = scores.get("test")
     settings = to_dict(config)
@@ -105,6 +103,6 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         "staleness": staleness_summary(server.staleness),
         "dropped_pushes": server.dropped,
         "late_pushes": server.late,
-        "bytes_pushed": pushes * nbytes,
-        "bytes_pulled": replies * nbytes,
+        "bytes_pushed": server.pushes * nbytes,
+        "bytes_pulled": server.replies * nbytes,
     }

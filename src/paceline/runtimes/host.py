@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.assemble import cores
 from paceline.config import RunConfig
-from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop
+from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
@@ -84,8 +84,9 @@ class Host:
         was_started = self.server.started
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
-        for reply in outcome.replies:
-            self.server.weights_for(reply.worker, self.memories[reply.worker])
+        if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
+            for reply in outcome.replies:
+                self.server.weights_for(reply.worker, self.memories[reply.worker])
         replies = outcome.replies
         if isinstance(message, Push):
             self._loss_sum += message.loss
