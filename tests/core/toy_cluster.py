@@ -224,6 +224,7 @@ class ToyCluster:
             assert ready, f"deadlock: {self.held_back()} wait and nobody has anything to compute"
             self.push(ready[turn % len(ready)])
             turn += 1
+            assert turn < 2_000, "the run does not end"
 
     def pushes(self, *verdicts: Verdict) -> list[Push]:
         """All pushes that came to one of these verdicts."""

@@ -102,8 +102,10 @@ class Adam(_Prepared):
         super().__init__(weight_decay, clip, decay_mask)
         self.betas = betas
         self.eps = eps
+        self._scratch = torch.empty(0)
 
     def start(self, weights: Tensor) -> State:
+        self._scratch = torch.empty_like(weights)
         count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
         return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "count": count}
 
@@ -114,7 +116,7 @@ class Adam(_Prepared):
         count += 1.0
         mean.lerp_(gradient, 1.0 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-        step = square.sqrt()
+        step = torch.sqrt(square, out=self._scratch)
         step.mul_((1.0 - beta2**count).rsqrt().to(weights.dtype)).add_(self.eps)
         torch.div(mean, step, out=step)
         weights.addcmul_(step, (lr / (1.0 - beta1**count)).to(weights.dtype), value=-1.0)

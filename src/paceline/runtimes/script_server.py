@@ -7,16 +7,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.assemble import cores, make_policy, make_rule, make_schedule, parse_strategy
+from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, from_dict
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.errors import PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.host import Host
-from paceline.runtimes.server_process import Control, Service, allow_many_files
+from paceline.runtimes.server_process import Control, Service, allow_many_files, use_threads
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import Hello, ServerDoor
 
@@ -29,7 +27,6 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     allow_many_files()
     try:
         config = from_dict(spec["config"])
-        torch.set_num_threads(cores() if parse_strategy(config.strategy).in_rounds else 1)
         introductions = _gather(control, config.workers or 1)
         host = _make_host(spec, config, introductions[0][1], control, len(introductions))
         service = Service(host, control, patient=True)
@@ -84,6 +81,7 @@ def _make_host(spec: dict[str, Any], config: RunConfig, first: Hello, control: C
     """The server starts from the first worker's weights; its data set's size sets the budget."""
     facts = first.facts
     model = ScriptModel(facts["layout"], facts["state_layout"])
+    use_threads(config, model.layout)
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"
     passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
