@@ -1,0 +1,150 @@
+"""Runs in this process, recorded as a real host records them, with pushes in a seeded random order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.assemble import resolve
+from paceline.config import RunConfig
+from paceline.core.messages import Join, Leave, Reply
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.crew import make_join, make_seat, make_server, work_of
+from paceline.models.dropout import AddressedDropout
+from paceline.runs.folder import RunFolder
+from paceline.runs.replay import Replay
+from paceline.runtimes.host import Host
+from paceline.tasks.supervised import SupervisedTask
+
+
+class Small(nn.Module):
+    """A few weights, dropout by address, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.dropout = AddressedDropout(0.3, layer=1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.dropout(F.relu(self.norm(self.first(inputs)))))
+
+
+def small_task() -> SupervisedTask:
+    """The same task every time."""
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    train = torch.randn(54, 5, generator=generator), torch.randint(0, 3, (54,), generator=generator)
+    test = torch.randn(12, 5, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+    return SupervisedTask(Small(), F.cross_entropy, train, test)
+
+
+def small_config(folder: Path, **settings: Any) -> RunConfig:
+    """A config that fits the small task."""
+    fixed: dict[str, Any] = {
+        "batch_size": 4,
+        "lr": 0.1,
+        "epochs": 2.0,
+        "threads": 1,
+        "runs": str(folder),
+        "name": "run",
+    }
+    return resolve(RunConfig(**{**fixed, **settings}))
+
+
+def ignore(row: dict[str, Any]) -> None:
+    """A report that nobody reads."""
+
+
+@dataclass
+class RecordedRun:
+    """A host, its seats, and whatever the test wants to happen to them."""
+
+    config: RunConfig
+    seed: int = 0
+    seats: dict[int, Seat] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.folder = RunFolder.create(self.config)
+        self.task = small_task()
+        self.work = work_of(self.task, self.config)
+        self.server = make_server(self.config, self.task, self.work)
+        self.host = Host(self.server, self.task, self.work, self.config, self.folder, self.rows.append)
+        self._order = random.Random(self.seed)
+        self._incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
+
+    def make_seat(self, join: Join) -> Seat:
+        return make_seat(self.config, small_task(), self.work, join)
+
+    def join(self, worker: int) -> None:
+        join = make_join(self.config, self.work, worker, self._incarnations[worker])
+        self._incarnations[worker] += 1
+        self.seats[worker] = self.make_seat(join)
+        self.host.memories[worker] = self.seats[worker].weights
+        self.deliver(self.host.handle(join))
+
+    def join_all(self) -> None:
+        for worker in self._incarnations:
+            self.join(worker)
+
+    def leave(self, worker: int) -> None:
+        seat = self.seats.pop(worker)
+        self.deliver(self.host.handle(Leave(worker, seat.join.incarnation)))
+
+    def push(self, worker: int) -> None:
+        push = self.seats[worker].push()
+        if push is not None:
+            self.deliver(self.host.handle(push))
+
+    def deliver(self, replies: tuple[Reply, ...]) -> None:
+        for reply in replies:
+            self.seats[reply.worker].pending = reply
+
+    def push_at_random(self, times: int) -> None:
+        """So many pushes by whoever is ready, or fewer when the run ends before."""
+        for _ in range(times):
+            ready = [worker for worker, seat in self.seats.items() if seat.pending is not None]
+            if not ready:
+                return
+            self.push(self._order.choice(ready))
+
+    def run_to_the_end(self) -> None:
+        self.push_at_random(10_000)
+        assert self.server.over
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files, once."""
+        if not self.closed:
+            self.closed = True
+            self.host.close()
+
+    def new_server(self) -> Server:
+        """A server as it was at the start."""
+        return make_server(self.config, small_task(), self.work)
+
+    def replay(self, **arguments: Any) -> Replay:
+        return Replay(self.new_server(), self.make_seat, **arguments)
+
+
+def assert_same(found: Server, expected: Server) -> None:
+    """Bit for bit: weights, rule state, running statistics and every count."""
+    assert torch.equal(found.weights, expected.weights)
+    for name, tensor in expected.rule_state.items():
+        assert torch.equal(found.rule_state[name], tensor), name
+    assert found.worker_states.keys() == expected.worker_states.keys()
+    for worker, state in expected.worker_states.items():
+        assert torch.equal(found.worker_states[worker], state), f"running statistics of worker {worker}"
+    assert found.facts() == expected.facts()
+
+
+Record = Callable[..., RecordedRun]

@@ -1,0 +1,245 @@
+"""Damaged files: what is torn, corrupted or foreign is seen, and the older good thing is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
+
+from paceline.core.messages import Resume
+from paceline.errors import UserError
+from paceline.runs.arrivals import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
+from paceline.runs.checkpoint import CheckpointWriter, Cut, newest_cut, take_cut, write_cut
+from paceline.runs.events import EventLog, read_events
+from paceline.runs.resume import rebuild
+
+
+def recorded(record: Record, strategy: str = "async") -> RecordedRun:
+    """A run that was killed in its middle: a log, two checkpoints, no end."""
+    run = record(strategy=strategy, workers=2)
+    run.join_all()
+    for _ in range(2):
+        run.push_at_random(5)
+        while not run.server.can_be_cut:
+            run.push_at_random(1)
+        sent = {worker: seat.weights for worker, seat in run.seats.items()}
+        write_cut(run.folder.checkpoints, take_cut(run.server, sent, run.host.log.nbytes, 1.5))
+    run.push_at_random(4)
+    while not run.server.can_be_cut:
+        run.push_at_random(1)
+    run.close()
+    return run
+
+
+def test_a_log_of_another_config_is_refused(record: Record) -> None:
+    run = recorded(record)
+    other = dataclasses.replace(run.config, lr=0.2)
+    assert fingerprint(other) != fingerprint(run.config)
+    with pytest.raises(UserError, match=r"belongs to another config"):
+        read_arrivals(run.folder.arrivals_file, other)
+
+
+def test_the_config_read_back_from_the_folder_has_the_same_fingerprint(record: Record) -> None:
+    run = recorded(record)
+    assert run.folder.config() == run.config
+    assert fingerprint(run.folder.config()) == fingerprint(run.config)
+
+
+def test_a_file_that_is_no_log_and_a_log_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path, workers=2)
+    with pytest.raises(UserError, match="does not exist"):
+        read_arrivals(tmp_path / "arrivals.log", config)
+    (tmp_path / "arrivals.log").write_bytes(b"something else\n" * 5)
+    with pytest.raises(UserError, match="not an arrivals log"):
+        read_arrivals(tmp_path / "arrivals.log", config)
+
+
+def test_a_torn_record_is_left_out(record: Record) -> None:
+    run = recorded(record)
+    path = run.folder.arrivals_file
+    content = path.read_bytes()
+    whole, length = read_arrivals(path, run.config)
+    for missing in range(1, RECORD_BYTES):
+        path.write_bytes(content[:-missing])
+        assert read_arrivals(path, run.config) == (whole[:-1], length - RECORD_BYTES), f"{missing} bytes missing"
+
+
+def test_any_flipped_bit_in_the_last_record_is_seen(record: Record) -> None:
+    run = recorded(record)
+    path = run.folder.arrivals_file
+    content = path.read_bytes()
+    whole, length = read_arrivals(path, run.config)
+    for bit in range(8 * RECORD_BYTES):
+        flipped = bytearray(content)
+        flipped[length - RECORD_BYTES + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert read_arrivals(path, run.config) == (whole[:-1], length - RECORD_BYTES), f"bit {bit} flipped"
+
+
+def test_a_reopened_log_goes_on_where_it_was(record: Record) -> None:
+    run = recorded(record)
+    before, _ = read_arrivals(run.folder.arrivals_file, run.config)
+    log = ArrivalLog(run.folder.arrivals_file, run.config)
+    log.append(Resume(), run.server.handle(Resume()).verdict, 2.5)
+    log.close()
+    after, _ = read_arrivals(run.folder.arrivals_file, run.config)
+    assert after[:-1] == before
+    assert (after[-1].kind, after[-1].now) == ("resume", 2.5)
+
+
+def test_a_log_that_ends_before_the_checkpoint_is_refused(record: Record) -> None:
+    """Appending to it would put records where the checkpoint believes that others lie."""
+    run = recorded(record)
+    cut, _ = newest_cut(run.folder.checkpoints)
+    assert cut is not None
+    path = run.folder.arrivals_file
+    path.write_bytes(path.read_bytes()[: cut.log_offset - RECORD_BYTES])
+    with pytest.raises(UserError):
+        read_arrivals(path, run.config, cut.log_offset)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync", "bounded:1"])
+def test_rebuilding_from_the_newest_checkpoint_gives_back_every_acknowledged_push(
+    record: Record, strategy: str
+) -> None:
+    run = recorded(record, strategy)
+    server = run.new_server()
+    now = rebuild(server, run.make_seat, run.config, run.folder, ignore)
+    assert_same(server, run.server)
+    assert now == read_arrivals(run.folder.arrivals_file, run.config)[0][-1].now
+
+
+def test_rebuilding_cuts_a_torn_record_off_and_says_so(record: Record) -> None:
+    run = recorded(record)
+    path, notes = run.folder.arrivals_file, []
+    length = path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"\x02torn")
+    rebuild(run.new_server(), run.make_seat, run.config, run.folder, lambda row: notes.append(row["text"]))
+    assert path.stat().st_size == length
+    assert any("torn record" in note for note in notes)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip_a_byte_of_a_weight(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 0x40
+    path.write_bytes(content)
+
+
+def write_rubbish(path: Path) -> None:
+    path.write_bytes(b"\x00" * 100)
+
+
+def drop_a_fact(path: Path) -> None:
+    facts = json.loads(path.read_text())
+    del facts["log_offset"]
+    path.write_text(json.dumps(facts))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "tensors cut short": ("tensors.safetensors", cut_short),
+    "tensors of rubbish": ("tensors.safetensors", write_rubbish),
+    "tensors missing": ("tensors.safetensors", Path.unlink),
+    "a byte of a weight flipped": ("tensors.safetensors", flip_a_byte_of_a_weight),
+    "facts cut short": ("facts.json", cut_short),
+    "facts without one": ("facts.json", drop_a_fact),
+    "facts missing": ("facts.json", Path.unlink),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_corrupted_newest_checkpoint_falls_back_to_the_older_one(record: Record, damage: str) -> None:
+    run = recorded(record)
+    older, newer = sorted(run.folder.checkpoints.iterdir())
+    name, do = DAMAGES[damage]
+    do(newer / name)
+    cut, complaints = newest_cut(run.folder.checkpoints)
+    assert cut is not None
+    assert cut.version == int(older.name)
+    assert len(complaints) == 1
+    assert newer.name in complaints[0]
+    server = run.new_server()
+    rebuild(server, run.make_seat, run.config, run.folder, ignore)
+    assert_same(server, run.server)
+
+
+def test_with_no_readable_checkpoint_the_log_alone_is_enough(record: Record) -> None:
+    run = recorded(record)
+    for path in run.folder.checkpoints.iterdir():
+        write_rubbish(path / "facts.json")
+    server = run.new_server()
+    rebuild(server, run.make_seat, run.config, run.folder, ignore)
+    assert_same(server, run.server)
+
+
+def small_cut(version: int) -> Cut:
+    return Cut({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
+
+
+def test_a_cut_comes_back_as_it_was_written_and_old_ones_go(tmp_path: Path) -> None:
+    for version in (3, 10, 200, 1000):
+        write_cut(tmp_path / "checkpoints", small_cut(version))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000200", "000000001000"]
+    cut, complaints = newest_cut(tmp_path / "checkpoints")
+    assert cut is not None
+    assert (cut.version, cut.log_offset, cut.now, complaints) == (1000, 10_000, 500.0, [])
+    assert torch.equal(cut.tensors["weights"], torch.full((3,), 1000.0))
+
+
+def test_a_half_written_checkpoint_is_never_taken_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    write_cut(folder, small_cut(5))
+    (folder / ".000000000009.tmp").mkdir()
+    cut, complaints = newest_cut(folder)
+    assert cut is not None
+    assert (cut.version, complaints) == (5, [])
+    assert newest_cut(tmp_path / "nowhere") == (None, [])
+
+
+def test_a_cut_is_a_copy(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(3)
+    cut = take_cut(run.server, {w: seat.weights for w, seat in run.seats.items()}, 0, 0.0)
+    before = {name: tensor.clone() for name, tensor in cut.tensors.items()}
+    run.run_to_the_end()
+    assert all(torch.equal(cut.tensors[name], tensor) for name, tensor in before.items())
+    assert {name.partition(".")[0] for name in before} == {"weights", "rule", "sent", "state"}
+
+
+def test_the_writer_keeps_a_failure_instead_of_raising_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    writer = CheckpointWriter(tmp_path / "checkpoints")
+    writer.write(small_cut(1))
+    writer.wait()
+    assert isinstance(writer.failure, OSError)
+    assert not writer.busy
+
+
+def test_events_come_back_and_a_torn_row_at_the_end_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.write("first", 0.1234567, worker=1)
+        log.write("second", 1.0)
+    path.write_bytes(path.read_bytes() + b'{"kind": "tor')
+    assert list(read_events(path)) == [
+        {"kind": "first", "now": 0.123457, "worker": 1},
+        {"kind": "second", "now": 1.0},
+    ]
+
+
+def test_events_written_after_a_crash_in_mid_row_are_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind": "first", "now": 0.0}\n{"kind": "tor')
+    with EventLog(path) as log:
+        log.write("run_resumed", 1.0)
+        log.write("progress", 2.0)
+    assert [row["kind"] for row in read_events(path)] == ["first", "run_resumed", "progress"]

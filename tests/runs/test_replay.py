@@ -1,0 +1,246 @@
+"""A recorded run executed again: from its start, and from a cut in its middle, to the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from recorded_runs import Record, RecordedRun, assert_same
+
+from paceline.core.messages import Join, Push, Stop, Verdict
+from paceline.errors import RunFailed
+from paceline.runs import arrivals
+from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
+from paceline.runtimes.inline import run_inline
+
+STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
+
+
+def records_of(run: RecordedRun, start: int = 0) -> list[arrivals.Record]:
+    records, whole = arrivals.read_arrivals(run.folder.arrivals_file, run.config, start)
+    assert whole == run.folder.arrivals_file.stat().st_size
+    return records
+
+
+def cut_now(run: RecordedRun) -> Cut:
+    """A cut at the next moment that allows one, as the host takes it."""
+    while not run.server.can_be_cut:
+        run.push_at_random(1)
+    sent = {w: run.seats[w].weights for w, m in run.server.members.items() if m.live and not m.done}
+    return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
+    record: Record, strategy: str, workers: int, seed: int
+) -> None:
+    run = record(seed, strategy=strategy, workers=workers)
+    run.join_all()
+    run.push_at_random(7)
+    run.leave(1)
+    run.push_at_random(5)
+    cut = cut_now(run)
+    run.join(1)
+    run.run_to_the_end()
+    again = run.replay()
+    again.feed(records_of(run))
+    assert run.server.version > 5
+    assert_same(again.server, run.server)
+    write_cut(run.folder.checkpoints, cut)
+    found, complaints = newest_cut(run.folder.checkpoints)
+    assert found is not None
+    assert complaints == []
+    tail = run.replay(cut=found)
+    tail.feed(records_of(run, found.log_offset))
+    assert_same(tail.server, run.server)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_replay_from_every_cut_of_a_run_ends_in_the_same_place(record: Record, optimizer: str, own: bool) -> None:
+    mode = "own" if own else "shared"
+    settings = {"strategy": "bounded:1", "workers": 3, "epochs": 1.0, "optimizer": optimizer, "epoch_mode": mode}
+    run = record(**settings)
+    run.join_all()
+    cuts = []
+    while not run.server.over:
+        cuts.append(cut_now(run))
+        run.push_at_random(1)
+    run.run_to_the_end()
+    assert len(cuts) > 8
+    for cut in cuts:
+        again = run.replay(cut=cut)
+        again.feed(records_of(run, cut.log_offset))
+        assert_same(again.server, run.server)
+
+
+def test_a_cut_between_a_rejoin_and_its_first_push_starts_the_newcomer_from_fresh_statistics(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(8)
+    run.leave(0)
+    run.join(0)
+    cut = cut_now(run)
+    run.run_to_the_end()
+    again = run.replay(cut=cut)
+    again.feed(records_of(run, cut.log_offset))
+    assert_same(again.server, run.server)
+
+
+def test_a_run_of_the_inline_runtime_replays(record: Record) -> None:
+    run = record(strategy="async", workers=3)
+    joins = [Join(worker, 0, None, 1) for worker in range(3)]
+    run_inline(run.host, [run.make_seat(join) for join in joins], lambda: None)
+    run.close()
+    assert run.server.over
+    assert max(run.server.staleness) == 2
+    again = run.replay()
+    again.feed(records_of(run))
+    assert_same(again.server, run.server)
+
+
+def test_a_stopped_run_replays_up_to_the_stop(record: Record) -> None:
+    run = record(strategy="sync", workers=2)
+    run.join_all()
+    run.push_at_random(7)
+    run.deliver(run.host.stop("interrupted"))
+    run.close()
+    again = run.replay()
+    again.feed(records_of(run))
+    assert torch.equal(again.server.weights, run.server.weights)
+    assert again.server.over
+
+
+def test_a_log_with_a_repeated_push_replays(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    pushed = run.seats[0].push()
+    assert pushed is not None
+    run.deliver(run.host.handle(pushed))
+    run.push(1)
+    run.host.handle(pushed)
+    run.run_to_the_end()
+    assert [record.verdict for record in records_of(run)].count(Verdict.REPEATED) == 1
+    again = run.replay()
+    again.feed(records_of(run))
+    assert_same(again.server, run.server)
+
+
+def test_a_log_with_a_rejected_join_replays(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(5)
+    assert run.host.handle(Join(0, 1)) == ()
+    run.run_to_the_end()
+    again = run.replay()
+    again.feed(records_of(run))
+    assert_same(again.server, run.server)
+
+
+def test_a_log_with_pushes_of_a_dead_incarnation_replays(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(4)
+    ghost = run.seats[0].push()
+    assert ghost is not None
+    run.leave(0)
+    run.host.handle(ghost)
+    run.join(0)
+    run.host.handle(ghost)
+    run.run_to_the_end()
+    assert [record.verdict for record in records_of(run)].count(Verdict.REJECTED) == 2
+    again = run.replay()
+    again.feed(records_of(run))
+    assert_same(again.server, run.server)
+
+
+def test_a_repeated_push_is_answered_with_the_weights_its_reply_names(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    pushed = run.seats[0].push()
+    assert pushed is not None
+    (reply,) = run.host.handle(pushed)
+    sent = run.seats[0].weights.clone()
+    run.push(1)
+    (repeated,) = run.host.handle(pushed)
+    assert (repeated.serial, repeated.version) == (reply.serial, reply.version)
+    assert torch.equal(run.seats[0].weights, sent)
+    run.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_flipped_verdict_is_reported(record: Record, strategy: str) -> None:
+    run = record(strategy=strategy, workers=2, epochs=0.5)
+    run.join_all()
+    run.run_to_the_end()
+    records = records_of(run)
+    for number, record in enumerate(records):
+        flipped = Verdict.DROPPED if record.verdict == Verdict.TAKEN else Verdict.TAKEN
+        changed = [*records[:number], dataclasses.replace(record, verdict=flipped), *records[number + 1 :]]
+        with pytest.raises(RunFailed, match=f"departs from the log at record {number} "):
+            run.replay().feed(changed)
+
+
+@pytest.mark.parametrize("field", ["seq", "reply"])
+def test_a_push_under_another_number_is_reported(record: Record, field: str) -> None:
+    run = record(strategy="async", workers=2, epochs=0.5)
+    run.join_all()
+    run.run_to_the_end()
+    records = records_of(run)
+    records[5] = dataclasses.replace(records[5], **{field: 99})
+    with pytest.raises(RunFailed, match="record 5") as caught:
+        run.replay().feed(records)
+    assert "\n" not in str(caught.value), "an error is one line, not a page of tensors"
+
+
+def test_a_push_that_counted_but_nobody_can_make_is_reported(record: Record) -> None:
+    run = record(strategy="sync", workers=2, epochs=0.5)
+    run.join_all()
+    run.run_to_the_end()
+    records = records_of(run)
+    assert records[2].kind == "push"
+    with pytest.raises(RunFailed, match="record 3"):
+        run.replay().feed([*records[:3], records[2], *records[3:]])
+
+
+def test_progress_is_told_of_every_record(record: Record) -> None:
+    run = record(strategy="sync", workers=2, epochs=0.5)
+    run.join_all()
+    run.run_to_the_end()
+    seen: list[int] = []
+    run.replay().feed(records_of(run), seen.append)
+    assert seen == list(range(len(records_of(run))))
+
+
+def test_a_diverged_run_replays_to_the_same_divergence(record: Record) -> None:
+    run = record(strategy="async", workers=2, lr=1e30, momentum=0.0)
+    run.join_all()
+    run.push_at_random(1000)
+    run.close()
+    assert run.server.divergence is not None
+    again = run.replay()
+    again.feed(records_of(run))
+    assert again.server.divergence is not None
+    assert again.server.divergence.worker == run.server.divergence.worker
+    assert again.server.divergence.version == run.server.divergence.version
+    assert torch.equal(again.server.weights.nan_to_num(7.0), run.server.weights.nan_to_num(7.0))
+
+
+def test_messages_keep_their_meaning_in_the_log(record: Record) -> None:
+    run = record(strategy="async", workers=2, epochs=0.5, epoch_mode="own")
+    run.join_all()
+    run.push(1)
+    run.leave(0)
+    run.deliver(run.host.stop("interrupted"))
+    run.close()
+    records = records_of(run)
+    assert [record.kind for record in records] == ["join", "join", "push", "leave", "stop"]
+    assert records[0].message == Join(0, 0, run.work.quotas[0], threads=1)
+    assert records[4].message == Stop()
+    push = records[2]
+    assert (push.worker, push.incarnation, push.seq, push.reply, push.samples) == (1, 0, 0, 0, 4)
+    assert not isinstance(push, Push)
+    assert [record.now for record in records] == sorted(record.now for record in records)

@@ -1,0 +1,173 @@
+"""What a run comes to: its result, its folder, and the counts in it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_runs import Record, Small, small_config, small_task
+from safetensors.torch import load_file
+
+from paceline.core.messages import Resume
+from paceline.errors import UserError
+from paceline.runs.events import read_events
+from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
+
+
+@given(values=st.lists(st.integers(0, 30), min_size=1, max_size=60), share=st.sampled_from([0.5, 0.95]))
+def test_a_percentile_is_the_least_value_that_covers_its_share(values: list[int], share: float) -> None:
+    found = percentile(Counter(values), share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values)
+    assert sum(value < found for value in values) < share * len(values)
+
+
+def test_staleness_of_nothing_is_zero() -> None:
+    assert staleness_summary(Counter()) == {"mean": 0.0, "p50": 0, "p95": 0, "max": 0}
+    assert staleness_summary(Counter({0: 3, 4: 1})) == {"mean": 1.0, "p50": 0, "p95": 4, "max": 4}
+
+
+def test_the_hash_of_weights_depends_on_names_and_values_and_not_on_order() -> None:
+    first = {"a": torch.ones(2), "b": torch.zeros(2)}
+    assert weights_sha256(first) == weights_sha256(dict(reversed(first.items())))
+    assert weights_sha256(first) != weights_sha256({"a": torch.zeros(2), "b": torch.ones(2)})
+    assert weights_sha256(first) != weights_sha256({"a": torch.ones(2), "c": torch.zeros(2)})
+
+
+def test_a_finished_run_leaves_a_result_and_weights_that_score_what_it_says(record: Record) -> None:
+    run = record(strategy="async", workers=2, eval_every=1.0)
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    run.close()
+    assert result == json.loads(run.folder.result_file.read_text())
+    assert result["status"] == "finished"
+    assert result["updates"] == run.server.version
+    assert result["samples"] == run.server.samples
+    tensors = load_file(run.folder.weights_file)
+    assert weights_sha256(tensors) == result["weights_sha256"]
+    model = Small()
+    model.load_state_dict(tensors)
+    task = small_task()
+    assert task.test is not None
+    right = model.eval()(task.test[0]).argmax(1) == task.test[1]
+    assert int(right.sum()) == result["test_correct"]
+    assert result["test_accuracy"] == pytest.approx(100 * right.float().mean().item(), abs=1e-3)
+    kinds = [row["kind"] for row in read_events(run.folder.events_file)]
+    assert kinds[0] == "run_started"
+    assert kinds[-1] == "run_ended"
+    assert kinds.count("worker_joined") == 2
+    assert kinds.count("evaluation") == 1, "the end is scored by the result, the first epoch by --eval-every"
+
+
+def test_a_run_stops_at_the_target_accuracy_and_counts_as_finished(record: Record) -> None:
+    run = record(strategy="async", workers=2, eval_every=0.5, target_accuracy=1.0, epochs=40.0)
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert result["status"] == "finished"
+    assert "target accuracy 1 % reached" in result["reason"]
+    assert result["updates"] < 40
+
+
+def test_a_diverged_run_says_so_and_what_to_change(record: Record) -> None:
+    run = record(strategy="async", workers=2, lr=1e30)
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert result["status"] == "diverged"
+    assert "--lr" in result["reason"]
+    assert run.server.divergence is not None
+    assert f"worker {run.server.divergence.worker}" in result["reason"]
+    assert result["test_accuracy"] is None
+
+
+def test_a_lost_worker_is_an_event(record: Record) -> None:
+    run = record(strategy="sync", workers=2)
+    run.join_all()
+    run.push(0)
+    run.leave(1)
+    assert run.host.lost == [1]
+    run.push_at_random(10_000)
+    assert run.host.finish()["lost_workers"] == [1]
+    lost = [row for row in read_events(run.folder.events_file) if row["kind"] == "worker_lost"]
+    assert [(row["worker"], row["live"]) for row in lost] == [(1, 1)]
+
+
+def test_bytes_count_every_push_and_every_reply_of_every_incarnation(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    for worker in (0, 1, 0):
+        run.push(worker)
+    run.leave(0)
+    run.join(0)
+    run.push(0)
+    counts = summarise(run.config, run.server, 1.0, {})
+    nbytes = 4 * run.server.weights.numel()
+    assert counts["bytes_pushed"] == 4 * nbytes
+    assert counts["bytes_pulled"] == (2 + 3 + 1 + 1) * nbytes
+
+
+def test_bytes_of_a_resumed_run_do_not_start_again_at_zero(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(6)
+    before = summarise(run.config, run.server, 1.0, {})["bytes_pulled"]
+    run.host.handle(Resume())
+    for worker in (0, 1):
+        run.join(worker)
+    assert summarise(run.config, run.server, 1.0, {})["bytes_pulled"] > before
+
+
+def test_a_folder_is_never_written_over(tmp_path: Path) -> None:
+    config = small_config(tmp_path, workers=2)
+    RunFolder.create(config)
+    with pytest.raises(UserError, match="exists already"):
+        RunFolder.create(config)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "."])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="not a folder name"):
+        RunFolder.create(small_config(tmp_path, workers=2, name=name))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_free_names_do_not_collide(tmp_path: Path) -> None:
+    config = small_config(tmp_path, workers=2, name=None)
+    assert len({RunFolder.create(config).path for _ in range(5)}) == 5
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no config"):
+        RunFolder.open(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        RunFolder.open(tmp_path / "nowhere")
+
+
+def test_an_unstarted_folder_is_discarded_and_a_started_one_is_kept(tmp_path: Path) -> None:
+    folder = RunFolder.create(small_config(tmp_path, workers=2))
+    folder.events_file.write_text("")
+    folder.discard_unstarted()
+    assert folder.config_file.exists()
+    folder.events_file.unlink()
+    folder.discard_unstarted()
+    assert not folder.path.exists()
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    target = tmp_path / "folder"
+    target.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(target, b"a folder cannot be replaced by a file")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "result.json"]
