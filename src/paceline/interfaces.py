@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -122,8 +122,7 @@ class Task(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """What a rule may know of the update it applies; `worker` is None for the mean of a round."""
 
     worker: int | None
@@ -148,8 +147,7 @@ class Rule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """A policy's answer: which held pushes become one update now, and who is answered after it."""
 
     apply: tuple[int, ...] = ()

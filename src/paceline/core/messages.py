@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """A worker is ready; with a `quota` it has work for that many applied pushes, else until the budget is spent."""
 
     worker: int
@@ -23,8 +22,7 @@ class Join:
     threads: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(NamedTuple):
     """A gradient, named by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
     `update` and `state` are the worker's own memory, to be read only until the worker is answered.
@@ -40,8 +38,7 @@ class Push:
     state: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """A worker is gone: finished, lost, or never come."""
 
     worker: int
@@ -61,8 +58,7 @@ class Resume:
 Input: TypeAlias = Join | Push | Leave | Stop | Resume
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """Go on: weights of `version` lie in your memory; compute batch `batch` next. Or it is over."""
 
     worker: int
@@ -88,8 +84,7 @@ class Verdict(enum.IntEnum):
     """A push that came after the budget was spent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Replies to send, in order, and what became of the input."""
 
     verdict: Verdict

@@ -72,13 +72,17 @@ class Server:
         self.divergence: Divergence | None = None
         self._awaited = set(range(num_workers))
         self._held: dict[int, Push] = {}
+        self._num_live: int | None = None
         self._lr = torch.zeros((), device=weights.device)
+        self._lr_value = 0.0
         self._mean = torch.empty_like(weights) if num_workers > 1 else weights
 
     @property
     def num_live(self) -> int:
         """Workers that are here and still have work."""
-        return sum(member.live and not member.done for member in self.members.values())
+        if self._num_live is None:
+            self._num_live = sum(member.live and not member.done for member in self.members.values())
+        return self._num_live
 
     @property
     def started(self) -> bool:
@@ -116,6 +120,7 @@ class Server:
         accepted, pushes = (member.accepted, member.pushes) if member else (0, 0)
         member = Member(join.incarnation, join.quota, accepted=accepted, pushes=pushes)
         self.members[join.worker] = member
+        self._num_live = None
         was_started = self.started
         self._awaited.discard(join.worker)
         if self.over or member.done:
@@ -170,6 +175,7 @@ class Server:
             return Outcome(Verdict.TAKEN, self._start(was_started))
         had_work = not member.done
         member.live = member.waiting = False
+        self._num_live = None
         if self._held.pop(leave.worker, None) is not None:
             self.dropped += 1
         if not had_work or self.over:
@@ -184,6 +190,7 @@ class Server:
             if member.live and not member.done:
                 self.rule.leave(self.rule_state, worker)
             member.live = member.waiting = False
+        self._num_live = None
         self._forget_held()
         self.policy.clear()
         self._awaited = {w for w in range(self.num_workers) if w not in self.members or not self.members[w].done}
@@ -200,6 +207,8 @@ class Server:
         if decision.apply and (not self._apply(decision.apply) or self.budget.spent(self.samples, self.version)):
             return self._finish()
         finished = [worker for worker in decision.apply if self.members[worker].done]
+        if finished:
+            self._num_live = None
         replies = [self._answer(worker) for worker in decision.release if worker not in finished]
         for worker in finished:
             replies.append(self._answer(worker, over=True))
@@ -221,15 +230,20 @@ class Server:
                 return False
         staleness = [self.version - self.members[worker].version for worker in workers]
         alone = workers[0] if len(workers) == 1 else None
-        self._lr.fill_(self.lr)
+        self._set_lr(self.lr)
         arrival = Arrival(alone, max(staleness), self._lr, self.num_live)
         self.rule.apply(self.weights, self.rule_state, update, arrival)
         self.version += 1
         self.samples += samples
-        self.staleness.update(staleness)
-        for worker in workers:
+        for worker, age in zip(workers, staleness, strict=True):
+            self.staleness[age] += 1
             self.members[worker].accepted += 1
         return True
+
+    def _set_lr(self, value: float) -> None:
+        if value != self._lr_value:
+            self._lr.fill_(value)
+            self._lr_value = value
 
     def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
         """The mean over samples, summed in worker order so that it is the same in every process."""
@@ -290,4 +304,5 @@ class Server:
         self.staleness = Counter({int(value): count for value, count in facts["staleness"]})
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])
+        self._num_live = None
         self.policy.restore(facts["policy"])

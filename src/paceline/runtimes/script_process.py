@@ -13,12 +13,14 @@ import torch
 from paceline import session
 from paceline.config import from_dict
 from paceline.runtimes.allocator import keep_freed_memory
+from paceline.runtimes.scheduling import yield_to_server
 from paceline.transports.shared_memory import WorkerDoor
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Run the script to its end, as `python SCRIPT ARGUMENTS` would."""
     keep_freed_memory()
+    yield_to_server()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
     door = WorkerDoor(socket.socket(fileno=fds[0]))

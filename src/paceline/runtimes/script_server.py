@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, from_dict
 from paceline.core.schedules import Budget
@@ -36,7 +38,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             service.welcome(door, hello)
         for worker in set(range(config.workers or 1)) - {door.worker for door, _ in introductions}:
             service.miss(worker)
-        service.run()
+        with torch.inference_mode():
+            service.run()
         host.finish()
         host.close()
     except PacelineError as error:

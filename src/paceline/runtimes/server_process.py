@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-import selectors
+import select
 import signal
 import socket
 import time
@@ -17,7 +17,7 @@ import torch
 
 from paceline.assemble import cores, parse_strategy
 from paceline.config import RunConfig, from_dict
-from paceline.core.messages import Leave, Reply, Resume
+from paceline.core.messages import Leave, Push, Reply, Resume
 from paceline.crew import make_seat, make_server, make_task, work_of
 from paceline.errors import PacelineError, ProtocolError
 from paceline.interfaces import Layout
@@ -27,7 +27,7 @@ from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.segment import require_memory
-from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot
+from paceline.transports.shared_memory import Hello, ServerDoor, Slot
 
 GRACE_SECONDS = 5.0
 WORTH_SHARING = 1 << 19
@@ -81,14 +81,19 @@ class Service:
         self.control = control
         self._patient = patient
         self.doors: dict[int, ServerDoor] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(control.connection, selectors.EVENT_READ, self._order)
+        self._poll = select.epoll()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._listen(control.connection, self._order)
         self._dismissed: set[int] = set()
         self._wakeup, writer = socket.socketpair()
         writer.setblocking(False)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._terminate)
+        self._listen(self._wakeup, self._terminate)
         signal.set_wakeup_fd(writer.detach())
         signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+    def _listen(self, line: socket.socket, callback: Callable[[], None]) -> None:
+        self._callbacks[line.fileno()] = callback
+        self._poll.register(line.fileno(), select.EPOLLIN)
 
     def run(self) -> None:
         """Serve until training is over and every worker knows (a patient service: until every worker has left)."""
@@ -98,9 +103,8 @@ class Service:
                 deadline = deadline or time.monotonic() + GRACE_SECONDS
                 if self._all_know(deadline):
                     break
-            for key, _ in self._selector.select(0.5 if deadline is not None else None):
-                callback: Callable[[], None] = key.data
-                callback()
+            for line, _ in self._poll.poll(0.5 if deadline is not None else None):
+                self._callbacks[line]()
         for door in self.doors.values():
             door.connection.close()
 
@@ -112,7 +116,7 @@ class Service:
     def admit(self, door: ServerDoor) -> None:
         """Listen to one more worker."""
         self.doors[door.worker] = door
-        self._selector.register(door.connection, selectors.EVENT_READ, lambda: self._serve(door))
+        self._listen(door.connection, lambda: self._serve(door))
 
     def _order(self) -> None:
         order, fds = self.control.receive()
@@ -132,14 +136,14 @@ class Service:
         except ProtocolError as error:
             self.control.send({"kind": "note", "text": str(error)})
             message = None
-        if message is None:
+        if isinstance(message, Push):
+            self._send(self.host.handle(message))
+        elif message is None:
             self._hang_up(door)
         elif isinstance(message, Hello):
             self.welcome(door, message)
-        elif isinstance(message, Figures):
-            self.host.figures[str(message.worker)] = message.values
         else:
-            self._send(self.host.handle(message))
+            self.host.figures[str(message.worker)] = message.values
 
     def welcome(self, door: ServerDoor, hello: Hello) -> None:
         """Let a worker join, if it brings weights of the right size."""
@@ -157,7 +161,8 @@ class Service:
         self._send(self.host.handle(Leave(worker, 0)))
 
     def _hang_up(self, door: ServerDoor) -> None:
-        self._selector.unregister(door.connection)
+        self._poll.unregister(door.connection)
+        del self._callbacks[door.connection.fileno()]
         door.connection.close()
         self.doors.pop(door.worker, None)
         server = self.host.server
@@ -181,7 +186,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     keep_freed_memory()
     try:
         host = _make_host(spec, fds[1:], control)
-        Service(host, control).run()
+        with torch.inference_mode():  # autograd has no part in an update
+            Service(host, control).run()
         host.finish(_worth_scoring(host))
         host.close()
     except PacelineError as error:

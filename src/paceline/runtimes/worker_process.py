@@ -14,6 +14,7 @@ from paceline.core.worker import work as working
 from paceline.crew import make_join, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
+from paceline.runtimes.scheduling import yield_to_server
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.shared_memory import Slot, WorkerDoor
 
@@ -21,6 +22,7 @@ from paceline.transports.shared_memory import Slot, WorkerDoor
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Work until told that it is over, or until the server is gone."""
     keep_freed_memory()
+    yield_to_server()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
     worker = spec["worker"]
