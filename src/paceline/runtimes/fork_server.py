@@ -119,14 +119,19 @@ def main(fd: int) -> None:
     selector = selectors.DefaultSelector()
     selector.register(supervisor, selectors.EVENT_READ)
     selector.register(reader, selectors.EVENT_READ)
-    children: dict[int, str] = {}
+    children: set[int] = set()
+    server_pid: int | None = None
     while True:
         for key, _ in selector.select():
             if key.fileobj is supervisor:
                 packet, fds, _, _ = socket.recv_fds(supervisor, _LARGEST, 253)
                 if not packet:
                     return
-                children[_fork(supervisor, json.loads(packet), fds, [reader, writer])] = "running"
+                request = json.loads(packet)
+                request["spec"]["server_pid"] = server_pid
+                pid = _fork(supervisor, request, fds, [reader, writer])
+                server_pid = server_pid or pid  # the server is always the first
+                children.add(pid)
             else:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reader, 4096)
@@ -170,12 +175,12 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         os._exit(code)
 
 
-def _reap(supervisor: socket.socket, children: dict[int, str]) -> None:
+def _reap(supervisor: socket.socket, children: set[int]) -> None:
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        children.pop(pid, None)
+        children.discard(pid)
         _tell(supervisor, {"kind": "ended", "pid": pid, "status": status, "how": describe_end(status)})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,7 @@ class Host:
         self.clock = TrainingClock(seconds)
         self.events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
+        self._cores = os.sched_getaffinity(0)
         self._facts = facts or {}
         self._report = report
         self._checkpoints = CheckpointWriter(folder.checkpoints)
@@ -214,6 +216,7 @@ class Host:
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
         indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
+        os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
         try:

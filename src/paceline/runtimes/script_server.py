@@ -16,7 +16,8 @@ from paceline.core.server import Server
 from paceline.errors import PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.host import Host
-from paceline.runtimes.server_process import Control, Service, allow_many_files, use_threads
+from paceline.runtimes.scheduling import server_threads
+from paceline.runtimes.server_process import Control, Service, allow_many_files
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import Hello, ServerDoor
 
@@ -84,7 +85,7 @@ def _make_host(spec: dict[str, Any], config: RunConfig, first: Hello, control: C
     """The server starts from the first worker's weights; its data set's size sets the budget."""
     facts = first.facts
     model = ScriptModel(facts["layout"], facts["state_layout"])
-    use_threads(config, model.layout)
+    torch.set_num_threads(server_threads(config, model.layout))
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"
     passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))

@@ -15,23 +15,20 @@ from typing import Any
 
 import torch
 
-from paceline.assemble import cores, parse_strategy
-from paceline.config import RunConfig, from_dict
+from paceline.config import from_dict
 from paceline.core.messages import Leave, Push, Reply, Resume
 from paceline.crew import make_seat, make_server, make_task, work_of
 from paceline.errors import PacelineError, ProtocolError
-from paceline.interfaces import Layout
 from paceline.runs.folder import RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
+from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.segment import require_memory
 from paceline.transports.shared_memory import Hello, ServerDoor, Slot
 
 GRACE_SECONDS = 5.0
-WORTH_SHARING = 1 << 19
-"""Floats from which on a pass over the weights is faster on several cores than waking them costs."""
 ALL_GONE = "all workers are gone"
 INTERRUPTED, TERMINATED = "interrupted", "terminated"
 
@@ -40,12 +37,6 @@ def allow_many_files() -> None:
     """A connection a worker: take as many descriptors as this user may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def use_threads(config: RunConfig, layout: Layout) -> None:
-    """While a round closes the workers wait, so the server may use their cores, where the vector is worth it."""
-    waiting = parse_strategy(config.strategy).in_rounds and layout.size >= WORTH_SHARING
-    torch.set_num_threads(cores() if waiting else 1)
 
 
 class Control:
@@ -204,7 +195,7 @@ def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
     work = work_of(task, config)
     require_memory((config.workers or 1) * Slot.nbytes(task.layout.size, task.state_size), "workers' weights")
     server = make_server(config, task, work)
-    use_threads(config, task.layout)
+    torch.set_num_threads(server_threads(config, task.layout))
     folder = RunFolder(Path(spec["folder"]))
     if not spec["resume"]:
         return Host(server, task, work, config, folder, control.send, 0.0, spec["facts"])

@@ -14,7 +14,7 @@ from paceline.core.worker import work as working
 from paceline.crew import make_join, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
-from paceline.runtimes.scheduling import yield_to_server
+from paceline.runtimes.scheduling import CoreLender, yield_to_server
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.shared_memory import Slot, WorkerDoor
 
@@ -35,6 +35,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     join = make_join(config, division, worker, spec["incarnation"])
     loader = task.loader(division.batches(worker, config), config.seed, worker)
     delay = parse_delays(config.delay or [], config.workers or 1).get(worker)
+    lender = CoreLender(config, task.layout, spec.get("server_pid"))
     generator = working(task, loader, join, slot.gradient, slot.state)
     next(generator)
     reply = door.hello(join, slot, {})
@@ -43,5 +44,6 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         assert isinstance(push, Push)
         if delay is not None:
             time.sleep(delay.seconds(config.seed, worker, push.seq))
+        lender.lend()
         reply = door.exchange(push)
     return 0
