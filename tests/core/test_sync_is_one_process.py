@@ -88,9 +88,12 @@ class PlainLoop:
             parameter.addcmul_(self.velocity[name], torch.tensor(LR), value=-1.0)
 
     def averaged(self, number: int) -> dict[str, Tensor]:
-        """The mean over samples of every worker's batch `number`, summed in worker order."""
+        """The mean over samples of every worker's batch `number`, summed in worker order; equal batches count alike."""
         batches = [self.batch(worker, number) for worker in range(len(self.batches))]
         total = sum(len(labels) for _, labels in batches)
+        if len({len(labels) for _, labels in batches}) == 1:
+            gradients = [self.gradient(*batch) for batch in batches]
+            return {name: sum(g[name] for g in gradients) / len(batches) for name in self.parameters}  # type: ignore[misc]
         parts = [(self.gradient(*batch), len(batch[1]) / total) for batch in batches]
         mean = {name: value * parts[0][1] for name, value in parts[0][0].items()}
         for gradient, share in parts[1:]:

@@ -39,14 +39,17 @@ def serial_sync(workers: int, steps: int, seed: int) -> dict[str, torch.Tensor]:
         batches = [loader.batch(number) for loader in loaders]
         total = sum(batch.samples for batch in batches)
         mean: list[torch.Tensor] = []
+        alike = len({batch.samples for batch in batches}) == 1
         for batch in batches:
             task.model.zero_grad()
             task.loss(task.model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
-            share = batch.samples / total
+            share = 1.0 if alike else batch.samples / total
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             mean = (
                 [g * share for g in gradients] if not mean else [m.add(g, alpha=share) for m, g in zip(mean, gradients)]
             )
+        if alike:
+            mean = [gradient / workers for gradient in mean]
         with torch.no_grad():
             for parameter, v, gradient in zip(parameters, velocity, mean, strict=True):
                 torch.addcmul(gradient, v, momentum, out=v)

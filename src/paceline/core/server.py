@@ -247,8 +247,14 @@ class Server:
 
     def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
         """The mean over samples, summed in worker order so that it is the same in every process."""
-        torch.mul(pushes[0].update, pushes[0].samples / samples, out=self._mean)
-        for push in pushes[1:]:
+        first, *rest = pushes
+        if all(push.samples == first.samples for push in rest):
+            torch.add(first.update, rest[0].update, out=self._mean)
+            for push in rest[1:]:
+                self._mean.add_(push.update)
+            return self._mean.div_(len(pushes))
+        torch.mul(first.update, first.samples / samples, out=self._mean)
+        for push in rest:
             self._mean.add_(push.update, alpha=push.samples / samples)
         return self._mean
 
