@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import torch
+
 from paceline.core.messages import Reply
 from paceline.core.worker import Seat
 from paceline.runtimes.host import Host
@@ -34,4 +36,6 @@ def run_inline(host: Host, seats: Iterable[Seat], stopped: Callable[[], str | No
         seat = turn.popleft()
         push = seat.push() if not host.server.over else None
         if push is not None:
-            deliver(host.handle(push))
+            with torch.inference_mode():  # autograd has no part in an update
+                replies = host.handle(push)
+            deliver(replies)
