@@ -21,8 +21,9 @@ collect_ignore_glob = ["*conftest.py"]  # they hold no doctests, and two of one 
 MakeDataset = Callable[..., Dataset]
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
+    """Before each test, since a run in this process sets its own count."""
     if "torch" in sys.modules:
         import torch
 

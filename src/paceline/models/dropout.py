@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UserError
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -50,6 +52,8 @@ class AddressedDropout(nn.Module):
 
     def __init__(self, probability: float, layer: int) -> None:
         super().__init__()
+        if not 0.0 <= probability < 1.0:
+            raise UserError(f"dropout probability {probability}: give at least 0 and below 1")
         self.probability = probability
         self.layer = layer
         self.key = 0

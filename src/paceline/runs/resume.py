@@ -13,7 +13,7 @@ from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import UserError
-from paceline.runs.arrivals import read_arrivals
+from paceline.runs.arrivals import RECORD_BYTES, read_arrivals
 from paceline.runs.checkpoint import newest_cut
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay
@@ -35,7 +35,13 @@ def rebuild(
         report({"kind": "note", "text": text})
     start = cut.log_offset if cut is not None else 0
     records, whole = read_arrivals(folder.arrivals_file, config, start)
-    if folder.arrivals_file.stat().st_size > whole:
+    torn = folder.arrivals_file.stat().st_size - whole
+    if torn >= RECORD_BYTES:
+        raise UserError(
+            f"{folder.arrivals_file} is damaged at byte {whole}, with {torn} bytes behind it, which no crash does: "
+            "nothing was changed"
+        )
+    if torn:
         report({"kind": "note", "text": f"{folder.arrivals_file.name} ends in a torn record: it is left out"})
         os.truncate(folder.arrivals_file, whole)
     pushes = sum(record.kind == "push" for record in records)

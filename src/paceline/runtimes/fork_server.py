@@ -66,11 +66,8 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server, and with it whatever it forked."""
         self.socket.close()
-        try:
-            self.process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def __enter__(self) -> ForkServer:
         return self
