@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.assemble import parse_strategy
 from paceline.config import FIELDS, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.launch import train as launch
@@ -31,7 +32,7 @@ def train(
     config = RunConfig(**settings)
     if build is not None:
         config = dataclasses.replace(config, task=build if isinstance(build, str) else importable_name(build))
-    if config.strategy != "classic" and config.device == "cpu":
+    if parse_strategy(config.strategy).name != "classic" and config.device == "cpu":
         require_main_guard()
     with Console(quiet=quiet) as console:
         folder, result = launch(config, console)

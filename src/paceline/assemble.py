@@ -124,10 +124,20 @@ def resolve(config: RunConfig) -> RunConfig:
         workers=workers,
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
+        task=_anchored(config.task),
+        data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
     )
     if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
     return resolved
+
+
+def _anchored(task: str | None) -> str | None:
+    """A task in a file, by its whole path, so that the run can be replayed from anywhere."""
+    if task is None or ".py:" not in task:
+        return task
+    file, _, name = task.rpartition(":")
+    return f"{os.path.abspath(file)}:{name}"  # noqa: PTH100
 
 
 def _check_names(config: RunConfig) -> None:
@@ -159,6 +169,8 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
     if config.steps is not None and config.epoch_mode == "own":
         raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
+    if config.shard_weights is not None and len(config.shard_weights) != workers:
+        raise UserError(f"--shard-weights gives {len(config.shard_weights)} weights for {workers} workers: one each")
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
 

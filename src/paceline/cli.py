@@ -5,15 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, UserError, unknown_name
-from paceline.flags import Parser, add_settings, config_from
+from paceline.flags import Parser, add_settings, config_from, number
 from paceline.reports.console import Console, closing_lines
 
+SCRIPT_DECIDES = (
+    "workers",
+    "dataset",
+    "model",
+    "task",
+    "data_dir",
+    "batch_size",
+    "device",
+    "validation",
+    "eval_every",
+    "target_accuracy",
+)
 EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
 DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
 
@@ -33,6 +46,7 @@ TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its fo
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _dispatch(arguments)
     except PacelineError as error:
@@ -44,6 +58,16 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """SIGTERM before training has handlers of its own ends like Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -83,7 +107,7 @@ def _show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     if result["status"] == "diverged":
         print(f"paceline: {result['reason']}", file=sys.stderr)
     if result["status"] == "stopped":
-        print(f"paceline: stopped early; 'paceline resume {folder.path}' goes on from here", file=sys.stderr)
+        print(f"paceline: stopped early; {folder.way_on(folder.config())}", file=sys.stderr)
     return EXIT_CODES[result["status"]]
 
 
@@ -183,8 +207,8 @@ def _run(arguments: list[str]) -> int:
 
     description = "Start a script that calls paceline.join() on several workers."
     parser = _parser("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
-    parser.add_argument("-n", "--workers", type=int, default=None, help="number of workers [2]")
-    add_settings(parser, left_out=("workers", "dataset", "model", "task", "data_dir", "batch_size", "device"))
+    parser.add_argument("-n", "--workers", type=number(int), default=None, help="number of workers [2]")
+    add_settings(parser, left_out=SCRIPT_DECIDES)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...", help="the script and its arguments"

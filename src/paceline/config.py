@@ -26,6 +26,11 @@ def _not_negative(name: str, value: float) -> None:
         raise UserError(f"--{name} must be zero or more, got {value}")
 
 
+def _sensible(name: str, value: float) -> None:
+    if not 1e-6 <= value <= 1e9:
+        raise UserError(f"--{name} must be a number from 0.000001 to 1000000000, got {value}")
+
+
 def _fraction(name: str, value: float) -> None:
     if not 0.0 <= value < 1.0:
         raise UserError(f"--{name} must be at least 0 and below 1, got {value}")
@@ -90,13 +95,13 @@ class RunConfig:
     warmup: float = setting(0.0, "optimizer", "share of the budget over which lr grows from 0", _fraction)
     scale_lr: str = setting("none", "optimizer", "none, auto (lr x workers that make one update) or a factor")
     batch_size: int = setting(32, "length", "samples in a worker's batch", _at_least_one)
-    epochs: float = setting(6.0, "length", "data-set passes, shared by all workers", _positive)
+    epochs: float = setting(6.0, "length", "data-set passes, shared by all workers", _sensible)
     epoch_mode: str = setting("shared", "length", "shared (one budget) or own (each worker passes over its own data)")
     steps: int | None = setting(None, "length", "stop after this many updates instead of epochs", _at_least_one)
     target_accuracy: float | None = setting(
         None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
     )
-    eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _positive)
+    eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _sensible)
     seed: int = setting(0, "machine", "seed of everything random", _seed)
     device: str = setting("cpu", "machine", "cpu or cuda")
     threads: int | None = setting(None, "machine", "threads a worker (default cores / workers)", _at_least_one)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import random
 import sys
+import traceback
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +43,10 @@ def prepare_device(config: RunConfig) -> torch.device:
 
 def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
     """The task of a run: a built-in model on `dataset`, or the user's own. The seed fixes the initial weights."""
-    torch.manual_seed(mix64(config.seed, _INITIAL))
+    seed = mix64(config.seed, _INITIAL)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
     if config.task is not None:
         return load_task(config.task)
     assert dataset is not None
@@ -59,11 +65,18 @@ def load_task(text: str) -> SupervisedTask:
     where, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier():
         raise UserError(f"task '{text}': write MODULE:FUNCTION or FILE.py:FUNCTION")
-    module = _module_from_file(Path(where)) if where.endswith(".py") else _module_by_name(where, text)
-    build = getattr(module, name, None)
-    if not callable(build):
-        raise UserError(f"task '{text}': {where} has no function '{name}'")
-    task = build()
+    try:
+        module = _module_from_file(Path(where)) if where.endswith(".py") else _module_by_name(where, text)
+        build = getattr(module, name, None)
+        if not callable(build):
+            raise UserError(f"task '{text}': {where} has no function '{name}'")
+        task = build()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({Path(line.filename).name}, line {line.lineno})"
+        raise UserError(f"task '{text}' cannot be built: {what}") from error
     if not isinstance(task, SupervisedTask):
         raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
     return task
@@ -81,10 +94,13 @@ def _module_by_name(name: str, text: str) -> ModuleType:
 
 
 def _module_from_file(path: Path) -> ModuleType:
-    if MAIN_MODULE in sys.modules:
-        return sys.modules[MAIN_MODULE]
     if not path.is_file():
         raise UserError(f"task file {path} does not exist")
+    for name in ("__main__", MAIN_MODULE):
+        loaded = sys.modules.get(name)
+        file = getattr(loaded, "__file__", None)
+        if loaded is not None and file is not None and Path(file).resolve() == path.resolve():
+            return loaded
     spec = importlib.util.spec_from_file_location(MAIN_MODULE, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,6 +113,16 @@ def _module_from_file(path: Path) -> ModuleType:
 def work_of(task: SupervisedTask, config: RunConfig) -> Work:
     """How the train set of `task` is divided."""
     return divide_work(class_labels(task.train[1], len(task.train[0]), config), config)
+
+
+def identity_of(task: SupervisedTask) -> dict[str, Any]:
+    """What every process of a run must agree on, checked when a worker joins."""
+    targets = task.train[1].cpu().contiguous().numpy()
+    return {
+        "layout": zlib.crc32(repr(task.layout.to_rows()).encode()),
+        "num_samples": len(targets),
+        "targets": zlib.crc32(targets.tobytes()),
+    }
 
 
 def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarray[Any, Any]:

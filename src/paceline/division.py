@@ -33,6 +33,8 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     """Split the train set over the workers; the same in every process, since it is a function of the config alone."""
     workers = config.workers or 1
     train, validation = hold_out(labels, config.validation, config.seed)
+    if config.batch_size > len(train):
+        raise UserError(f"--batch-size {config.batch_size}: there are only {len(train)} samples; use a smaller batch")
     available = -(-len(train) // config.batch_size)
     if workers > available:
         raise UserError(

@@ -45,7 +45,7 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 1,1,2") from None
 
 
-def _number(kind: type) -> Any:
+def number(kind: type) -> Any:
     def parse(text: str) -> Any:
         try:
             return kind(text)
@@ -76,13 +76,15 @@ def add_settings(parser: argparse.ArgumentParser, left_out: tuple[str, ...] = ()
         elif "list[float]" in kind:
             group.add_argument(flag, type=_numbers, **options)
         elif kind.startswith(("int", "float")):
-            group.add_argument(flag, type=_number(int if kind.startswith("int") else float), **options)
+            group.add_argument(flag, type=number(int if kind.startswith("int") else float), **options)
         else:
             group.add_argument(flag, **options)
 
 
 def _default_text(spec: dataclasses.Field[Any]) -> str:
     value = spec.default if spec.default is not dataclasses.MISSING else None
+    if callable(spec.default_factory):
+        value = ",".join(f"{part:g}" for part in spec.default_factory())
     if value is None or value is False or "default" in spec.metadata["help"]:
         return ""
     return f" [{value:g}]" if isinstance(value, float) else f" [{value}]"

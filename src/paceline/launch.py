@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,27 +12,28 @@ from typing import Any
 
 from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
 from paceline.config import RunConfig
-from paceline.data.datasets import Location, load, locate
+from paceline.data.datasets import SAMPLE, Location, load, locate
+from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.environment import git_state
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, is_script
 
 
 def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Run what the config says; returns where it lies and what it came to."""
     config = resolve(config)
     location = _locate(config)
-    _hints(config, location, console)
-    if _in_this_process(config):
-        _require_device(config)
-        folder = RunFolder.create(config)
-        with discarding(folder):
-            return folder, _train_here(config, folder, location, console, resume=False)
+    if location is not None and location.sample:
+        config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
+        location = _locate(config)
+    _require_device(config)
     folder = RunFolder.create(config)
-    with discarding(folder):
+    with holding(folder):
+        if _in_this_process(config):
+            return folder, _train_here(config, folder, location, console, resume=False)
         return folder, _train_on_processes(config, folder, location, console, incarnation=0)
 
 
@@ -39,23 +41,29 @@ def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run that was stopped or killed, from its newest checkpoint and its log."""
     folder = RunFolder.open(path)
     config = folder.config()
+    _refuse_script(config, path, "resumed")
+    with folder.locked():
+        return folder, _resume(path, folder, config, console)
+
+
+def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
     location = _locate(config)
     records, _ = read_arrivals(folder.arrivals_file, config)
     incarnation = 1 + max((record.incarnation for record in records if record.kind == "join"), default=0)
-    folder.result_file.unlink(missing_ok=True)
     if _in_this_process(config):
         _require_device(config)
-        return folder, _train_here(config, folder, location, console, resume=True, incarnation=incarnation)
-    return folder, _train_on_processes(config, folder, location, console, incarnation)
+        return _train_here(config, folder, location, console, resume=True, incarnation=incarnation)
+    return _train_on_processes(config, folder, location, console, incarnation)
 
 
 def replay(path: Path, console: Console) -> dict[str, Any]:
     """Execute a run again from its log, in this process, and compare the weights."""
     folder = RunFolder.open(path)
     config = folder.config()
+    _refuse_script(config, path, "replayed")
     records, whole = read_arrivals(folder.arrivals_file, config)
     torn = folder.arrivals_file.stat().st_size - whole
     if torn:
@@ -94,6 +102,11 @@ def replay(path: Path, console: Console) -> dict[str, Any]:
     }
 
 
+def _refuse_script(config: RunConfig, path: Path, what: str) -> None:
+    if is_script(config):
+        raise UserError(f"{path} is a run of your own loop, which cannot be {what} yet: start the script again")
+
+
 def _locate(config: RunConfig) -> Location | None:
     if config.task is not None:
         return None
@@ -118,7 +131,7 @@ def _require_device(config: RunConfig) -> None:
             )
 
 
-def _hints(config: RunConfig, location: Location | None, console: Console) -> None:
+def hint(config: RunConfig, location: Location | None, console: Console) -> None:
     """What the user should know before it starts, one line each."""
     if location is not None and location.sample:
         console.note(
@@ -139,18 +152,19 @@ def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:
         "data_origin": location.origin if location is not None else f"task {config.task}",
         "data_path": str(location.path) if location is not None else None,
         "data_is_sample": location.sample if location is not None else False,
-        "git": git_state(Path.cwd()),
+        "git": git_state(),
     }
 
 
 @contextlib.contextmanager
-def discarding(folder: RunFolder) -> Iterator[None]:
-    """A run that fails before it starts leaves no folder behind."""
-    try:
-        yield
-    except BaseException:
-        folder.discard_unstarted()
-        raise
+def holding(folder: RunFolder) -> Iterator[None]:
+    """A new folder is ours alone; a run that fails before it starts leaves none behind."""
+    with folder.locked():
+        try:
+            yield
+        except BaseException:
+            folder.discard_unstarted()
+            raise
 
 
 def _train_on_processes(
@@ -164,6 +178,7 @@ def _train_on_processes(
         shared = SharedDataset(location) if location is not None else None
         if shared is not None:
             divide_work(shared.dataset.train_labels, config)
+        hint(config, location, console)
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation)
@@ -175,9 +190,7 @@ def _train_on_processes(
 def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
     """A run that ended because nobody was left is a failure, with a way on."""
     if result["status"] == "stopped" and result["reason"] == "all workers are gone":
-        raise RunFailed(
-            f"all workers are gone at update {result['updates']}: 'paceline resume {folder.path}' goes on from there"
-        )
+        raise RunFailed(f"all workers are gone at update {result['updates']}: {folder.way_on(folder.config())}")
 
 
 def _train_here(
@@ -202,6 +215,7 @@ def _train_here(
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
+    hint(config, location, console)
 
     def seat(join: Any) -> Any:
         return make_seat(config, make_task(config, dataset).to(device), work, join)
@@ -212,7 +226,8 @@ def _train_here(
         host.handle(Resume())
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with _stop_signals(console) as reason:
-        run_inline(host, seats, lambda: reason[0] if reason else None)
+        delays = parse_delays(config.delay or [], config.workers or 1)
+        run_inline(host, seats, lambda: reason[0] if reason else None, delays)
         stopped = host.stop_reason
         scored = {"interrupted": ("test",), "terminated": ()}.get(stopped or "", ("train", "validation", "test"))
         result = host.finish(scored)

@@ -9,13 +9,11 @@ from typing import Any
 from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.launch import discarding, facts_of, require_survivors
+from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import SCRIPT, RunFolder
 from paceline.runtimes.fork_server import ForkServer
 from paceline.runtimes.local import Processes, run_local
-
-SCRIPT = "script"
 
 
 def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -25,13 +23,9 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     script = Path(command[0])
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
-    if config.eval_every is not None or config.target_accuracy is not None:
-        raise UserError(
-            "--eval-every and --target-accuracy need a task: a script evaluates itself, with session.report()"
-        )
     config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     folder = RunFolder.create(config)
-    with discarding(folder), ForkServer() as forks:
+    with holding(folder), ForkServer() as forks:
         spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]]}
         processes = Processes(spec, [], server_role="script server", worker_role="script")
         result = run_local(config, folder, forks, processes, console.report)

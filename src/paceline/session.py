@@ -5,6 +5,7 @@ Started by plain `python script.py`, the same loop trains alone, with the server
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +22,7 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.core.server import Server
 from paceline.crew import class_labels
 from paceline.data.batches import Batches
+from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import Diverged, RunFailed, UserError
 from paceline.models.dropout import address_dropout, mix64
@@ -97,12 +99,13 @@ class Session:
         self.config, self.worker = config, worker
         self.num_workers = config.workers or 1
         self.over = False
-        self.stepped = False
+        self.stepped = True
         self._incarnation, self._door = incarnation, door
         self._flat: FlatModule | None = None
         self._slot: Slot | None = None
         self._reply: Reply | None = None
         self._samples = 0
+        self._delays = parse_delays(config.delay or [], self.num_workers)
 
     def __enter__(self) -> Session:
         return self
@@ -137,6 +140,7 @@ class Session:
             "state_layout": flat.state_layout.to_rows(),
             "num_samples": len(work.train),
             "shard_samples": len(work.shards[self.worker]),
+            "batch_size": batch_size,
         }
         self._flat, self._slot = flat, slot
         self._take(self._door.hello(join, slot, facts))
@@ -150,11 +154,16 @@ class Session:
         """
         if self._flat is None or self._slot is None or self._reply is None:
             raise UserError("session.step() before session.prepare(model, dataset): there is nothing to push")
+        if self.stepped:
+            raise UserError("session.step() was called twice for one batch, or before the first: call it once for each")
         if self.over:
             raise UserError("session.step() after training was over: leave the loop when the batches end")
         self._flat.collect()
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        delay = self._delays.get(self.worker)
         serial = self._reply.serial
+        if delay is not None:
+            time.sleep(delay.seconds(self.config.seed, self.worker, serial))
         push = Push(
             self.worker,
             self._incarnation,

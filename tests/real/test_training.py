@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -46,7 +45,9 @@ def serial_sync(workers: int, steps: int, seed: int) -> dict[str, torch.Tensor]:
             share = 1.0 if alike else batch.samples / total
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             mean = (
-                [g * share for g in gradients] if not mean else [m.add(g, alpha=share) for m, g in zip(mean, gradients)]
+                [g * share for g in gradients]
+                if not mean
+                else [m.add(g, alpha=share) for m, g in zip(mean, gradients, strict=True)]
             )
         if alike:
             mean = [gradient / workers for gradient in mean]
@@ -170,12 +171,11 @@ def test_no_space_left_is_one_line_and_the_run_resumes_when_there_is_room(tmp_pa
 
 
 def test_nothing_is_left_in_shared_memory_or_among_descriptors(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     with Command("train", *SAMPLE, "--strategy", "async", "--workers", "4", "--steps", "200", cwd=tmp_path) as command:
         wait_for_records(tmp_path / "runs/it", 10)
-        names = {
-            os.readlink(f"/proc/{command.forked()[0]}/fd/{fd}") for fd in os.listdir(f"/proc/{command.forked()[0]}/fd")
-        }
+        descriptors = Path(f"/proc/{command.forked()[0]}/fd").iterdir()
+        names = {str(path.readlink()) for path in descriptors}
         assert not any(name.startswith("/dev/shm") for name in names)
         assert command.finish() == 0
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(Path("/dev/shm").iterdir()) == before

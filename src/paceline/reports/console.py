@@ -16,13 +16,14 @@ PLAIN_SECONDS = 10.0
 class Console:
     """Takes the rows a host reports. On a terminal it draws a bar; elsewhere it writes a line now and then."""
 
-    def __init__(self, stream: TextIO = sys.stderr, quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+        stream = stream or sys.stderr
+        self._quiet = quiet or stream is None  # a closed standard error is None
         self._stream = stream
-        self._quiet = quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._next_line = 0.0
-        self._fancy = stream.isatty() and not quiet
+        self._fancy = not self._quiet and stream.isatty()
 
     def __enter__(self) -> Console:
         return self

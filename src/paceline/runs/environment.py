@@ -29,11 +29,11 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether the tree differs from it; None outside a repository."""
+def git_state() -> dict[str, Any] | None:
+    """The commit of the current folder and whether its tree differs from it; None outside a repository."""
 
     def ask(*arguments: str) -> str | None:
-        command = ["git", "-C", str(folder), *arguments]
+        command = ["git", *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
         except (OSError, subprocess.TimeoutExpired):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from paceline.config import RunConfig, from_dict, read_toml, to_dict, to_toml
 from paceline.errors import UserError
 
 SCHEMA = 1
+SCRIPT = "script"
 
 
 class RunFolder:
@@ -53,6 +57,22 @@ class RunFolder:
             raise UserError(f"{path} is not a run folder: it {what}; 'paceline compare runs/*' lists what is there")
         return folder
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other commands from training into this folder meanwhile."""
+        with self.config_file.open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self.path} is still being trained by another command: stop that one first") from None
+            yield
+
+    def way_on(self, config: RunConfig) -> str:
+        """What to do after an early end."""
+        if is_script(config):
+            return "start the script again to train on"
+        return f"'paceline resume {self.path}' goes on from there"
+
     def config(self) -> RunConfig:
         """The resolved config this run was started with."""
         return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
@@ -75,8 +95,14 @@ class RunFolder:
         """Remove a folder in which nothing has happened yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
             self.config_file.unlink(missing_ok=True)
-            if not any(self.path.iterdir()):
+            with contextlib.suppress(OSError):  # something else lies there: it stays
                 self.path.rmdir()
+                self.path.parent.rmdir()
+
+
+def is_script(config: RunConfig) -> bool:
+    """Whether the run was a user's own loop, whose pushes only that script can make."""
+    return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
 def _free_name(config: RunConfig) -> str:

@@ -89,6 +89,7 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
     return {
         "schema": SCHEMA,
         **{name: settings[name] for name in named},
+        **({"dataset": None, "model": None} if config.task is not None else {}),
         "epochs": config.epochs,
         "epoch_mode": config.epoch_mode,
         "batch_size": config.batch_size,

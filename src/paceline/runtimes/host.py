@@ -60,6 +60,7 @@ class Host:
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
         self.clock = TrainingClock(seconds)
+        folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
         self.events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
         self._cores = os.sched_getaffinity(0)
@@ -113,7 +114,7 @@ class Host:
         )
         return UserError(
             f"{what} in {self.folder.path} at update {self.server.version}: make room, then "
-            f"'paceline resume {self.folder.path}' goes on from there"
+            f"{self.folder.way_on(self.config)}"
         )
 
     def _note(self, message: Input, now: float) -> None:
@@ -195,11 +196,12 @@ class Host:
             "evaluation",
             self.clock.now(),
             samples=self.server.samples,
-            test_accuracy=scores.accuracy,
+            test_accuracy=scores.accuracy if scores.per_class else None,
             test_loss=scores.loss,
         )
         epochs = self.server.samples / self.server.budget.epoch_samples
-        text = f"epoch {epochs:.2f}: test accuracy {scores.accuracy:.2f} %, loss {scores.loss:.4f}"
+        accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
+        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
         self._report({"kind": "note", "text": text})
         self.clock.go()
         target = self.config.target_accuracy

@@ -5,17 +5,21 @@ With several workers each computes in turn on the weights it was last sent, so p
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from paceline.core.messages import Reply
 from paceline.core.worker import Seat
+from paceline.delays import Delay
 from paceline.runtimes.host import Host
 
 
-def run_inline(host: Host, seats: Iterable[Seat], stopped: Callable[[], str | None]) -> None:
+def run_inline(
+    host: Host, seats: Iterable[Seat], stopped: Callable[[], str | None], delays: Mapping[int, Delay] | None = None
+) -> None:
     """Drive the seats in turn until the server says it is over; `stopped` gives a reason to end early, or None."""
     by_worker = {seat.join.worker: seat for seat in seats}
     turn: deque[Seat] = deque()
@@ -36,6 +40,8 @@ def run_inline(host: Host, seats: Iterable[Seat], stopped: Callable[[], str | No
         seat = turn.popleft()
         push = seat.push() if not host.server.over else None
         if push is not None:
+            if delays and push.worker in delays:
+                time.sleep(delays[push.worker].seconds(host.config.seed, push.worker, push.seq))
             with torch.inference_mode():  # autograd has no part in an update
                 replies = host.handle(push)
             deliver(replies)

@@ -151,9 +151,9 @@ class Supervisor:
                 self._finished = self._finished or row["kind"] == "finished"
 
     def _failure(self, what: str) -> RunFailed:
-        return RunFailed(
-            f"{what}: nothing acknowledged is lost, 'paceline resume {self._folder.path}' goes on from there"
-        )
+        if not self._folder.arrivals_file.exists():
+            return RunFailed(f"{what} before training began: see the lines above")
+        return RunFailed(f"{what}: nothing acknowledged is lost, {self._folder.way_on(self._config)}")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

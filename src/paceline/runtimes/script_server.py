@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import selectors
 import socket
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         config = from_dict(spec["config"])
         introductions = _gather(control, config.workers or 1)
         host = _make_host(spec, config, introductions[0][1], control, len(introductions))
-        service = Service(host, control, patient=True)
+        service = Service(host, control, _expected(introductions[0][1]), patient=True)
         for door, _ in introductions:
             service.admit(door)
         for door, hello in introductions:
@@ -48,6 +49,11 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         return error.exit_code
     control.send({"kind": "finished"})
     return 0
+
+
+def _expected(first: Hello) -> dict[str, Any]:
+    """All scripts must train the model and the data of the first."""
+    return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples")}
 
 
 def _gather(control: Control, num_workers: int) -> Introductions:
@@ -84,6 +90,7 @@ def _gather(control: Control, num_workers: int) -> Introductions:
 def _make_host(spec: dict[str, Any], config: RunConfig, first: Hello, control: Control, num_workers: int) -> Host:
     """The server starts from the first worker's weights; its data set's size sets the budget."""
     facts = first.facts
+    config = dataclasses.replace(config, batch_size=int(facts["batch_size"]))
     model = ScriptModel(facts["layout"], facts["state_layout"])
     torch.set_num_threads(server_threads(config, model.layout))
     size = int(facts["num_samples"])

@@ -17,7 +17,7 @@ import torch
 
 from paceline.config import from_dict
 from paceline.core.messages import Leave, Push, Reply, Resume
-from paceline.crew import make_seat, make_server, make_task, work_of
+from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
 from paceline.errors import PacelineError, ProtocolError
 from paceline.runs.folder import RunFolder
 from paceline.runs.resume import rebuild
@@ -67,8 +67,9 @@ class Control:
 class Service:
     """The event loop: doors in, replies out."""
 
-    def __init__(self, host: Host, control: Control, patient: bool = False) -> None:
+    def __init__(self, host: Host, control: Control, expected: dict[str, Any], patient: bool = False) -> None:
         self.host = host
+        self._expected = expected
         self.control = control
         self._patient = patient
         self.doors: dict[int, ServerDoor] = {}
@@ -137,10 +138,10 @@ class Service:
             self.host.figures[str(message.worker)] = message.values
 
     def welcome(self, door: ServerDoor, hello: Hello) -> None:
-        """Let a worker join, if it brings weights of the right size."""
-        size = self.host.server.weights.numel()
-        if hello.slot.weights.numel() != size:
-            text = f"worker {door.worker} brought {hello.slot.weights.numel()} weights, this run has {size}: refused"
+        """Let a worker join, if it brings the model and the data that this run is about."""
+        wrong = [name for name, value in self._expected.items() if hello.facts.get(name) != value]
+        if wrong or hello.slot.weights.numel() != self.host.server.weights.numel():
+            text = f"worker {door.worker} was refused: its {' and '.join(wrong) or 'size'} differ from this run's"
             self.control.send({"kind": "note", "text": text})
             self._hang_up(door)
             return
@@ -178,7 +179,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     try:
         host = _make_host(spec, fds[1:], control)
         with torch.inference_mode():  # autograd has no part in an update
-            Service(host, control).run()
+            assert host.task is not None
+            Service(host, control, identity_of(host.task)).run()
         host.finish(_worth_scoring(host))
         host.close()
     except PacelineError as error:

@@ -11,7 +11,7 @@ import torch
 from paceline.config import from_dict
 from paceline.core.messages import Push
 from paceline.core.worker import work as working
-from paceline.crew import make_join, make_task, work_of
+from paceline.crew import identity_of, make_join, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.scheduling import CoreLender, yield_to_server
@@ -38,7 +38,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     lender = CoreLender(config, task.layout, spec.get("server_pid"))
     generator = working(task, loader, join, slot.gradient, slot.state)
     next(generator)
-    reply = door.hello(join, slot, {})
+    reply = door.hello(join, slot, identity_of(task))
     while reply is not None and not reply.over:
         push = generator.send(reply)
         assert isinstance(push, Push)

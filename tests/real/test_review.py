@@ -1,0 +1,112 @@
+"""What a hostile reviewer once broke."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from commands import Command, result_of, run, wait_for_records
+
+SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it")
+SCRIPT = """
+import sys, torch, paceline
+x = torch.randn(640, 4); y = (x[:, 0] > 0).long()
+with paceline.join() as session:
+    width = 6 if session.worker == 0 else int(sys.argv[1])
+    net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
+    net, batches = session.prepare(net, (x, y), batch_size=16)
+    for a, b in batches:
+        torch.nn.functional.cross_entropy(net(a), b).backward()
+        session.step()
+        if len(sys.argv) > 2:
+            session.step()
+"""
+
+
+def test_a_run_that_is_still_going_on_cannot_be_resumed(tmp_path: Path) -> None:
+    with Command("train", *SAMPLE, "--epochs", "100", cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs/it", 30)
+        second = run("resume", "runs/it", cwd=tmp_path)
+        assert second.process.returncode == 2
+        assert "runs/it is still being trained by another command" in second.err
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.finish() == 130
+
+
+def test_the_sample_that_stood_in_for_the_whole_set_is_named_in_the_config(tmp_path: Path) -> None:
+    nowhere = {"PACELINE_SYSTEM_DATA": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PACELINE_DATA": ""}
+    arguments = ("train", "--strategy", "classic", "--steps", "3", "--name", "it")
+    with Command(*arguments, cwd=tmp_path, environment=nowhere) as command:
+        assert command.finish() == 0, command.err
+    assert 'dataset = "fashion-mnist-sample"' in (tmp_path / "runs/it/config.toml").read_text()
+
+
+def test_a_run_of_an_own_loop_says_that_it_cannot_be_resumed_and_keeps_its_result(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    assert run("run", "-n", "2", "--epochs", "1", "--name", "it", "loop.py", "6", cwd=tmp_path).process.returncode == 0
+    assert result_of(tmp_path / "runs/it")["batch_size"] == 16
+    assert result_of(tmp_path / "runs/it")["dataset"] is None
+    for verb in ("resume", "replay"):
+        command = run(verb, "runs/it", cwd=tmp_path)
+        assert command.process.returncode == 2 and "start the script again" in command.err
+    assert result_of(tmp_path / "runs/it")["status"] == "finished"
+
+
+def test_a_worker_that_brings_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    command = run("run", "-n", "2", "--epochs", "1", "--name", "it", "loop.py", "8", cwd=tmp_path)
+    assert "worker 1 was refused: its layout differ from this run's" in command.err
+
+
+def test_two_steps_for_one_batch_are_one_too_many(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    command = run("run", "-n", "2", "--epochs", "1", "--name", "it", "loop.py", "6", "twice", cwd=tmp_path)
+    assert command.process.returncode == 2
+    assert "session.step() was called twice for one batch" in command.err
+
+
+def test_a_build_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("def build():\n    raise ValueError('no data today')\n")
+    command = run("train", "--task", "task.py:build", "--strategy", "async", cwd=tmp_path)
+    assert command.process.returncode == 2
+    assert "cannot be built: ValueError: no data today (task.py, line 2)" in command.err
+    assert "Traceback" not in command.err and not list(tmp_path.glob("runs/*"))
+
+
+def test_a_delay_slows_one_process_and_scripts_too(tmp_path: Path) -> None:
+    command = run("train", *SAMPLE, "--strategy", "classic", "--steps", "4", "--delay", "200ms", cwd=tmp_path)
+    assert command.process.returncode == 0 and result_of(tmp_path / "runs/it")["train_seconds"] >= 0.8
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    run("run", "-n", "2", "--steps", "6", "--delay", "200ms", "--name", "loop", "loop.py", "6", cwd=tmp_path)
+    assert result_of(tmp_path / "runs/loop")["train_seconds"] >= 0.6
+
+
+def test_sigterm_while_starting_leaves_nothing_or_a_run_that_says_it_was_stopped(tmp_path: Path) -> None:
+    with Command("train", *SAMPLE, cwd=tmp_path) as command:
+        time.sleep(0.4)
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.finish(10.0) == 130
+        assert "Traceback" not in command.err
+    assert not (tmp_path / "runs/it").exists() or result_of(tmp_path / "runs/it")["status"] == "stopped"
+
+
+def test_two_tasks_of_one_name_are_two(tmp_path: Path) -> None:
+    source = """
+import torch, paceline
+def build():
+    x = torch.randn(64, 8)
+    return paceline.Task(torch.nn.Linear(8, 1, bias=BIAS), torch.nn.functional.mse_loss, train=(x, x[:, :1]))
+"""
+    for name, bias in (("one", "True"), ("two", "False")):
+        (tmp_path / f"{name}.py").write_text(source.replace("BIAS", bias))
+    code = """
+import paceline
+for name in ("one", "two"):
+    print(paceline.train(f"{name}.py:build", strategy="classic", steps=2, name=name)["num_parameters"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["9", "8"], done.stderr
