@@ -14,11 +14,11 @@ from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, from_dict
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
-from paceline.errors import PacelineError, ProtocolError, RunFailed, UserError
+from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.host import Host
 from paceline.runtimes.scheduling import server_threads
-from paceline.runtimes.server_process import Control, Service, allow_many_files
+from paceline.runtimes.server_process import Control, Service, reporting
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import Hello, ServerDoor
 
@@ -27,10 +27,9 @@ Introductions = list[tuple[ServerDoor, Hello]]
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Wait for the scripts to say what they train, then host the run until the last of them has left."""
-    control = Control(socket.socket(fileno=fds[0]))
-    allow_many_files()
-    try:
-        config = from_dict(spec["config"])
+    config = from_dict(spec["config"])
+
+    def serve(control: Control) -> None:
         introductions = _gather(control, config.workers or 1)
         host = _make_host(spec, config, introductions[0][1], control, len(introductions))
         service = Service(host, control, _expected(introductions[0][1]), patient=True)
@@ -44,11 +43,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             service.run()
         host.finish()
         host.close()
-    except PacelineError as error:
-        control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
-        return error.exit_code
-    control.send({"kind": "finished"})
-    return 0
+
+    return reporting(serve, fds[0])
 
 
 def _expected(first: Hello) -> dict[str, Any]:

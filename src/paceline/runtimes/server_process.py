@@ -172,17 +172,26 @@ class Service:
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
-    """Host one run; every error that is no bug goes to the supervisor in one line."""
-    control = Control(socket.socket(fileno=fds[0]))
-    allow_many_files()
-    keep_freed_memory()
-    try:
+    """Host one run."""
+
+    def serve(control: Control) -> None:
         host = _make_host(spec, fds[1:], control)
+        assert host.task is not None
         with torch.inference_mode():  # autograd has no part in an update
-            assert host.task is not None
             Service(host, control, identity_of(host.task)).run()
         host.finish(_worth_scoring(host))
         host.close()
+
+    return reporting(serve, fds[0])
+
+
+def reporting(serve: Callable[[Control], None], line: int) -> int:
+    """Serve, and tell the supervisor how it ended; every error that is no bug goes to it in one line."""
+    control = Control(socket.socket(fileno=line))
+    allow_many_files()
+    keep_freed_memory()
+    try:
+        serve(control)
     except PacelineError as error:
         control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
         return error.exit_code
