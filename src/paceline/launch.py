@@ -19,7 +19,7 @@ from paceline.errors import RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.environment import git_state
-from paceline.runs.folder import RunFolder, is_script
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, is_script
 
 
 def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -33,7 +33,7 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     folder = RunFolder.create(config)
     with holding(folder):
         if _in_this_process(config):
-            return folder, _train_here(config, folder, location, console, resume=False)
+            return folder, _train_here(config, folder, location, console, incarnation=0)
         return folder, _train_on_processes(config, folder, location, console, incarnation=0)
 
 
@@ -55,7 +55,7 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
     incarnation = 1 + max((record.incarnation for record in records if record.kind == "join"), default=0)
     if _in_this_process(config):
         _require_device(config)
-        return _train_here(config, folder, location, console, resume=True, incarnation=incarnation)
+        return _train_here(config, folder, location, console, incarnation)
     return _train_on_processes(config, folder, location, console, incarnation)
 
 
@@ -189,7 +189,7 @@ def _train_on_processes(
 
 def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
     """A run that ended because nobody was left is a failure, with a way on."""
-    if result["status"] == "stopped" and result["reason"] == "all workers are gone":
+    if result["status"] == "stopped" and result["reason"] == ALL_GONE:
         raise RunFailed(f"all workers are gone at update {result['updates']}: {folder.way_on(folder.config())}")
 
 
@@ -198,10 +198,9 @@ def _train_here(
     folder: RunFolder,
     location: Location | None,
     console: Console,
-    resume: bool,
-    incarnation: int = 0,
+    incarnation: int,
 ) -> dict[str, Any]:
-    """`classic`, or several workers on one GPU: everything in this process."""
+    """`classic`, or several workers on one GPU: everything in this process; an incarnation above 0 resumes."""
     from paceline.core.messages import Resume
     from paceline.crew import make_join, make_seat, make_server, make_task, prepare_device, work_of
     from paceline.runs.resume import rebuild
@@ -220,17 +219,15 @@ def _train_here(
     def seat(join: Any) -> Any:
         return make_seat(config, make_task(config, dataset).to(device), work, join)
 
-    seconds = rebuild(server, seat, config, folder, console.report) if resume else 0.0
+    seconds = rebuild(server, seat, config, folder, console.report) if incarnation else 0.0
     host = Host(server, task, work, config, folder, console.report, seconds, facts_of(config, location))
-    if resume:
+    if incarnation:
         host.handle(Resume())
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with _stop_signals(console) as reason:
         delays = parse_delays(config.delay or [], config.workers or 1)
         run_inline(host, seats, lambda: reason[0] if reason else None, delays)
-        stopped = host.stop_reason
-        scored = {"interrupted": ("test",), "terminated": ()}.get(stopped or "", ("train", "validation", "test"))
-        result = host.finish(scored)
+        result = host.finish()
     host.close()
     return result
 
@@ -246,7 +243,7 @@ def _stop_signals(console: Console) -> Iterator[list[str]]:
     def stop(number: int, frame: object) -> None:
         if reasons and number == signal.SIGINT:
             raise KeyboardInterrupt
-        reasons.append("interrupted" if number == signal.SIGINT else "terminated")
+        reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         console.note(f"{reasons[0]}: saving what there is")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -16,6 +16,9 @@ from paceline.errors import UserError
 
 SCHEMA = 1
 SCRIPT = "script"
+ALL_GONE = "all workers are gone"
+INTERRUPTED, TERMINATED = "interrupted", "terminated"
+"""Reasons for an early end, as the result gives them."""
 
 
 class RunFolder:

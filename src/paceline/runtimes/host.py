@@ -26,7 +26,7 @@ from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.checkpoint import CheckpointWriter, take_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runtimes.clock import TrainingClock
 from paceline.tasks.script_model import ScriptModel
@@ -252,15 +252,20 @@ class Host:
         advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
         return f"training diverged at {where}: {what}.{advice}"
 
-    def finish(self, evaluate: tuple[str, ...] = ("train", "validation", "test")) -> dict[str, Any]:
+    def _worth_scoring(self) -> tuple[str, ...]:
+        """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
+        if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, TERMINATED):
+            return ()
+        return ("test",) if self.stop_reason == INTERRUPTED else ("train", "validation", "test")
+
+    def finish(self) -> dict[str, Any]:
         """Score, save the weights, write the result last of all, and return it."""
         self.clock.halt()
         status = self.status
         scores: dict[str, Scores | None] = {}
-        if self.task is not None and status != "diverged":
-            for which in evaluate:
-                self._report({"kind": "scoring", "which": which})
-                scores[which] = self._score(which)
+        for which in self._worth_scoring():
+            self._report({"kind": "scoring", "which": which})
+            scores[which] = self._score(which)
         try:
             if status == "stopped" and self.server.can_be_cut:
                 self.checkpoint()

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.config import RunConfig, to_dict
 from paceline.errors import PacelineError, RunFailed, UserError
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder
 from paceline.runtimes.fork_server import ForkServer, request
 
 ENDING_SECONDS = 3.0
@@ -166,7 +166,7 @@ class Supervisor:
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-            reason = "interrupted" if number == signal.SIGINT else "terminated"
+            reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._report({"kind": "note", "text": f"{reason}: saving what there is"})
             self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
 

@@ -19,7 +19,7 @@ from paceline.config import from_dict
 from paceline.core.messages import Leave, Push, Reply, Resume
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
 from paceline.errors import PacelineError, ProtocolError
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
@@ -29,8 +29,6 @@ from paceline.transports.segment import require_memory
 from paceline.transports.shared_memory import Hello, ServerDoor, Slot
 
 GRACE_SECONDS = 5.0
-ALL_GONE = "all workers are gone"
-INTERRUPTED, TERMINATED = "interrupted", "terminated"
 
 
 def allow_many_files() -> None:
@@ -179,7 +177,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         assert host.task is not None
         with torch.inference_mode():  # autograd has no part in an update
             Service(host, control, identity_of(host.task)).run()
-        host.finish(_worth_scoring(host))
+        host.finish()
         host.close()
 
     return reporting(serve, fds[0])
@@ -216,10 +214,3 @@ def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
     host = Host(server, task, work, config, folder, control.send, seconds, spec["facts"])
     host.handle(Resume())
     return host
-
-
-def _worth_scoring(host: Host) -> tuple[str, ...]:
-    """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
-    if host.stop_reason in (ALL_GONE, TERMINATED):
-        return ()
-    return ("test",) if host.stop_reason == INTERRUPTED else ("train", "validation", "test")
