@@ -79,6 +79,7 @@ class RecordedRun:
         self.work = work_of(self.task, self.config)
         self.server = make_server(self.config, self.task, self.work)
         self.host = Host(self.server, self.task, self.work, self.config, self.folder, self.rows.append)
+        self.host.send = self.deliver
         self._order = random.Random(self.seed)
         self._incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
 
@@ -90,7 +91,7 @@ class RecordedRun:
         self._incarnations[worker] += 1
         self.seats[worker] = self.make_seat(join)
         self.host.memories[worker] = self.seats[worker].weights
-        self.deliver(self.host.handle(join))
+        self.host.handle(join)
 
     def join_all(self) -> None:
         for worker in self._incarnations:
@@ -98,15 +99,15 @@ class RecordedRun:
 
     def leave(self, worker: int) -> None:
         seat = self.seats.pop(worker)
-        self.deliver(self.host.handle(Leave(worker, seat.join.incarnation)))
+        self.host.handle(Leave(worker, seat.join.incarnation))
 
     def push(self, worker: int) -> None:
         push = self.seats[worker].push()
         if push is not None:
-            self.deliver(self.host.handle(push))
+            self.host.handle(push)
 
-    def deliver(self, replies: tuple[Reply, ...]) -> None:
-        for reply in replies:
+    def deliver(self, reply: Reply) -> None:
+        if reply.worker in self.seats:  # else it has left meanwhile
             self.seats[reply.worker].pending = reply
 
     def push_at_random(self, times: int) -> None:

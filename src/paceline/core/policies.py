@@ -36,13 +36,13 @@ class Rounds:
     """`sync` and `backup`: a round closes when all live workers but `spare` have pushed.
 
     A push from an earlier round (staleness above zero) is dropped and its worker sent on with the newest weights.
-    Pushes are applied in worker order, whatever order they came in.
+    Pushes are applied in worker order, whatever order they came in; who has waited longest is answered first.
     """
 
     def __init__(self, spare: int = 0) -> None:
         self.spare = spare
         self._live: set[int] = set()
-        self._pushed: set[int] = set()
+        self._pushed: dict[int, None] = {}  # in order of arrival
 
     def join(self, worker: int) -> None:
         self._live.add(worker)
@@ -50,31 +50,31 @@ class Rounds:
     def push(self, worker: int, staleness: int) -> Decision:
         if staleness > 0:
             return Decision(release=(worker,), dropped=True)
-        self._pushed.add(worker)
+        self._pushed[worker] = None
         return self._close()
 
     def leave(self, worker: int) -> Decision:
         self._live.discard(worker)
-        self._pushed.discard(worker)
+        self._pushed.pop(worker, None)
         return self._close()
 
     def _close(self) -> Decision:
         needed = max(1, len(self._live) - self.spare)
         if len(self._pushed) < needed:
             return Decision()
-        closed = tuple(sorted(self._pushed))
+        closed = tuple(self._pushed)
         self._pushed.clear()
-        return Decision(apply=closed, release=closed)
+        return Decision(apply=tuple(sorted(closed)), release=closed)
 
     def clear(self) -> None:
         self._live.clear()
         self._pushed.clear()
 
     def facts(self) -> dict[str, Any]:
-        return {"live": sorted(self._live), "pushed": sorted(self._pushed)}
+        return {"live": sorted(self._live), "pushed": list(self._pushed)}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self._live, self._pushed = set(facts["live"]), set(facts["pushed"])
+        self._live, self._pushed = set(facts["live"]), dict.fromkeys(facts["pushed"])
 
 
 class Bounded:

@@ -1,6 +1,6 @@
 """The host of the pure Server in a real run: gives it a clock and a log, hands out weights, evaluates, ends the run.
 
-Each input goes: server, log, weights into the worker's memory; only then may the runtime send the reply.
+Each input goes: server, log, then for each reply the weights into the worker's memory and the reply to the worker.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ EVENT_SECONDS = 1.0
 Report = Callable[[dict[str, Any]], None]
 
 
+def _nobody(reply: Reply) -> None:
+    raise AssertionError(f"no runtime has said how to send {reply}")
+
+
 class Host:
     """Runs one Server for real."""
 
@@ -56,6 +60,7 @@ class Host:
         self._trained = task
         self.work = work
         self.memories: dict[int, Tensor] = {}
+        self.send: Callable[[Reply], None] = _nobody
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
@@ -75,38 +80,40 @@ class Host:
         kind = "run_resumed" if server.version or seconds else "run_started"
         self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
 
-    def handle(self, message: Input) -> tuple[Reply, ...]:
-        """Take one input through the server, the log and the workers' memories; the replies may be sent after this."""
+    def handle(self, message: Input) -> None:
+        """Take one input through the server and the log, and answer the workers it sets free.
+
+        Each is sent its reply as soon as its own copy of the weights is made; what can wait comes after.
+        """
         try:
-            return self._handle(message)
+            self._handle(message)
         except OSError as error:
             raise self._disk_error(error) from None
 
-    def _handle(self, message: Input) -> tuple[Reply, ...]:
+    def _handle(self, message: Input) -> None:
         now = self.clock.now()
         was_started = self.server.started
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
-        if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
-            for reply in outcome.replies:
-                self.server.weights_for(reply.worker, self.memories[reply.worker])
-        replies = outcome.replies
-        if isinstance(message, Push):
-            self._loss_sum += message.loss
-            self._loss_count += 1
-            if self.server.samples >= self._next_evaluation and not self.server.over:
-                replies = (*replies, *self._evaluate_on_the_way())
-        else:
-            self._note(message, now)
+        if self.server.samples >= self._next_evaluation and not self.server.over:
+            self._evaluate_on_the_way()
         if self.server.over:
             self.clock.halt()
         elif not was_started and self.server.started:
             self.clock.go()
+        for reply in outcome.replies:
+            if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
+                self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.send(reply)
+        if isinstance(message, Push):
+            self._loss_sum += message.loss
+            self._loss_count += 1
+        else:
+            self._note(message, now)
         if now >= self._next_progress:
             self._progress(now)
         if now >= self._next_checkpoint and self.server.can_be_cut and not self._checkpoints.busy:
             self.checkpoint()
-        return replies
 
     def _disk_error(self, error: OSError) -> UserError:
         what = (
@@ -132,12 +139,11 @@ class Host:
         elif isinstance(message, Stop):
             self.events.write("stopped", now, reason=self.stop_reason)
 
-    def stop(self, reason: str) -> tuple[Reply, ...]:
+    def stop(self, reason: str) -> None:
         """End the run from outside; the reason goes into the result."""
-        if self.server.over:
-            return ()
-        self.stop_reason = reason
-        return self.handle(Stop())
+        if not self.server.over:
+            self.stop_reason = reason
+            self.handle(Stop())
 
     def _progress(self, now: float) -> None:
         server = self.server
@@ -184,11 +190,11 @@ class Host:
         step = self.config.eval_every * self.server.budget.epoch_samples
         return (math.floor(samples / step) + 1) * step
 
-    def _evaluate_on_the_way(self) -> tuple[Reply, ...]:
+    def _evaluate_on_the_way(self) -> None:
         """Pause the clock, score the test data, and stop when the target is reached."""
         self._next_evaluation = self._evaluation_after(self.server.samples)
         if self.task is None or self.task.test is None:
-            return ()
+            return
         self.clock.halt()
         scores = self._score("test")
         assert scores is not None
@@ -206,8 +212,7 @@ class Host:
         self.clock.go()
         target = self.config.target_accuracy
         if target is not None and scores.accuracy >= target:
-            return self.stop(f"target accuracy {target:g} % reached")
-        return ()
+            self.stop(f"target accuracy {target:g} % reached")
 
     def _score(self, which: str) -> Scores | None:
         assert self.task is not None

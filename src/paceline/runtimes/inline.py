@@ -24,24 +24,23 @@ def run_inline(
     by_worker = {seat.join.worker: seat for seat in seats}
     turn: deque[Seat] = deque()
 
-    def deliver(replies: tuple[Reply, ...]) -> None:
-        for reply in replies:
-            seat = by_worker[reply.worker]
-            seat.pending = reply
-            turn.append(seat)
+    def deliver(reply: Reply) -> None:
+        seat = by_worker[reply.worker]
+        seat.pending = reply
+        turn.append(seat)
 
+    host.send = deliver
     for seat in by_worker.values():
         host.memories[seat.join.worker] = seat.weights
-        deliver(host.handle(seat.join))
+        host.handle(seat.join)
     while turn:
         reason = stopped()
         if reason is not None:
-            deliver(host.stop(reason))
+            host.stop(reason)
         seat = turn.popleft()
         push = seat.push() if not host.server.over else None
         if push is not None:
             if delays and push.worker in delays:
                 time.sleep(delays[push.worker].seconds(host.config.seed, push.worker, push.seq))
             with torch.inference_mode():  # autograd has no part in an update
-                replies = host.handle(push)
-            deliver(replies)
+                host.handle(push)

@@ -67,6 +67,7 @@ class Service:
 
     def __init__(self, host: Host, control: Control, expected: dict[str, Any], patient: bool = False) -> None:
         self.host = host
+        host.send = self._answer
         self._expected = expected
         self.control = control
         self._patient = patient
@@ -113,12 +114,12 @@ class Service:
         if order["kind"] == "worker":
             self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
-            self._send(self.host.stop(order["reason"]))
+            self.host.stop(order["reason"])
 
     def _terminate(self) -> None:
         """A SIGTERM came: end at this safe moment between two inputs."""
         self._wakeup.recv(64)
-        self._send(self.host.stop(TERMINATED))
+        self.host.stop(TERMINATED)
 
     def _serve(self, door: ServerDoor) -> None:
         try:
@@ -127,7 +128,7 @@ class Service:
             self.control.send({"kind": "note", "text": str(error)})
             message = None
         if isinstance(message, Push):
-            self._send(self.host.handle(message))
+            self.host.handle(message)
         elif message is None:
             self._hang_up(door)
         elif isinstance(message, Hello):
@@ -144,11 +145,11 @@ class Service:
             self._hang_up(door)
             return
         self.host.memories[door.worker] = hello.slot.weights
-        self._send(self.host.handle(hello.join))
+        self.host.handle(hello.join)
 
     def miss(self, worker: int) -> None:
         """A worker that was awaited will never come."""
-        self._send(self.host.handle(Leave(worker, 0)))
+        self.host.handle(Leave(worker, 0))
 
     def _hang_up(self, door: ServerDoor) -> None:
         self._poll.unregister(door.connection)
@@ -156,17 +157,16 @@ class Service:
         door.connection.close()
         self.doors.pop(door.worker, None)
         server = self.host.server
-        self._send(self.host.handle(Leave(door.worker, door.incarnation)))
+        self.host.handle(Leave(door.worker, door.incarnation))
         if not self.doors and not server.over:
-            self._send(self.host.stop(ALL_GONE))
+            self.host.stop(ALL_GONE)
 
-    def _send(self, replies: tuple[Reply, ...]) -> None:
-        for reply in replies:
-            door = self.doors.get(reply.worker)
-            if door is not None:
-                door.answer(reply)
-                if reply.over:
-                    self._dismissed.add(reply.worker)
+    def _answer(self, reply: Reply) -> None:
+        door = self.doors.get(reply.worker)
+        if door is not None:
+            door.answer(reply)
+            if reply.over:
+                self._dismissed.add(reply.worker)
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
