@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.dropout import AddressedDropout
+from paceline.models.pooling import max_pool_2x2
 
 
 class Cnn(nn.Module):
@@ -22,7 +23,7 @@ class Cnn(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 10]
-        x = F.max_pool2d(self.conv2(F.relu(self.conv1(images))), 2)
+        x = max_pool_2x2(self.conv2(F.relu(self.conv1(images))))
         x = self.dropout1(x).flatten(1)
         x = self.dropout2(F.relu(self.fc1(x)))
         return F.log_softmax(self.fc2(x), dim=1)

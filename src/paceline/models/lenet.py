@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.models.pooling import max_pool_2x2
+
 
 class LeNet5(nn.Module):
     """Two convolutions and three linear layers; returns log-probabilities."""
@@ -19,8 +21,8 @@ class LeNet5(nn.Module):
         self.fc3 = nn.Linear(84, 10)
 
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 10]
-        x = F.max_pool2d(F.relu(self.conv1(images)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = max_pool_2x2(F.relu(self.conv1(images)))
+        x = max_pool_2x2(F.relu(self.conv2(x)))
         x = F.relu(self.fc1(x.flatten(1)))
         x = F.relu(self.fc2(x))
         return F.log_softmax(self.fc3(x), dim=1)
