@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.config import SIMULATED_ONLY
 from paceline.errors import PacelineError, UserError, unknown_name
 from paceline.flags import Parser, add_settings, config_from, number
 from paceline.reports.console import Console, closing_lines
 
 SCRIPT_DECIDES = (
+    *SIMULATED_ONLY,
     "workers",
     "dataset",
     "model",
@@ -114,7 +116,7 @@ def _show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
 def _train(arguments: list[str]) -> int:
     parser = _parser("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
-    add_settings(parser)
+    add_settings(parser, left_out=SIMULATED_ONLY)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file)

@@ -108,6 +108,25 @@ class RunConfig:
     delay: list[str] | None = setting(
         None, "machine", "slow workers on purpose: 30ms, normal:60ms,5ms, with @1,3 for those only; may be repeated"
     )
+    faults: str | None = setting(
+        None, "cluster", "a table of what goes wrong and when; the local runtime kills, stops and slows", metavar="FILE"
+    )
+    speeds: str | None = setting(
+        None, "cluster", "a worker's step: 30ms, 1,1,1,4, lognormal:30ms,.3, exponential:30ms [1s]", metavar="SPEEDS"
+    )
+    link: str | None = setting(
+        None, "cluster", "the server's link, each way: bandwidth and latency, as in 1gbit,0.2ms", metavar="LINK"
+    )
+    server_time: str | None = setting(
+        None, "cluster", "what the server takes for a push, as in 2ms [nothing]", metavar="TIME"
+    )
+    cores: int | None = setting(
+        None, "cluster", "cores that all workers and the server share (default: each has its own)", _at_least_one
+    )
+    timing_only: bool = setting(False, "cluster", "compute no gradients: times, staleness and traffic alone")
+    parameters: str | None = setting(
+        None, "cluster", "size of the model for --timing-only, as in 25.6M (default: the model's)", metavar="COUNT"
+    )
     checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
     name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
     runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
@@ -122,6 +141,9 @@ class RunConfig:
             if check is not None:
                 check(spec.name.replace("_", "-"), value)
 
+
+SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "timing_only", "parameters")
+"""Settings of a cluster that does not exist."""
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
 _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
-from paceline.config import RunConfig
+from paceline.config import SIMULATED_ONLY, RunConfig
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
 from paceline.division import divide_work
@@ -25,6 +25,7 @@ from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, i
 def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Run what the config says; returns where it lies and what it came to."""
     config = resolve(config)
+    _refuse_imagined(config)
     location = _locate(config)
     if location is not None and location.sample:
         config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
@@ -105,6 +106,15 @@ def replay(path: Path, console: Console) -> dict[str, Any]:
 def _refuse_script(config: RunConfig, path: Path, what: str) -> None:
     if is_script(config):
         raise UserError(f"{path} is a run of your own loop, which cannot be {what} yet: start the script again")
+
+
+def _refuse_imagined(config: RunConfig) -> None:
+    """Settings that only a simulated cluster has."""
+    asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
+    if asked:
+        raise UserError(
+            f"{asked[0]} = {getattr(config, asked[0])!r} is for 'paceline simulate': real machines have theirs"
+        )
 
 
 def _locate(config: RunConfig) -> Location | None:
