@@ -16,6 +16,7 @@ from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
+from paceline.faults import Fault
 from paceline.reports.console import Console
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.environment import git_state
@@ -26,6 +27,7 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     """Run what the config says; returns where it lies and what it came to."""
     config = resolve(config)
     _refuse_imagined(config)
+    faults = _faults(config)
     location = _locate(config)
     if location is not None and location.sample:
         config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
@@ -35,7 +37,7 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     with holding(folder):
         if _in_this_process(config):
             return folder, _train_here(config, folder, location, console, incarnation=0)
-        return folder, _train_on_processes(config, folder, location, console, incarnation=0)
+        return folder, _train_on_processes(config, folder, location, console, incarnation=0, faults=faults)
 
 
 def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -117,6 +119,21 @@ def _refuse_imagined(config: RunConfig) -> None:
         )
 
 
+def _faults(config: RunConfig) -> tuple[Fault, ...]:
+    """What the processes of a new run are to suffer; a resumed run is left in peace."""
+    if config.faults is None:
+        return ()
+    if _in_this_process(config):
+        what = "--device cuda" if config.device == "cuda" else "--strategy classic"
+        raise UserError(
+            f"--faults {config.faults} is for workers that are processes, and {what} has none: leave out one of the "
+            "two, or try it in 'paceline simulate'"
+        )
+    from paceline.runtimes.fault_injection import faults_for_processes
+
+    return faults_for_processes(config)
+
+
 def _locate(config: RunConfig) -> Location | None:
     if config.task is not None:
         return None
@@ -178,7 +195,12 @@ def holding(folder: RunFolder) -> Iterator[None]:
 
 
 def _train_on_processes(
-    config: RunConfig, folder: RunFolder, location: Location | None, console: Console, incarnation: int
+    config: RunConfig,
+    folder: RunFolder,
+    location: Location | None,
+    console: Console,
+    incarnation: int,
+    faults: tuple[Fault, ...] = (),
 ) -> dict[str, Any]:
     from paceline.runtimes.fork_server import ForkServer
     from paceline.runtimes.local import Processes, run_local
@@ -191,7 +213,7 @@ def _train_on_processes(
         hint(config, location, console)
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
-        processes = Processes(spec, shared.fds if shared is not None else [], incarnation)
+        processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return result

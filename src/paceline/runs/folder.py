@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +33,11 @@ class RunFolder:
         self.result_file = path / "result.json"
         self.weights_file = path / "weights.safetensors"
         self.checkpoints = path / "checkpoints"
+        self.faults_file = path / "faults.toml"
 
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
-        """Make a new folder with the resolved config in it; one that exists is never touched."""
+        """Make a new folder with the resolved config in it, and its faults; one that exists is never touched."""
         name = config.name or _free_name(config)
         if not name or "/" in name or name in (".", ".."):
             raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
@@ -43,6 +45,8 @@ class RunFolder:
         try:
             folder.path.mkdir(parents=True)
             write_atomically(folder.config_file, f"schema = {SCHEMA}\n{to_toml(config)}".encode())
+            if config.faults is not None:
+                shutil.copyfile(config.faults, folder.faults_file)
         except FileExistsError:
             raise UserError(
                 f"{folder.path} exists already: choose another --name, remove it, or 'paceline resume {folder.path}'"
@@ -98,6 +102,7 @@ class RunFolder:
         """Remove a folder in which nothing has happened yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
             self.config_file.unlink(missing_ok=True)
+            self.faults_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else lies there: it stays
                 self.path.rmdir()
                 self.path.parent.rmdir()

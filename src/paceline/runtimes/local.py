@@ -13,12 +13,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.config import RunConfig, to_dict
 from paceline.errors import PacelineError, RunFailed, UserError
+from paceline.faults import Fault
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder
+from paceline.runtimes.fault_injection import Injector
 from paceline.runtimes.fork_server import ForkServer, request
 
 ENDING_SECONDS = 3.0
@@ -34,42 +36,71 @@ class Reported(PacelineError):
 
 @dataclass(frozen=True)
 class Processes:
-    """What the processes of a run are told: their roles, a spec of JSON values, and descriptors all of them get."""
+    """What the processes of a run are told: their roles, a spec of JSON values, and descriptors all of them get.
+
+    `faults` is what they are made to suffer.
+    """
 
     spec: dict[str, Any]
     fds: list[int]
     incarnation: int = 0
     server_role: str = "server"
     worker_role: str = "worker"
+    faults: tuple[Fault, ...] = ()
 
 
 class Supervisor:
     """Starts the processes of one run and follows them to its end."""
 
     def __init__(
-        self, forks: ForkServer, config: RunConfig, folder: RunFolder, report: Callable[[dict[str, Any]], None]
+        self,
+        forks: ForkServer,
+        config: RunConfig,
+        folder: RunFolder,
+        processes: Processes,
+        report: Callable[[dict[str, Any]], None],
     ) -> None:
         self._forks, self._config, self._folder, self._report = forks, config, folder, report
+        self._processes = processes
+        self._common = {"config": to_dict(config), "folder": str(folder.path), **processes.spec}
+        self._incarnations = dict.fromkeys(range(config.workers or 1), processes.incarnation)
+        self._injector = Injector(processes.faults, self._tell_fault, self._restart)
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._names: dict[int, str] = {}
+        self._numbers = {f"worker {worker}": worker for worker in self._incarnations}
         self._running: set[int] = set()
         self._finished = self._server_is_silent = False
         self._interrupts = 0
 
-    def start(self, processes: Processes) -> None:
+    def start(self) -> None:
         """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
-        common = {"config": to_dict(self._config), "folder": str(self._folder.path), **processes.spec}
-        server_fds = [self._server_end.fileno(), *processes.fds]
-        self._send(self._forks.socket, request(processes.server_role, {**common, "name": "server"}), server_fds)
+        server_fds = [self._server_end.fileno(), *self._processes.fds]
+        asked = request(self._processes.server_role, {**self._common, "name": "server"})
+        self._send(self._forks.socket, asked, server_fds)
         self._server_end.close()
-        for worker in range(self._config.workers or 1):
-            server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            own = {"name": f"worker {worker}", "worker": worker, "incarnation": processes.incarnation}
-            worker_fds = [worker_side.fileno(), *processes.fds]
-            self._send(self._forks.socket, request(processes.worker_role, {**common, **own}), worker_fds)
-            self._send(self._control, json.dumps({"kind": "worker", **own}).encode(), [server_side.fileno()])
-            server_side.close()
-            worker_side.close()
+        for worker in self._incarnations:
+            self._start_worker(worker)
+
+    def _start_worker(self, worker: int) -> None:
+        server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = {"name": f"worker {worker}", "worker": worker, "incarnation": self._incarnations[worker]}
+        worker_fds = [worker_side.fileno(), *self._processes.fds]
+        asked = request(self._processes.worker_role, {**self._common, **own})
+        self._send(self._forks.socket, asked, worker_fds)
+        self._send(self._control, json.dumps({"kind": "worker", **own}).encode(), [server_side.fileno()])
+        server_side.close()
+        worker_side.close()
+
+    def _restart(self, worker: int) -> None:
+        self._incarnations[worker] += 1
+        self._report({"kind": "note", "text": f"worker {worker} comes back"})
+        self._start_worker(worker)
+
+    def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:
+        """Say it here and in the run's events; the server goes on without anybody while someone is to come back."""
+        self._report({"kind": "note", "text": text})
+        order = {"kind": "fault", "fault": asdict(fault), "returns": returns}
+        self._send(self._control, json.dumps(order).encode())
 
     def _send(self, line: socket.socket, packet: bytes, fds: list[int] | None = None) -> None:
         """Send, and while the other side is not ready listen to what it has to say: nobody waits for nobody."""
@@ -91,10 +122,11 @@ class Supervisor:
 
     def follow(self) -> None:
         """Until the run has ended, well or not; the result lies in the run folder."""
-        with self._signals():
+        with self._signals(), contextlib.closing(self._injector):
             while not self._finished:
                 lines = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
-                self._listen(select.select(lines, [], [])[0])
+                self._listen(select.select(lines, [], [], self._injector.timeout())[0])
+                self._injector.act()
             deadline = time.monotonic() + ENDING_SECONDS
             while self._running and time.monotonic() < deadline:
                 if select.select([self._forks.socket], [], [], 0.2)[0]:
@@ -113,7 +145,11 @@ class Supervisor:
             raise Reported(row["text"], row["code"])
         if row["kind"] == "finished":
             self._finished = True
+        elif row["kind"] == "clock":
+            self._injector.set_clock(row["now"], row["runs"])
         else:
+            if row["kind"] == "progress":
+                self._injector.correct(row["now"])
             self._report(row)
 
     def _hear_forks(self) -> None:
@@ -123,6 +159,8 @@ class Supervisor:
         if notice["kind"] == "started":
             self._names[notice["pid"]] = notice["name"]
             self._running.add(notice["pid"])
+            if notice["name"] in self._numbers:
+                self._injector.started(self._numbers[notice["name"]], notice["pid"])
         elif notice["kind"] == "complaint":
             raise Reported(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
         else:
@@ -131,6 +169,7 @@ class Supervisor:
     def _note_end(self, notice: dict[str, Any]) -> None:
         name = self._names.get(notice["pid"], "a process")
         self._running.discard(notice["pid"])
+        how = ", ".join([notice["how"], *self._injector.ended(notice["pid"])])
         if name == "server" and not self._finished:
             self._drain()
             if not self._finished:
@@ -138,7 +177,7 @@ class Supervisor:
         elif notice["status"] and not self._finished:
             left = sum(self._names[pid] != "server" for pid in self._running)
             goes_on = f"the run goes on with {left}" if left else "no worker is left"
-            self._report({"kind": "note", "text": f"{name} was lost ({notice['how']}): {goes_on}"})
+            self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
 
     def _drain(self) -> None:
         """Take what the server still said before it ended."""
@@ -186,8 +225,8 @@ def run_local(
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Train on processes of this machine and return the result."""
-    supervisor = Supervisor(forks, config, folder, report)
-    supervisor.start(processes)
+    supervisor = Supervisor(forks, config, folder, processes, report)
+    supervisor.start()
     supervisor.follow()
     result = folder.result()
     if result is None:

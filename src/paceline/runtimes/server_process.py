@@ -76,6 +76,8 @@ class Service:
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._listen(control.connection, self._order)
         self._dismissed: set[int] = set()
+        self._returning: set[int] = set()
+        self._clock_runs = False
         self._wakeup, writer = socket.socketpair()
         writer.setblocking(False)
         self._listen(self._wakeup, self._terminate)
@@ -91,7 +93,9 @@ class Service:
         deadline: float | None = None
         while True:
             if self.host.server.over:
-                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                if deadline is None:
+                    deadline = time.monotonic() + GRACE_SECONDS
+                    self._tell_clock()
                 if self._all_know(deadline):
                     break
             for line, _ in self._poll.poll(0.5 if deadline is not None else None):
@@ -107,6 +111,7 @@ class Service:
     def admit(self, door: ServerDoor) -> None:
         """Listen to one more worker."""
         self.doors[door.worker] = door
+        self._returning.discard(door.worker)
         self._listen(door.connection, lambda: self._serve(door))
 
     def _order(self) -> None:
@@ -115,6 +120,22 @@ class Service:
             self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
             self.host.stop(order["reason"])
+        elif order["kind"] == "fault":
+            self._note_fault(order["fault"], order["returns"])
+
+    def _note_fault(self, fault: dict[str, Any], returns: bool) -> None:
+        """A fault was fired on purpose; a worker who is to come back is waited for, even when nobody else is left."""
+        if returns:
+            self._returning.add(fault["worker"])
+        row = {key: value for key, value in fault.items() if key != "kind"}
+        self.host.events.write("fault", self.host.clock.now(), fault=fault["kind"], **row)
+
+    def _tell_clock(self) -> None:
+        """Tell the supervisor when training begins and when it is over: faults come by this clock."""
+        runs = self.host.server.started and not self.host.server.over
+        if self._clock_runs != runs:
+            self._clock_runs = runs
+            self.control.send({"kind": "clock", "now": self.host.clock.now(), "runs": runs})
 
     def _terminate(self) -> None:
         """A SIGTERM came: end at this safe moment between two inputs."""
@@ -146,6 +167,7 @@ class Service:
             return
         self.host.memories[door.worker] = hello.slot.weights
         self.host.handle(hello.join)
+        self._tell_clock()
 
     def miss(self, worker: int) -> None:
         """A worker that was awaited will never come."""
@@ -155,10 +177,12 @@ class Service:
         self._poll.unregister(door.connection)
         del self._callbacks[door.connection.fileno()]
         door.connection.close()
-        self.doors.pop(door.worker, None)
+        if self.doors.get(door.worker) is door:  # not yet its next incarnation's
+            del self.doors[door.worker]
         server = self.host.server
         self.host.handle(Leave(door.worker, door.incarnation))
-        if not self.doors and not server.over:
+        self._tell_clock()
+        if not self.doors and not self._returning and not server.over:
             self.host.stop(ALL_GONE)
 
     def _answer(self, reply: Reply) -> None:
