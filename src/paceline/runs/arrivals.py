@@ -93,31 +93,78 @@ class ArrivalLog:
 
 
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume"}
+_VERDICTS = frozenset(Verdict)
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log file holds: its whole records, the bytes they begin and end at, and how many bytes lie behind."""
+
+    records: list[Record]
+    begins: int
+    ends: int
+    torn: int
+
+
+def read_log(path: Path, config: RunConfig, start: int = 0) -> Log:
+    """The records from byte `start` on. A torn record at the end is left out; a log damaged elsewhere is refused."""
+    log = _read(path, config, start)
+    if log.torn >= RECORD_BYTES:
+        raise UserError(
+            f"{path} is damaged at byte {log.ends}, with {log.torn} bytes behind it, which no crash does: "
+            "nothing was changed"
+        )
+    return log
 
 
 def read_arrivals(path: Path, config: RunConfig, start: int = 0) -> tuple[list[Record], int]:
     """All whole records from byte `start` on, and the length of the good part of the file."""
+    log = _read(path, config, start)
+    return log.records, log.ends
+
+
+def _read(path: Path, config: RunConfig, start: int) -> Log:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: this run has no log to replay") from None
-    header = content[: content.find(b"\n") + 1]
-    if not header.startswith(_MAGIC):
-        raise UserError(f"{path} is not an arrivals log of this version")
-    if header[len(_MAGIC) :].strip().decode() != fingerprint(config):
-        raise UserError(f"{path} belongs to another config than the config.toml beside it")
+    header = _check_header(path, content, config)
     if start > len(content):
         raise UserError(
             f"{path} has {len(content)} bytes, the checkpoint was taken at byte {start}: the log lost its end; "
             "remove that checkpoint to go on from an older one"
         )
-    records, offset = [], max(start, len(header))
+    records: list[Record] = []
+    begins = offset = max(start, header)
     while offset + RECORD_BYTES <= len(content):
         body = content[offset : offset + _RECORD.size]
         (check,) = _CHECK.unpack_from(content, offset + _RECORD.size)
         if zlib.crc32(body) != check:
             break
-        kind, verdict, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
-        records.append(Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Verdict(verdict)))
+        records.append(_record(body, path, offset, config))
         offset += RECORD_BYTES
-    return records, offset
+    return Log(records, begins, offset, len(content) - offset)
+
+
+def _check_header(path: Path, content: bytes, config: RunConfig) -> int:
+    """The length of the header line, which must be of this format and of this config."""
+    if not content:
+        raise UserError(f"{path} is empty: the run never started, or its log was lost")
+    length = content.find(b"\n") + 1
+    header = content[:length]
+    if not header.startswith(_MAGIC):
+        raise UserError(f"{path} is not an arrivals log of this version ({_MAGIC.decode().strip()})")
+    if header[len(_MAGIC) :].strip() != fingerprint(config).encode():
+        raise UserError(f"{path} belongs to another config than the config.toml beside it")
+    return length
+
+
+def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:
+    """A record whose checksum is right; what it says may still be from a later version, or about another run."""
+    kind, verdict, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
+    if kind not in _KINDS or verdict not in _VERDICTS:
+        what = f"kind {kind}" if kind not in _KINDS else f"verdict {verdict}"
+        raise UserError(f"{path} holds a record of unknown {what} at byte {offset}: another version wrote it")
+    if worker >= (config.workers or 1):
+        raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {config.workers}")
+    return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Verdict(verdict))

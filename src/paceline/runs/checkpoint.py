@@ -5,6 +5,7 @@ Safetensors plus JSON in a folder named after the version, written under a tempo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -84,14 +85,28 @@ def newest_cut(folder: Path) -> tuple[Cut | None, list[str]]:
     complaints: list[str] = []
     for path in reversed(_finished(folder)):
         try:
-            facts = json.loads((path / "facts.json").read_text())
-            content = (path / "tensors.safetensors").read_bytes()
-            if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:
-                raise ValueError("its tensors do not have the checksum they were written with")
-            return Cut(facts["server"], load(content), facts["log_offset"], facts["now"]), complaints
+            return read_cut(path), complaints
         except (OSError, ValueError, KeyError) as error:
             complaints.append(f"checkpoint {path.name} cannot be read ({error}); using an older one")
     return None, complaints
+
+
+def read_cut(path: Path) -> Cut:
+    """One cut; a file that is missing or not as it was written is an OSError, a ValueError or a KeyError."""
+    facts = json.loads((path / "facts.json").read_text())
+    content = (path / "tensors.safetensors").read_bytes()
+    if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:
+        raise ValueError("its tensors do not have the checksum they were written with")
+    return Cut(facts["server"], load(content), facts["log_offset"], facts["now"])
+
+
+def readable_cuts(folder: Path) -> list[Cut]:
+    """Every cut that can be read, oldest first."""
+    cuts = []
+    for path in _finished(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            cuts.append(read_cut(path))
+    return cuts
 
 
 def _finished(folder: Path) -> list[Path]:

@@ -32,6 +32,7 @@ class RunFolder:
         self.arrivals_file = path / "arrivals.log"
         self.result_file = path / "result.json"
         self.weights_file = path / "weights.safetensors"
+        self.script_file = path / "script.json"
         self.checkpoints = path / "checkpoints"
         self.faults_file = path / "faults.toml"
 
@@ -84,6 +85,12 @@ class RunFolder:
         """The resolved config this run was started with."""
         return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
 
+    def settle_config(self, config: RunConfig) -> None:
+        """Write the config over with what was only learned at the start; in place, since the file is the lock too."""
+        with self.config_file.open("r+b") as file:
+            file.write(f"schema = {SCHEMA}\n{to_toml(config)}".encode())
+            file.truncate()
+
     def result(self) -> dict[str, Any] | None:
         """The result, or None while there is none."""
         try:
@@ -102,6 +109,7 @@ class RunFolder:
         """Remove a folder in which nothing has happened yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
             self.config_file.unlink(missing_ok=True)
+            self.script_file.unlink(missing_ok=True)
             self.faults_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else lies there: it stays
                 self.path.rmdir()

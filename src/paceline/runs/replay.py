@@ -1,26 +1,116 @@
-"""A run executed again from its log, in one process: the same Server, fed the same inputs, gives the same weights."""
+"""A run executed again from its log: the same Server, fed the same inputs in the same order, gives the same weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from paceline.core.messages import Input, Join, Outcome, Push, Reply, Verdict
 from paceline.core.server import Server
-from paceline.core.worker import Seat
 from paceline.errors import RunFailed
 from paceline.runs.arrivals import Record
 from paceline.runs.checkpoint import Cut, restore
 
-MakeSeat = Callable[[Join], Seat]
+
+class Chair(Protocol):
+    """Where pushes are computed again: a Seat in this process, or a script in another."""
+
+    join: Join
+    weights: Tensor
+    state: Tensor
+    pending: Reply | None
+
+    def push(self) -> Push | None: ...
+
+
+MakeSeat = Callable[[Join], Chair]
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where a replay first came out otherwise than the run: at which update, in which push, and in what."""
+
+    update: int
+    worker: int | None
+    push: int | None
+    what: str
+    recorded: float | str
+    replayed: float | str
+
+    def row(self) -> dict[str, Any]:
+        """As JSON values, which know no NaN."""
+        numbers = {name: str(value) for name, value in asdict(self).items() if _is_odd(value)}
+        return {**asdict(self), **numbers}
+
+
+class Threads(NamedTuple):
+    """How many threads a worker computes on, and how many the server."""
+
+    worker: int
+    server: int
+
+
+class Departed(RunFailed):
+    """A replay that cannot go on: what the log says next cannot happen here."""
+
+    def __init__(self, text: str, departure: Departure) -> None:
+        super().__init__(text)
+        self.departure = departure
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def same_float32(one: float, other: float) -> bool:
+    """Whether two numbers have the same bits as float32; every NaN is the same.
+
+    >>> same_float32(0.1, ctypes.c_float(0.1).value), same_float32(0.0, -0.0)
+    (True, False)
+    """
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    return bytes(ctypes.c_float(one)) == bytes(ctypes.c_float(other))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two float32 vectors are the same, NaNs included."""
+    return torch.equal(one.cpu().view(torch.int32), other.cpu().view(torch.int32))
+
+
+def _nobody(reply: Reply) -> None:
+    """A seat in this process finds its reply in `pending`."""
 
 
 class Replay:
-    """Feeds logged inputs to a server; pushes are computed again by seats in this process."""
+    """Feeds logged inputs to a server; pushes are computed again by `make_seat`'s seats.
 
-    def __init__(self, server: Server, make_seat: MakeSeat, cut: Cut | None = None) -> None:
+    The first thing that comes out otherwise is kept in `departure`. `marks` are the run's checkpoints, by the number
+    of records before them. With `threads`, pushes and updates each use as many as in the run: some sums depend on it.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        make_seat: MakeSeat,
+        cut: Cut | None = None,
+        threads: Threads | None = None,
+        send: Callable[[Reply], None] = _nobody,
+        marks: Mapping[int, Cut] | None = None,
+    ) -> None:
         self.server = server
-        self.seats: dict[int, Seat] = {}
-        self._make_seat = make_seat
+        self.seats: dict[int, Chair] = {}
+        self.departure: Departure | None = None
+        self.fed = 0
+        self._make_seat, self._send = make_seat, send
+        self._threads = threads
+        self._marks = marks or {}
         if cut is not None:
             restore(server, cut)
             self._seat_the_living(cut)
@@ -39,28 +129,39 @@ class Replay:
                 seat.pending = Reply(worker, member.incarnation, member.serial, member.version, member.accepted)
             self.seats[worker] = seat
 
-    def feed(self, records: Iterable[Record], progress: Callable[[int], None] | None = None) -> None:
-        """Take the records in order; the first that comes out otherwise than logged is an error that names it."""
+    def feed(
+        self, records: Iterable[Record], progress: Callable[[int], None] | None = None, until: int | None = None
+    ) -> None:
+        """Take the records in order, up to version `until`; what cannot happen as logged is an error that names it."""
         for number, record in enumerate(records):
-            message: Input
-            if record.kind == "push":
-                pushed = self._push(record, number)
-                if pushed is None:
-                    continue
-                message = pushed
-            else:
-                message = record.message
-            outcome = self.server.handle(message)
-            if outcome.verdict != record.verdict:
-                raise RunFailed(
-                    f"replay departs from the log at record {number} (update {self.server.version}): worker "
-                    f"{record.worker}'s {record.kind} was {record.verdict.name}, is now {outcome.verdict.name}"
-                )
-            if isinstance(message, Join) and outcome.verdict == Verdict.TAKEN:
-                self.seats[record.worker] = self._make_seat(message)
-            self._deliver(outcome)
+            if until is not None and self.server.version >= until:
+                return
+            self._take(record, number)
+            self.fed += 1
+            if self.fed in self._marks:
+                self._compare(self._marks[self.fed])
             if progress is not None:
                 progress(number)
+
+    def _take(self, record: Record, number: int) -> None:
+        message: Input
+        if record.kind == "push":
+            pushed = self._push(record, number)
+            if pushed is None:
+                return
+            message = pushed
+        else:
+            message = record.message
+        version = self.server.version
+        self._use_threads(self._threads and self._threads.server)
+        outcome = self.server.handle(message)
+        if outcome.verdict != record.verdict:
+            was, now = record.verdict.name, outcome.verdict.name
+            text = f"worker {record.worker}'s {record.kind} was {was}, is now {now}"
+            raise self._departed(record, number, text, "verdict", was, now, version)
+        if isinstance(message, Join) and outcome.verdict == Verdict.TAKEN:
+            self.seats[record.worker] = self._make_seat(message)
+        self._deliver(outcome)
 
     def _push(self, record: Record, number: int) -> Push | None:
         """The push of a record, computed again; None for one that changed nothing, then as now."""
@@ -69,19 +170,54 @@ class Replay:
         if pending is None or record.seq < pending.serial:
             if record.verdict in (Verdict.REPEATED, Verdict.REJECTED):
                 return None  # seen before, or from nobody we know
-            raise RunFailed(
-                f"replay departs from the log at record {number}: worker {record.worker} had nothing to push"
-            )
+            raise self._no_push(record, number, f"worker {record.worker} had nothing to push")
         if (record.seq, record.reply) != (pending.serial, pending.serial):
-            raise RunFailed(
-                f"replay departs from the log at record {number}: worker {record.worker} pushed {record.seq} "
-                f"for reply {record.reply}, and is at {pending.serial}"
-            )
+            place = f"for reply {record.reply}, and is at {pending.serial}"
+            raise self._no_push(record, number, f"worker {record.worker} pushed {record.seq} {place}")
         assert seat is not None
-        return seat.push()
+        self._use_threads(self._threads and self._threads.worker)
+        push = seat.push()
+        if push is None:
+            raise self._no_push(record, number, f"worker {record.worker} ended where its push {record.seq} was due")
+        if (push.seq, push.reply) != (record.seq, record.reply):
+            raise self._no_push(record, number, f"worker {record.worker} pushed {push.seq}, in the run {record.seq}")
+        if push.samples != record.samples:
+            self._note(record, "samples", record.samples, push.samples)
+        if not same_float32(push.loss, record.loss):
+            self._note(record, "loss", record.loss, push.loss)
+        return push
+
+    def _note(self, record: Record, what: str, recorded: float, replayed: float) -> None:
+        if self.departure is None:
+            self.departure = Departure(self.server.version, record.worker, record.seq, what, recorded, replayed)
+
+    def _no_push(self, record: Record, number: int, text: str) -> Departed:
+        return self._departed(record, number, text, "push", "made", "not to be had", self.server.version)
+
+    def _departed(
+        self, record: Record, number: int, text: str, what: str, recorded: str, replayed: str, version: int
+    ) -> Departed:
+        seq = record.seq if record.kind == "push" else None
+        departure = Departure(version, record.worker, seq, what, recorded, replayed)
+        self.departure = self.departure or departure
+        return Departed(f"replay departs from the log at record {number} (update {version}): {text}", departure)
+
+    def _compare(self, cut: Cut) -> None:
+        """Against a checkpoint of the run, when the log has come to where it was taken."""
+        version = self.server.version
+        same = cut.version == version and same_bits(self.server.weights, cut.tensors["weights"])
+        if self.departure is None and not same:
+            recorded = f"those of checkpoint {cut.version}"
+            self.departure = Departure(version, None, None, "weights", recorded, "others")
 
     def _deliver(self, outcome: Outcome) -> None:
         for reply in outcome.replies:
             seat = self.seats[reply.worker]
             self.server.weights_for(reply.worker, seat.weights)
             seat.pending = reply
+            self._send(reply)
+
+    @staticmethod
+    def _use_threads(count: int | None) -> None:
+        if count and torch.get_num_threads() != count:
+            torch.set_num_threads(count)

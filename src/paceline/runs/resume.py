@@ -13,10 +13,10 @@ from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import UserError
-from paceline.runs.arrivals import RECORD_BYTES, read_arrivals
+from paceline.runs.arrivals import read_log
 from paceline.runs.checkpoint import newest_cut
 from paceline.runs.folder import RunFolder
-from paceline.runs.replay import Replay
+from paceline.runs.replay import Replay, Threads
 
 
 def rebuild(
@@ -34,25 +34,22 @@ def rebuild(
     for text in complaints:
         report({"kind": "note", "text": text})
     start = cut.log_offset if cut is not None else 0
-    records, whole = read_arrivals(folder.arrivals_file, config, start)
-    torn = folder.arrivals_file.stat().st_size - whole
-    if torn >= RECORD_BYTES:
-        raise UserError(
-            f"{folder.arrivals_file} is damaged at byte {whole}, with {torn} bytes behind it, which no crash does: "
-            "nothing was changed"
-        )
-    if torn:
+    log = read_log(folder.arrivals_file, config, start)
+    records = log.records
+    if log.torn:
         report({"kind": "note", "text": f"{folder.arrivals_file.name} ends in a torn record: it is left out"})
-        os.truncate(folder.arrivals_file, whole)
+        os.truncate(folder.arrivals_file, log.ends)
     pushes = sum(record.kind == "push" for record in records)
     if pushes:
         since = f"checkpoint {cut.version}" if cut is not None else "the start"
         report({"kind": "note", "text": f"computing {pushes} logged pushes since {since} again"})
     before = torch.get_num_threads()
-    torch.set_num_threads(config.threads or 1)
-    replay = Replay(server, make_seat, cut)
+    replay = Replay(server, make_seat, cut, Threads(config.threads or 1, before))
     replay.feed(records)
     torch.set_num_threads(before)
+    if replay.departure is not None:
+        what = f"first worker {replay.departure.worker}'s push {replay.departure.push}"
+        report({"kind": "note", "text": f"logged pushes come out otherwise on this machine ({what}): the run goes on"})
     if server.divergence is not None:
         raise UserError(f"{folder.path} diverged at update {server.version}: start a new run with a lower --lr instead")
     return records[-1].now if records else (cut.now if cut is not None else 0.0)

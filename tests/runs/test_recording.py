@@ -1,0 +1,148 @@
+"""Logs that cannot be replayed: each is one clear line, and nothing in the run folder changes."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+
+import pytest
+from recorded_runs import Record, RecordedRun, small_task
+
+from paceline.errors import UserError
+from paceline.runs.arrivals import RECORD_BYTES
+from paceline.runs.checkpoint import take_cut, write_cut
+from paceline.runs.comparison import compare, marks_of
+from paceline.runs.folder import RunFolder
+from paceline.runs.recording import ScriptCall, open_recording
+
+BODY = struct.Struct("<BBHIIIIfd")
+
+
+def made(record: Record) -> RecordedRun:
+    run = record(strategy="async", workers=2, epochs=1.0)
+    run.join_all()
+    run.push_at_random(10_000)
+    run.host.finish()
+    run.close()
+    return run
+
+
+def header_of(content: bytes) -> int:
+    return content.find(b"\n") + 1
+
+
+def with_field(content: bytes, field: int, value: int) -> bytes:
+    """The log with one field of its third record changed, under a checksum that is right."""
+    at = header_of(content) + 2 * RECORD_BYTES
+    fields = list(BODY.unpack(content[at : at + BODY.size]))
+    fields[field] = value
+    body = BODY.pack(*fields)
+    return content[:at] + body + struct.pack("<I", zlib.crc32(body)) + content[at + RECORD_BYTES :]
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda c: b"", "is empty: the run never started"),
+    "only a header": (lambda c: c[: header_of(c)], "holds no record: the run never started"),
+    "half a header": (lambda c: c[:30], "is not an arrivals log of this version"),
+    "something else": (lambda c: b"\xff\xfe\n" + c, "is not an arrivals log of this version"),
+    "another format": (lambda c: c.replace(b"arrivals 1", b"arrivals 2", 1), "is not an arrivals log of this version"),
+    "another config": (lambda c: c.replace(c[20:36], b"0" * 16, 1), "belongs to another config"),
+    "a config in no alphabet": (lambda c: c.replace(c[20:36], b"\xff" * 16, 1), "belongs to another config"),
+    "damage in the middle": (lambda c: c[:300] + bytes([c[300] ^ 1]) + c[301:], "is damaged at byte"),
+    "a hole": (lambda c: c[:300] + c[310:], "is damaged at byte"),
+    "an unknown kind": (lambda c: with_field(c, 0, 9), "a record of unknown kind 9 at byte"),
+    "an unknown verdict": (lambda c: with_field(c, 1, 77), "a record of unknown verdict 77 at byte"),
+    "an unknown worker": (lambda c: with_field(c, 2, 5), "names worker 5 at byte"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_log_that_cannot_be_replayed_is_one_clear_line(record: Record, name: str) -> None:
+    run = made(record)
+    do, expected = DAMAGES[name]
+    path = run.folder.arrivals_file
+    path.write_bytes(do(path.read_bytes()))
+    before = {file: file.read_bytes() for file in run.folder.path.iterdir() if file.is_file()}
+    with pytest.raises(UserError, match=expected) as caught:
+        open_recording(run.folder.path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    assert {file: file.read_bytes() for file in run.folder.path.iterdir() if file.is_file()} == before
+
+
+def test_a_run_without_a_log(record: Record) -> None:
+    run = made(record)
+    run.folder.arrivals_file.unlink()
+    with pytest.raises(UserError, match="does not exist: this run has no log to replay"):
+        open_recording(run.folder.path)
+
+
+def test_a_torn_tail_is_left_out_with_a_note_and_stays_in_the_file(record: Record) -> None:
+    run = made(record)
+    path = run.folder.arrivals_file
+    path.write_bytes(path.read_bytes()[:-5])
+    length = path.stat().st_size
+    recording = open_recording(run.folder.path)
+    assert recording.notes() == [f"arrivals.log ends in a torn record of {RECORD_BYTES - 5} bytes: it is left out"]
+    with pytest.raises(UserError, match=r"ends at update \d+ .*result\.json says \d+ .*: the log lost its end"):
+        compare(run.replay(), recording, small_task())
+    assert path.stat().st_size == length
+
+
+def test_a_log_cut_between_two_records_is_told_by_the_result(record: Record) -> None:
+    run = made(record)
+    path = run.folder.arrivals_file
+    path.write_bytes(path.read_bytes()[: -4 * RECORD_BYTES])
+    recording = open_recording(run.folder.path)
+    assert recording.notes() == []
+    with pytest.raises(UserError, match=rf"result\.json says {run.server.version} .*: the log lost its end"):
+        compare(run.replay(), recording, small_task())
+
+
+def test_a_log_cut_before_a_checkpoint_is_told_by_the_checkpoint(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(8)
+    sent = {worker: seat.weights for worker, seat in run.seats.items()}
+    write_cut(run.folder.checkpoints, take_cut(run.server, sent, run.host.log.nbytes, 1.0))
+    run.close()
+    path = run.folder.arrivals_file
+    path.write_bytes(path.read_bytes()[:-RECORD_BYTES])
+    with pytest.raises(UserError, match=r"checkpoint 8 was taken at byte \d+: the log lost its end"):
+        marks_of(open_recording(run.folder.path))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "{"])
+def test_a_result_that_is_none(record: Record, content: str) -> None:
+    run = made(record)
+    run.folder.result_file.write_text(content)
+    with pytest.raises(UserError, match="the run folder is damaged"):
+        open_recording(run.folder.path)
+
+
+def test_output_alone_and_output_into_nowhere(record: Record) -> None:
+    run = made(record)
+    with pytest.raises(UserError, match="add --until N"):
+        open_recording(run.folder.path, output=run.folder.path / "x")
+    with pytest.raises(UserError, match="there is no folder"):
+        open_recording(run.folder.path, 2, run.folder.path / "nowhere/x")
+
+
+def test_a_script_that_is_missing_or_changed(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: RunFolder = made(record).folder
+    monkeypatch.chdir(folder.path)
+    with pytest.raises(UserError, match="does not say which script made it"):
+        ScriptCall.load(folder)
+    (folder.path / "loop.py").write_text("pass\n")
+    ScriptCall.of(["loop.py", "6"]).save(folder)
+    monkeypatch.chdir("/")
+    call = ScriptCall.load(folder)
+    assert call.path == folder.path / "loop.py" and call.command == ["loop.py", "6"] and not call.changed
+    call.path.write_text("print()\n")
+    assert call.changed
+    call.path.unlink()
+    with pytest.raises(UserError, match=r"loop\.py of this run is not there any more"):
+        ScriptCall.load(folder)
+    folder.script_file.write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        ScriptCall.load(folder)
