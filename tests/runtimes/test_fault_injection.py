@@ -25,7 +25,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runtimes.fault_injection import PERIOD, Injector
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it", "--seed", "3", "--faults", "faults.toml")
-STEADY = ("--strategy", "async", "--workers", "2", "--threads", "1", "--delay", "4ms")
+STEADY = ("--strategy", "async", "--workers", "2", "--threads", "1", "--delay", "8ms")
 
 
 class Stage:
@@ -131,18 +131,22 @@ def test_the_clock_that_stood_still_is_followed() -> None:
     assert stage.signals[0] == (102.75, 11, signal.SIGSTOP)
 
 
+@pytest.mark.parametrize("told", ["before", "after"])
 @pytest.mark.parametrize("how", ["over", "closed"])
-def test_at_the_end_everybody_is_woken_and_nothing_more_happens(how: str) -> None:
+def test_at_the_end_everybody_is_woken_and_nothing_more_happens(how: str, told: str) -> None:
     stage = Stage(
         Fault("crash", 0.0, 0, restart_after=5.0), Fault("pause", 0.5, 1, lasts=9.0), Fault("pause", 3.0, 1, lasts=9.0)
     )
     stage.injector.set_clock(0.0, runs=True)
     stage.pass_until(101.0)
-    stage.injector.ended(10)
+    if told == "before":
+        stage.injector.ended(10)
     if how == "over":
         stage.injector.set_clock(1.0, runs=False)
     else:
         stage.injector.close()
+    if told == "after":
+        assert stage.injector.ended(10) == ("by the table of faults",)
     assert stage.signals[-1] == (101.0, 11, signal.SIGCONT)
     before = len(stage.signals)
     stage.pass_until(120.0)
@@ -209,22 +213,21 @@ def test_workers_are_killed_restarted_stopped_and_slowed_and_the_run_can_be_repl
         Fault("pause", 0.1, 0, lasts=0.4),
         Fault("crash", 0.2, 2, restart_after=0.1),
     ]
-    with train(tmp_path, "--workers", "4", "--steps", "360", faults=faults) as command:
+    with train(tmp_path, "--workers", "4", "--steps", "240", faults=faults) as command:
         assert command.finish() == 0, command.err
         assert not command.family()
     assert "fault at 0.2 s: worker 2 is killed, to come back 0.1 s later" in command.err
     assert "worker 2 was lost (killed by SIGKILL, by the table of faults, to come back)" in command.err
     result, records = result_of(tmp_path / "runs/it"), arrivals(tmp_path)
-    assert (result["status"], result["updates"]) == ("finished", 360)
+    assert (result["status"], result["updates"]) == ("finished", 240)
 
     its = [record for record in records if record.worker == 2]
     joined_and_left = [(record.kind, record.incarnation) for record in its if record.kind != "push"]
     assert joined_and_left[:3] == [("join", 0), ("leave", 0), ("join", 1)]
-    assert next(record.now for record in its if record.kind == "leave") == pytest.approx(0.2, abs=0.1)
+    assert next(record.now for record in its if record.kind == "leave") > 0.19
     assert any(record.kind == "push" and record.incarnation == 1 and record.verdict == Verdict.TAKEN for record in its)
 
-    assert 0.38 < longest_gap(records, 0) < 0.8
-    assert longest_gap(records, 3) < 0.3
+    assert longest_gap(records, 0) > 0.38 > longest_gap(records, 3)
     assert result["staleness"]["max"] > 20
     pushes = Counter(record.worker for record in records if record.kind == "push")
     assert pushes[1] < pushes[3] / 2

@@ -93,6 +93,7 @@ class Injector:
         self._restarts: list[tuple[float, int]] = []
         self._holds: list[Hold] = []
         self._stopped: dict[int, int] = {}
+        self._over = False
 
     def set_clock(self, now: float, runs: bool) -> None:
         """The run's clock is at `now`, and runs from here or has come to its end."""
@@ -119,7 +120,7 @@ class Injector:
             return ()
         fault, when = self._killed.pop(pid)
         assert fault.worker is not None
-        if fault.restart_after is None:
+        if fault.restart_after is None or self._over:
             return ("by the table of faults",)
         self._restarts.append((when + fault.restart_after, fault.worker))
         return ("by the table of faults", "to come back")
@@ -146,6 +147,7 @@ class Injector:
 
     def close(self) -> None:
         """Training is over, or has failed: wake everybody, and let nothing more happen."""
+        self._over = True
         self._due.clear()
         self._restarts.clear()
         self._holds.clear()
@@ -169,14 +171,12 @@ class Injector:
 
     def _hold(self, workers: set[int]) -> None:
         """Stop these workers' processes and wake all others that we stopped."""
-        wanted = {worker: self._pids[worker] for worker in workers if worker in self._pids}
-        for worker, pid in self._stopped.items():
-            if wanted.get(worker) != pid:
-                self._signal(pid, signal.SIGCONT)
-        for worker, pid in wanted.items():
-            if self._stopped.get(worker) != pid:
-                self._signal(pid, signal.SIGSTOP)
-        self._stopped = wanted
+        for worker in self._stopped.keys() - workers:
+            self._signal(self._stopped[worker], signal.SIGCONT)
+            del self._stopped[worker]
+        for worker in workers & self._pids.keys() - self._stopped.keys():
+            self._stopped[worker] = self._pids[worker]  # first, so that an interrupt leaves nobody unknown behind
+            self._signal(self._pids[worker], signal.SIGSTOP)
 
     def _signal(self, pid: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # its end is on its way to us
