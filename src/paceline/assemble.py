@@ -19,6 +19,7 @@ from paceline.errors import UserError, unknown_name
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paceline.core.optimizers import Optimizer
     from paceline.interfaces import Layout, Policy, Rule
 
 MODELS = {"lenet5": "paceline.models.lenet:LeNet5", "cnn": "paceline.models.cnn:Cnn"}
@@ -28,7 +29,12 @@ STRATEGIES = {
     "async": "replies at once",
     "backup": "replies when all but B have pushed: backup:B",
     "bounded": "replies while within S steps of the slowest: bounded:S",
+    "allreduce": "all exchange with all, around a ring (simulated)",
+    "local": "H steps each, then the drift around a ring (simulated): local:H",
 }
+SIMULATED_STRATEGIES = ("allreduce", "local")
+ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), "local": ("H", 1)}
+"""What stands behind a strategy's colon, and the least it can be."""
 RULES = {"plain": "one shared optimizer"}
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
@@ -47,7 +53,17 @@ class Strategy:
     @property
     def in_rounds(self) -> bool:
         """Whether several pushes make one update."""
-        return self.name in ("sync", "backup")
+        return self.name in ("sync", "backup", "allreduce", "local")
+
+    @property
+    def on_ring(self) -> bool:
+        """Whether workers exchange with each other instead of with a server."""
+        return self.name in ("allreduce", "local")
+
+    @property
+    def local_steps(self) -> int:
+        """Steps a worker makes for one push."""
+        return self.number if self.name == "local" else 1
 
 
 def cores() -> int:
@@ -64,13 +80,11 @@ def parse_strategy(text: str) -> Strategy:
     name, colon, argument = text.partition(":")
     if name not in STRATEGIES:
         raise unknown_name("strategy", name, STRATEGIES)
-    takes_number = name in ("backup", "bounded")
-    if takes_number != bool(colon):
-        form = f"{name}:{'B' if name == 'backup' else 'S'}" if takes_number else name
-        raise UserError(f"strategy '{text}': write {form}")
-    if not takes_number:
+    letter, least = ARGUMENTS.get(name, ("", 0))
+    if bool(letter) != bool(colon):
+        raise UserError(f"strategy '{text}': write {f'{name}:{letter}' if letter else name}")
+    if not letter:
         return Strategy(name)
-    least = 1 if name == "backup" else 0
     if not argument.isdecimal() or int(argument) < least:
         raise UserError(f"strategy '{text}': the number after the colon must be a whole number of at least {least}")
     return Strategy(name, int(argument))
@@ -110,7 +124,9 @@ def lr_scale(config: RunConfig) -> float:
 
 def pushes_per_update(strategy: Strategy, workers: int) -> int:
     """How many pushes make one update."""
-    return {"sync": workers, "backup": workers - strategy.number}.get(strategy.name, 1)
+    if not strategy.in_rounds:
+        return 1
+    return workers - strategy.number if strategy.name == "backup" else workers
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -171,6 +187,8 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
     if config.shard_weights is not None and len(config.shard_weights) != workers:
         raise UserError(f"--shard-weights gives {len(config.shard_weights)} weights for {workers} workers: one each")
+    if strategy.name == "local" and (config.schedule != "constant" or config.warmup or config.scale_lr != "none"):
+        raise UserError("strategy local keeps one lr inside its steps: leave out --schedule, --warmup and --scale-lr")
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
 
@@ -181,20 +199,31 @@ def make_policy(config: RunConfig) -> Policy:
 
     strategy = parse_strategy(config.strategy)
     if strategy.in_rounds:
-        return Rounds(spare=strategy.number)
+        return Rounds(spare=strategy.number if strategy.name == "backup" else 0)
     return Bounded(strategy.number) if strategy.name == "bounded" else AtOnce()
 
 
 def make_schedule(config: RunConfig) -> Schedule:
     """The learning rate over the budget."""
     kind, factor = parse_schedule(config.schedule)
+    if parse_strategy(config.strategy).name == "local":
+        return Schedule(1.0)  # the drift is applied as it is; the learning rate belongs to the steps inside
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 
 def make_rule(config: RunConfig, layout: Layout) -> Rule:
     """The update rule with its optimizer."""
-    from paceline.core.optimizers import Adam, Optimizer, Sgd
+    from paceline.core.optimizers import Sgd
     from paceline.core.rules.plain import Plain
+
+    if parse_strategy(config.strategy).name == "local":
+        return Plain(Sgd())
+    return Plain(make_optimizer(config, layout))
+
+
+def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:
+    """The optimizer that gradients are stepped with."""
+    from paceline.core.optimizers import Adam, Sgd
 
     mask = _decay_mask(layout) if config.weight_decay else None
     optimizer: Optimizer
@@ -209,7 +238,7 @@ def make_rule(config: RunConfig, layout: Layout) -> Rule:
             clip=config.clip,
             decay_mask=mask,
         )
-    return Plain(optimizer)
+    return optimizer
 
 
 def _decay_mask(layout: Layout) -> Tensor | None:

@@ -140,28 +140,22 @@ def _resume(arguments: list[str]) -> int:
 
 
 def _replay(arguments: list[str]) -> int:
-    parser = _parser("replay", "Execute a run again from its log, in one process, and compare the weights bit for bit.")
+    parser = _parser("replay", "Execute a run again from its log, and compare the weights and every loss bit for bit.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parsed = parser.parse_strictly(arguments)
-    from paceline.launch import replay
+    from paceline.rerun import describe, replay
 
     with Console() as console:
-        outcome = replay(Path(parsed.run), console)
-    if parsed.json:
-        print(json.dumps(outcome, indent=2))
-    else:
-        print(f"{outcome['records']} records, {outcome['updates']} updates, weights {outcome['weights_sha256'][:16]}")
-        words = {
-            True: "identical to the run",
-            False: "DIFFERENT from the run",
-            None: "the run left no result to compare",
-        }
-        print(words[outcome["identical"]])
+        output = Path(parsed.output) if parsed.output is not None else None
+        outcome = replay(Path(parsed.run), console, parsed.until, output)
+    print(json.dumps(outcome, indent=2) if parsed.json else "\n".join(describe(outcome)))
     return 0 if outcome["identical"] is not False else 1
 
 
 def _compare(arguments: list[str]) -> int:
+    parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
+    parser.add_argument("--output", metavar="FILE", help="where to save them [RUN/replay-N.safetensors]")
     parser = _parser("compare", "Several runs in one table.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as in runs/*")
     parsed = parser.parse_strictly(arguments)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.assemble import make_model, make_policy, make_rule, make_schedule
+from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.server import Server
@@ -26,6 +26,7 @@ from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.models.dropout import mix64
+from paceline.tasks.local_steps import LocalSteps, SeveralBatches
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
 _INITIAL = 0x1417
@@ -41,12 +42,21 @@ def prepare_device(config: RunConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """The task of a run: a built-in model on `dataset`, or the user's own. The seed fixes the initial weights."""
-    seed = mix64(config.seed, _INITIAL)
+def initial_seed(config: RunConfig) -> int:
+    """What a model's first weights are drawn from."""
+    return mix64(config.seed, _INITIAL)
+
+
+def seed_generators(seed: int) -> None:
+    """The global generators of torch, Python and numpy, which a user's code may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
+    """The task of a run: a built-in model on `dataset`, or the user's own. The seed fixes the initial weights."""
+    seed_generators(initial_seed(config))
     if config.task is not None:
         return load_task(config.task)
     assert dataset is not None
@@ -154,4 +164,8 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
     """A worker in this process, on the device of the task's data."""
     loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
-    return Seat(task, loader, join, task.train[0].device)
+    steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
+    if steps == 1:
+        return Seat(task, loader, join, device)
+    inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
+    return Seat(inside, SeveralBatches(loader, steps), join, device)

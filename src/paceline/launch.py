@@ -28,14 +28,14 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     config = resolve(config)
     _refuse_imagined(config)
     faults = _faults(config)
-    location = _locate(config)
+    location = locate_data(config)
     if location is not None and location.sample:
         config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
-        location = _locate(config)
-    _require_device(config)
+        location = locate_data(config)
+    require_device(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        if _in_this_process(config):
+        if in_this_process(config):
             return folder, _train_here(config, folder, location, console, incarnation=0)
         return folder, _train_on_processes(config, folder, location, console, incarnation=0, faults=faults)
 
@@ -44,7 +44,8 @@ def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run that was stopped or killed, from its newest checkpoint and its log."""
     folder = RunFolder.open(path)
     config = folder.config()
-    _refuse_script(config, path, "resumed")
+    if is_script(config):
+        raise UserError(f"{path} is a run of your own loop, which cannot be resumed yet: start the script again")
     with folder.locked():
         return folder, _resume(path, folder, config, console)
 
@@ -53,61 +54,13 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
-    location = _locate(config)
+    location = locate_data(config)
     records, _ = read_arrivals(folder.arrivals_file, config)
     incarnation = 1 + max((record.incarnation for record in records if record.kind == "join"), default=0)
-    if _in_this_process(config):
-        _require_device(config)
+    if in_this_process(config):
+        require_device(config)
         return _train_here(config, folder, location, console, incarnation)
     return _train_on_processes(config, folder, location, console, incarnation)
-
-
-def replay(path: Path, console: Console) -> dict[str, Any]:
-    """Execute a run again from its log, in this process, and compare the weights."""
-    folder = RunFolder.open(path)
-    config = folder.config()
-    _refuse_script(config, path, "replayed")
-    records, whole = read_arrivals(folder.arrivals_file, config)
-    torn = folder.arrivals_file.stat().st_size - whole
-    if torn:
-        console.note(f"{folder.arrivals_file.name} ends in a torn record of {torn} bytes: it is left out")
-    if not records:
-        raise UserError(f"{folder.arrivals_file} holds no record: the run never started")
-    location = _locate(config)
-    _require_device(config)
-
-    from paceline.crew import make_seat, make_server, make_task, prepare_device, work_of
-    from paceline.runs.replay import Replay
-    from paceline.runs.result import trained_tensors, weights_sha256
-
-    device = prepare_device(config)
-    dataset = load(location) if location is not None else None
-    task = make_task(config, dataset).to(device)
-    work = work_of(task, config)
-    server = make_server(config, task, work)
-    again = Replay(server, lambda join: make_seat(config, make_task(config, dataset).to(device), work, join))
-
-    def progress(number: int) -> None:
-        if number % 50 == 0:
-            row = {"loss": None, "rate": None, "staleness": 0.0}
-            console.report({"kind": "progress", "fraction": number / len(records), "updates": server.version, **row})
-
-    again.feed(records, progress)
-    recorded = (folder.result() or {}).get("weights_sha256")
-    digest = weights_sha256(trained_tensors(server, task))
-    return {
-        "run": str(path),
-        "records": len(records),
-        "updates": server.version,
-        "weights_sha256": digest,
-        "recorded_sha256": recorded,
-        "identical": None if recorded is None else digest == recorded,
-    }
-
-
-def _refuse_script(config: RunConfig, path: Path, what: str) -> None:
-    if is_script(config):
-        raise UserError(f"{path} is a run of your own loop, which cannot be {what} yet: start the script again")
 
 
 def _refuse_imagined(config: RunConfig) -> None:
@@ -123,7 +76,7 @@ def _faults(config: RunConfig) -> tuple[Fault, ...]:
     """What the processes of a new run are to suffer; a resumed run is left in peace."""
     if config.faults is None:
         return ()
-    if _in_this_process(config):
+    if in_this_process(config):
         what = "--device cuda" if config.device == "cuda" else "--strategy classic"
         raise UserError(
             f"--faults {config.faults} is for workers that are processes, and {what} has none: leave out one of the "
@@ -134,17 +87,20 @@ def _faults(config: RunConfig) -> tuple[Fault, ...]:
     return faults_for_processes(config)
 
 
-def _locate(config: RunConfig) -> Location | None:
+def locate_data(config: RunConfig) -> Location | None:
+    """Where the run's data set lies; a task of one's own brings its data along."""
     if config.task is not None:
         return None
     return locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
 
 
-def _in_this_process(config: RunConfig) -> bool:
+def in_this_process(config: RunConfig) -> bool:
+    """Whether the workers need no processes of their own."""
     return parse_strategy(config.strategy).name == "classic" or config.device == "cuda"
 
 
-def _require_device(config: RunConfig) -> None:
+def require_device(config: RunConfig) -> None:
+    """The device that was asked for must be there."""
     if config.device == "cuda":
         import torch
 

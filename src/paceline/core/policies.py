@@ -5,6 +5,7 @@ Each policy is told who joined, pushed and left, and answers with a Decision. Pu
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from paceline.interfaces import Decision
@@ -86,34 +87,61 @@ class Bounded:
     def __init__(self, bound: int) -> None:
         self.bound = bound
         self._clocks: dict[int, int] = {}
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, set[int]] = {}  # by clock
+        self._at: Counter[int] = Counter()  # workers by clock
+        self._slowest = 0
 
     def join(self, worker: int) -> None:
-        self._clocks[worker] = min(self._clocks.values(), default=0)
+        self._clocks[worker] = self._slowest
+        self._at[self._slowest] += 1
 
     def push(self, worker: int, staleness: int) -> Decision:
-        self._clocks[worker] += 1
-        self._waiting.add(worker)
-        return Decision(apply=(worker,), release=self._within_bound())
+        clock = self._clocks[worker]
+        self._clocks[worker] = clock + 1
+        self._at[clock + 1] += 1
+        self._waiting.setdefault(clock + 1, set()).add(worker)
+        self._at[clock] -= 1
+        return Decision(apply=(worker,), release=self._within_bound(clock + 1))
 
     def leave(self, worker: int) -> Decision:
-        self._clocks.pop(worker, None)
-        self._waiting.discard(worker)
-        return Decision(release=self._within_bound())
+        clock = self._clocks.pop(worker, None)
+        if clock is None:
+            return Decision()
+        self._at[clock] -= 1
+        self._waiting.get(clock, set()).discard(worker)
+        return Decision(release=self._within_bound(None))
 
-    def _within_bound(self) -> tuple[int, ...]:
-        slowest = min(self._clocks.values(), default=0)
-        free = tuple(w for w in sorted(self._waiting) if self._clocks[w] - slowest <= self.bound)
-        self._waiting.difference_update(free)
-        return free
+    def _within_bound(self, pushed: int | None) -> tuple[int, ...]:
+        """Who may go on: all within the bound, when the slowest has moved; else at most those at the clock pushed."""
+        before = self._slowest
+        if not self._clocks:
+            self._slowest = 0
+            self._at.clear()
+        while self._clocks and not self._at[self._slowest]:
+            del self._at[self._slowest]
+            self._slowest += 1
+        moved = self._slowest != before
+        clocks = list(self._waiting) if moved else [pushed] if pushed is not None else []
+        free: list[int] = []
+        for clock in clocks:
+            if clock - self._slowest <= self.bound:
+                free += self._waiting.pop(clock, ())
+        return tuple(sorted(free))
 
     def clear(self) -> None:
         self._clocks.clear()
         self._waiting.clear()
+        self._at.clear()
+        self._slowest = 0
 
     def facts(self) -> dict[str, Any]:
-        return {"clocks": sorted(self._clocks.items()), "waiting": sorted(self._waiting)}
+        waiting = sorted(worker for workers in self._waiting.values() for worker in workers)
+        return {"clocks": sorted(self._clocks.items()), "waiting": waiting}
 
     def restore(self, facts: dict[str, Any]) -> None:
+        self.clear()
         self._clocks = {int(worker): int(clock) for worker, clock in facts["clocks"]}
-        self._waiting = set(facts["waiting"])
+        self._at.update(self._clocks.values())
+        self._slowest = min(self._at, default=0)
+        for worker in facts["waiting"]:
+            self._waiting.setdefault(self._clocks[worker], set()).add(worker)

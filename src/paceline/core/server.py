@@ -76,6 +76,7 @@ class Server:
         self._lr = torch.zeros((), device=weights.device)
         self._lr_value = 0.0
         self._mean = torch.empty_like(weights) if num_workers > 1 else weights
+        self._has_weights = weights.numel() > 0  # a simulation of times alone has none
 
     @property
     def num_live(self) -> int:
@@ -111,7 +112,8 @@ class Server:
 
     def weights_for(self, worker: int, out: Tensor) -> None:
         """Write what `worker` was just answered with into its memory."""
-        self.rule.weights_for(self.weights, self.rule_state, worker, out)
+        if self._has_weights:
+            self.rule.weights_for(self.weights, self.rule_state, worker, out)
 
     def _join(self, join: Join) -> Outcome:
         member = self.members.get(join.worker)
@@ -222,22 +224,27 @@ class Server:
         """One update from the held pushes of `workers`; False, and nothing changed, when it is not finite."""
         pushes = [self._held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
+        staleness = [self.version - self.members[worker].version for worker in workers]
+        if self._has_weights and not self._change_weights(pushes, samples, max(staleness)):
+            return False
+        self.version += 1
+        self.samples += samples
+        for worker, age in zip(workers, staleness, strict=True):
+            self.staleness[age] += 1
+            self.members[worker].accepted += 1
+        return True
+
+    def _change_weights(self, pushes: list[Push], samples: int, staleness: int) -> bool:
+        """Hand the rule the push, or the mean of several; False when it holds a NaN or an infinity."""
         update = pushes[0].update if len(pushes) == 1 else self._weighted_mean(pushes, samples)
         if not math.isfinite(update.sum().item()):
             broken = [push for push in pushes if not torch.isfinite(push.update).all()]
             if broken:
                 self.divergence = Divergence(broken[0].worker, self.version, broken[0].loss)
                 return False
-        staleness = [self.version - self.members[worker].version for worker in workers]
-        alone = workers[0] if len(workers) == 1 else None
+        alone = pushes[0].worker if len(pushes) == 1 else None
         self._set_lr(self.lr)
-        arrival = Arrival(alone, max(staleness), self._lr, self.num_live)
-        self.rule.apply(self.weights, self.rule_state, update, arrival)
-        self.version += 1
-        self.samples += samples
-        for worker, age in zip(workers, staleness, strict=True):
-            self.staleness[age] += 1
-            self.members[worker].accepted += 1
+        self.rule.apply(self.weights, self.rule_state, update, Arrival(alone, staleness, self._lr, self.num_live))
         return True
 
     def _set_lr(self, value: float) -> None:

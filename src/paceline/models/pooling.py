@@ -19,7 +19,7 @@ def max_pool_2x2(images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C, H/2, W/2]
     >>> max_pool_2x2(torch.arange(8.0).view(1, 1, 2, 4)).flatten().tolist()
     [5.0, 7.0]
     """
-    here = images.device.type == "cpu" and images.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    here = images.device.type == "cpu" and images.dtype == torch.float32 and torch._C._has_mkldnn
     if not here or images.numel() < WORTH_CONVERTING:
         return F.max_pool2d(images, 2)
     pooled: Tensor = torch.mkldnn_max_pool2d(images.to_mkldnn(), [2, 2], [2, 2]).to_dense()

@@ -80,9 +80,10 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
     }
 
 
-def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[str, Scores | None]) -> dict[str, Any]:
+def summarise(
+    config: RunConfig, server: Server, nbytes: int, seconds: float, scores: dict[str, Scores | None]
+) -> dict[str, Any]:
     """The measured part of the result; status, environment and data origin are added by whoever ran it."""
-    nbytes = 4 * server.weights.numel()
     test = scores.get("test")
     settings = to_dict(config)
     named = ("strategy", "workers", "split", "rule", "optimizer", "lr", "momentum", "dataset", "model", "task", "seed")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class TrainingClock:
-    """Seconds of training so far; made standing still, perhaps not at zero (a resumed run)."""
+    """Seconds of training so far; made standing still, perhaps not at zero (a resumed run).
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
+    `source` is what it counts by: a simulated run gives its virtual time.
+    """
+
+    def __init__(self, seconds: float = 0.0, source: Callable[[], float] = time.perf_counter) -> None:
+        self._seconds, self._source = seconds, source
         self._since: float | None = None
 
     def now(self) -> float:
-        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+        return self._seconds + (self._source() - self._since if self._since is not None else 0.0)
 
     def go(self) -> None:
         if self._since is None:
-            self._since = time.perf_counter()
+            self._since = self._source()
 
     def halt(self) -> None:
         self._seconds, self._since = self.now(), None

@@ -31,9 +31,11 @@ from paceline.runs.result import shared_state, summarise, trained_tensors, weigh
 from paceline.runtimes.clock import TrainingClock
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
+from paceline.tasks.timing import TimingModel
 
 PROGRESS_SECONDS = 0.25
 EVENT_SECONDS = 1.0
+VIRTUAL_PROGRESS = 0.01
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -47,32 +49,36 @@ class Host:
     def __init__(
         self,
         server: Server,
-        task: SupervisedTask | ScriptModel,
+        task: SupervisedTask | ScriptModel | TimingModel,
         work: Work | None,
         config: RunConfig,
         folder: RunFolder,
         report: Report,
         seconds: float = 0.0,
         facts: dict[str, Any] | None = None,
+        source: Callable[[], float] | None = None,
     ) -> None:
         self.server, self.config, self.folder = server, config, folder
         self.task = task if isinstance(task, SupervisedTask) else None
         self._trained = task
+        self._num_floats = task.num_parameters if isinstance(task, TimingModel) else task.layout.size
+        self._num_parameters = (task if isinstance(task, TimingModel) else task.layout).num_parameters
         self.work = work
         self.memories: dict[int, Tensor] = {}
         self.send: Callable[[Reply], None] = _nobody
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
-        self.clock = TrainingClock(seconds)
+        self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
+        self._virtual = 0.0 if source is not None else None
         folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
         self.events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
         self._cores = os.sched_getaffinity(0)
         self._facts = facts or {}
         self._report = report
-        self._checkpoints = CheckpointWriter(folder.checkpoints)
-        self._next_checkpoint = seconds + config.checkpoint_every
+        self._checkpoints = CheckpointWriter(folder.checkpoints, background=source is None)
+        self._next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_progress = self._next_event = 0.0
         self._last_now, self._last_samples = seconds, server.samples
         self._loss_sum, self._loss_count = 0.0, 0
@@ -110,7 +116,7 @@ class Host:
             self._loss_count += 1
         else:
             self._note(message, now)
-        if now >= self._next_progress:
+        if now >= self._next_progress if self._virtual is None else self._virtual_progress_is_due():
             self._progress(now)
         if now >= self._next_checkpoint and self.server.can_be_cut and not self._checkpoints.busy:
             self.checkpoint()
@@ -144,6 +150,16 @@ class Host:
         if not self.server.over:
             self.stop_reason = reason
             self.handle(Stop())
+
+    def _virtual_progress_is_due(self) -> bool:
+        """A simulated run tells of every hundredth of its budget: virtual seconds say nothing about ours."""
+        assert self._virtual is not None
+        fraction = self.server.budget.fraction(self.server.samples, self.server.version)
+        if fraction < self._virtual:
+            return False
+        self._virtual = fraction + VIRTUAL_PROGRESS
+        self._next_event = 0.0
+        return True
 
     def _progress(self, now: float) -> None:
         server = self.server
@@ -263,8 +279,8 @@ class Host:
             return ()
         return ("test",) if self.stop_reason == INTERRUPTED else ("train", "validation", "test")
 
-    def finish(self) -> dict[str, Any]:
-        """Score, save the weights, write the result last of all, and return it."""
+    def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Score, save the weights, write the result (with what else was found) last of all, and return it."""
         self.clock.halt()
         status = self.status
         scores: dict[str, Scores | None] = {}
@@ -272,20 +288,21 @@ class Host:
             self._report({"kind": "scoring", "which": which})
             scores[which] = self._score(which)
         try:
-            if status == "stopped" and self.server.can_be_cut:
+            if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
                 self.checkpoint()
             self._checkpoints.wait()
             self._complain()
             tensors = self.named_weights()
             write_atomically(self.folder.weights_file, save(tensors))
             result = {
-                **summarise(self.config, self.server, self.clock.now(), scores),
+                **summarise(self.config, self.server, 4 * self._num_floats, self.clock.now(), scores),
                 "weights_sha256": weights_sha256(tensors),
-                "num_parameters": self._trained.layout.num_parameters,
+                "num_parameters": self._num_parameters,
                 "status": status,
                 "reason": self.why_diverged() if status == "diverged" else self.stop_reason,
                 "lost_workers": self.lost,
                 **({"reported": self.figures} if self.figures else {}),
+                **(found or {}),
                 **self._facts,
                 "environment": environment(),
             }

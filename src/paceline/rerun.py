@@ -1,0 +1,108 @@
+"""`paceline replay`: a run executed again from its log and compared with what it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.data.datasets import load
+from paceline.launch import in_this_process, locate_data, require_device
+from paceline.reports.console import Console
+from paceline.runs.folder import is_script
+from paceline.runs.recording import Recording, ScriptCall, open_recording
+
+PROGRESS_RECORDS = 50
+
+
+def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:
+    """Replay to the end of the log, or to update `until` and save its weights to `output`; JSON values come back."""
+    recording = open_recording(path, until, output)
+    for note in recording.notes():
+        console.note(note)
+    return _with_the_script(recording, console) if is_script(recording.config) else _here(recording, console)
+
+
+def _here(recording: Recording, console: Console) -> dict[str, Any]:
+    """In this process: every push is computed again by a seat."""
+    config = recording.config
+    location = locate_data(config)
+    require_device(config)
+
+    from paceline.crew import make_seat, make_server, make_task, prepare_device, work_of
+    from paceline.runs.comparison import compare, marks_of
+    from paceline.runs.replay import Replay, Threads
+    from paceline.runtimes.scheduling import server_threads
+
+    marks = marks_of(recording)
+    device = prepare_device(config)
+    dataset = load(location) if location is not None else None
+    task = make_task(config, dataset).to(device)
+    work = work_of(task, config)
+    own = config.threads or 1
+    alone = in_this_process(config) or (recording.result or {}).get("simulated", False)
+    threads = Threads(own, own if alone else server_threads(config, task.layout))
+    again = Replay(
+        make_server(config, task, work),
+        lambda join: make_seat(config, make_task(config, dataset).to(device), work, join),
+        threads=threads,
+        marks=marks,
+    )
+
+    def progress(number: int) -> None:
+        if number % PROGRESS_RECORDS == 0:
+            console.report(progress_row(number, len(recording.log.records), again.server.version))
+
+    return compare(again, recording, task, progress)
+
+
+def _with_the_script(recording: Recording, console: Console) -> dict[str, Any]:
+    """By starting the user's script again, on as many workers."""
+    from paceline.runtimes.script_replay import replay_script
+
+    call = ScriptCall.load(recording.folder)
+    if call.changed:
+        console.note(f"script {call.path} was changed since the run: it may train otherwise")
+    return replay_script(recording, call, console.report)
+
+
+def progress_row(number: int, records: int, updates: int) -> dict[str, Any]:
+    """What the console shows meanwhile."""
+    nothing = {"loss": None, "rate": None, "staleness": 0.0}
+    return {"kind": "progress", "fraction": number / records, "updates": updates, **nothing}
+
+
+def describe(outcome: dict[str, Any]) -> list[str]:
+    """The outcome in words."""
+    digest = outcome["weights_sha256"]
+    lines = [f"{outcome['records']} records, {outcome['updates']} updates, weights {digest[:16]}"]
+    if outcome["weights_file"] is not None:
+        lines.append(f"weights of update {outcome['updates']} are in {outcome['weights_file']}, sha256 {digest}")
+    departure = outcome["first_departure"]
+    if departure is not None:
+        lines.append(f"DIFFERENT from the run: departs first at update {_where(departure)}")
+        lines += [f"the run was made with {name} {value}" for name, value in outcome["made_with"].items()]
+        if outcome["stuck"] is not None:
+            lines.append(f"it could not go on: {outcome['stuck']}")
+    elif outcome["identical"]:
+        lines.append("identical to the run")
+    elif outcome["weights_file"] is not None:
+        lines.append("up to there no push departs from the run's log")
+    else:
+        lines.append("the run left no result to compare; no push departs from its log")
+    return lines
+
+
+def _where(departure: dict[str, Any]) -> str:
+    """Update, push, and what differs there."""
+    recorded, replayed, what = departure["recorded"], departure["replayed"], departure["what"]
+    where = str(departure["update"])
+    if departure["push"] is not None:
+        where += f", worker {departure['worker']}'s push {departure['push']}"
+    if what == "push":
+        return f"{where}: it was made then and is not now"
+    if what == "loss":
+        from numpy import float32
+
+        recorded, replayed = float32(recorded), float32(replayed)  # as many digits as tell two apart
+    was, now = ("were", "are") if what in ("weights", "samples") else ("was", "is")
+    return f"{where}: {what} {was} {recorded}, {now} {replayed}"

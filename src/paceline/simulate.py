@@ -1,0 +1,206 @@
+"""`paceline simulate`: from a config to the result of a run on a cluster that does not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.assemble import make_model, make_policy, make_rule, make_schedule, parse_strategy, resolve
+from paceline.config import RunConfig
+from paceline.core.messages import Join
+from paceline.core.schedules import Budget
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.crew import make_seat, make_server, make_task, prepare_device, work_of
+from paceline.data.datasets import DATASETS, SAMPLE, Location, load
+from paceline.delays import parse_delays
+from paceline.division import Work
+from paceline.errors import UserError
+from paceline.faults import Fault, read_faults
+from paceline.launch import facts_of, hint, holding, locate_data, stop_signals
+from paceline.quantities import count, seconds
+from paceline.reports.console import Console
+from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runtimes.network import parse_link
+from paceline.runtimes.simulated import Cluster, Simulation
+from paceline.runtimes.speeds import StepTimes, parse_speeds
+from paceline.tasks.flat import FlatModule
+from paceline.tasks.supervised import SupervisedTask
+from paceline.tasks.timing import TimingModel
+
+DEFAULT_SPEED = "1s"
+
+
+def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """Run what the config says under a virtual clock; returns where it lies and what it came to."""
+    config = resolve(config)
+    faults = check(config)
+    location = None if config.timing_only else locate_data(config)
+    if location is not None and location.sample:
+        config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
+        location = locate_data(config)
+    folder = RunFolder.create(config)
+    with holding(folder):
+        return folder, _simulate(config, folder, location, faults, console)
+
+
+def check(config: RunConfig) -> tuple[Fault, ...]:
+    """Every mistake that can be found before anything is made; returns the faults."""
+    workers = config.workers or 1
+    parse_speeds(config.speeds or DEFAULT_SPEED, workers)
+    if config.link is not None:
+        parse_link(config.link)
+    if config.server_time is not None:
+        server_seconds(config)
+    if config.parameters is not None and not config.timing_only:
+        raise UserError("--parameters is the size of a model that is not there: add --timing-only")
+    if config.parameters is not None and not count(config.parameters):
+        raise UserError("--parameters 0: a model has at least one parameter")
+    if config.device != "cpu":
+        raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
+    return read_faults(Path(config.faults), workers) if config.faults is not None else ()
+
+
+def server_seconds(config: RunConfig) -> float:
+    """What the server takes for a push."""
+    if config.server_time is None:
+        return 0.0
+    try:
+        return seconds(config.server_time)
+    except UserError as error:
+        raise UserError(f"--server-time: {error}") from None
+
+
+def _simulate(
+    config: RunConfig, folder: RunFolder, location: Location | None, faults: tuple[Fault, ...], console: Console
+) -> dict[str, Any]:
+    from paceline.core.messages import Resume
+    from paceline.runs.resume import rebuild
+    from paceline.runtimes.agenda import Agenda
+    from paceline.runtimes.host import Host
+
+    crew = _timing_crew(config) if config.timing_only else _training_crew(config, location)
+    hint(config, location, console)
+    agenda = Agenda()
+    hosts: list[Host] = []
+
+    def start_server() -> Host:
+        """The first time a new one; later, what checkpoint and log say it was."""
+        server, so_far = crew.make_server(), 0.0
+        if hosts:
+            hosts[-1].close()
+            so_far = rebuild(server, crew.make_seat, config, folder, console.report)
+        facts = facts_of(config, location)
+        host = Host(server, crew.model, crew.work, config, folder, console.report, so_far, facts, lambda: agenda.now)
+        if hosts:
+            host.handle(Resume())
+        hosts.append(host)
+        return host
+
+    def come(worker: int, incarnation: int) -> Seat:
+        return crew.make_seat(Join(worker, incarnation, crew.quotas[worker], config.threads or 1))
+
+    cluster = cluster_of(config, crew.num_floats, faults)
+    simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server)
+    began = time.perf_counter()
+    with stop_signals(console, react=lambda: setattr(agenda, "stopped", True)) as reasons:
+        simulation.run()
+        host = hosts[-1]
+        if not host.server.over:
+            host.stop(reasons[0] if reasons else ALL_GONE)
+        result = host.finish(_found(simulation, time.perf_counter() - began))
+    host.close()
+    return result
+
+
+def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
+    """The cluster that the config describes."""
+    workers, strategy = config.workers or 1, parse_strategy(config.strategy)
+    delays = parse_delays(config.delay or [], workers)
+
+    def delay(worker: int, seq: int) -> float:
+        return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0
+
+    return Cluster(
+        StepTimes(parse_speeds(config.speeds or DEFAULT_SPEED, workers), config.seed),
+        4 * num_parameters,
+        link=parse_link(config.link) if config.link is not None else None,
+        ring=strategy.on_ring,
+        steps_a_push=strategy.local_steps,
+        server_seconds=server_seconds(config),
+        cores=config.cores,
+        delay=delay if delays else None,
+        faults=faults,
+    )
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who takes part: how a server and a worker are made, and what they train."""
+
+    model: SupervisedTask | TimingModel
+    work: Work | None
+    quotas: list[int | None]
+    num_floats: int
+    make_server: Callable[[], Server]
+    make_seat: Callable[[Join], Seat]
+
+
+def _training_crew(config: RunConfig, location: Location | None) -> Crew:
+    """Workers that compute real gradients."""
+    prepare_device(config)
+    dataset = load(location) if location is not None else None
+    task = make_task(config, dataset)
+    work = work_of(task, config)
+
+    def seat(join: Join) -> Seat:
+        return make_seat(config, make_task(config, dataset), work, join)
+
+    return Crew(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), seat)
+
+
+def _timing_crew(config: RunConfig) -> Crew:
+    """Workers that take time and compute nothing; the data set is known by its size."""
+    if config.task is not None and config.parameters is None:
+        raise UserError("--timing-only with a task of your own: give its size, as in --parameters 25.6M")
+    info, workers = DATASETS[config.dataset], config.workers or 1
+    steps = parse_strategy(config.strategy).local_steps
+    own = config.epoch_mode == "own"
+    quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers * steps))) if own else None
+    samples = max(1, round(config.epochs * info.train_size))
+    budget = Budget(samples, info.train_size, steps=config.steps, own=own)
+    if config.parameters is not None:
+        size = count(config.parameters)
+    else:
+        size = FlatModule(make_model(config.model, info.image_shape)).layout.size
+    model = TimingModel(size, config.batch_size * steps)
+
+    def server() -> Server:
+        rule, policy = make_rule(config, model.layout), make_policy(config)
+        return Server(model.initial(), rule, policy, budget, make_schedule(config), workers)
+
+    return Crew(model, None, [quota] * workers, size, server, lambda join: Seat(model, model, join))
+
+
+def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
+    """What a simulated run adds to the result."""
+    utilisation = []
+    for worker, line in zip(simulation.workers, simulation.wire.lines, strict=True):
+        whole = worker.present or 1.0
+        computing, sending = worker.computing / whole, line.under_way / whole
+        waiting = max(0.0, 1.0 - computing - sending)
+        utilisation.append(
+            {"computing": round(computing, 4), "waiting": round(waiting, 4), "sending": round(sending, 4)}
+        )
+    return {
+        "simulated": True,
+        "virtual_seconds": round(simulation.agenda.now, 6),
+        "wall_seconds": round(wall_seconds, 3),
+        "events": simulation.num_events,
+        "utilisation": utilisation,
+        "staleness_histogram": dict(sorted(simulation.side.server.staleness.items())),
+    }

@@ -1,0 +1,38 @@
+"""A model that takes time and computes nothing: for simulations that ask how fast, not how well."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.interfaces import Batch, Layout
+
+
+class TimingModel:
+    """`num_parameters` parameters that nobody holds; pushes and weights are empty."""
+
+    def __init__(self, num_parameters: int, batch_size: int) -> None:
+        self.num_parameters = num_parameters
+        self.layout = Layout((), 0)
+        self.state_size = 0
+        self._batch = Batch(None, None, batch_size, 0)
+
+    def initial(self) -> Tensor:
+        return torch.empty(0)
+
+    def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
+        pass
+
+    def gradient(self, batch: Batch) -> float:
+        return 0.0
+
+    def batch(self, number: int) -> Batch:
+        """Every batch is as good as any other."""
+        return self._batch
+
+    def mixture(self, states: list[Tensor]) -> Tensor | None:
+        return None
+
+    def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
+        return {}
+
