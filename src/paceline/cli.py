@@ -142,6 +142,8 @@ def _resume(arguments: list[str]) -> int:
 def _replay(arguments: list[str]) -> int:
     parser = _parser("replay", "Execute a run again from its log, and compare the weights and every loss bit for bit.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
+    parser.add_argument("--output", metavar="FILE", help="where to save them [RUN/replay-N.safetensors]")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parsed = parser.parse_strictly(arguments)
     from paceline.rerun import describe, replay
@@ -154,8 +156,6 @@ def _replay(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
-    parser.add_argument("--output", metavar="FILE", help="where to save them [RUN/replay-N.safetensors]")
     parser = _parser("compare", "Several runs in one table.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as in runs/*")
     parsed = parser.parse_strictly(arguments)
