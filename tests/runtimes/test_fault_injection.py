@@ -9,12 +9,13 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
 
-from commands import Command, result_of, run, wait_for_records, wait_until_gone
+from commands import Command, result_of, run, wait_until_gone
 
 from paceline.cli import main
 from paceline.core.messages import Verdict
@@ -23,6 +24,7 @@ from paceline.runs.arrivals import Record, read_arrivals
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.fault_injection import PERIOD, Injector
+from paceline.runtimes.server_process import GRACE_SECONDS
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it", "--seed", "3", "--faults", "faults.toml")
 STEADY = ("--strategy", "async", "--workers", "2", "--threads", "1", "--delay", "8ms")
@@ -206,6 +208,18 @@ def longest_gap(records: list[Record], worker: int) -> float:
     return max(after - before for before, after in itertools.pairwise(times))
 
 
+def fault_rows(cwd: Path) -> list[dict[str, Any]]:
+    events = cwd / "runs/it/events.jsonl"
+    return [row for row in read_events(events) if row["kind"] == "fault"] if events.exists() else []
+
+
+def wait_for_faults(cwd: Path, count: int) -> None:
+    deadline = time.monotonic() + 30.0
+    while len(fault_rows(cwd)) < count:
+        assert time.monotonic() < deadline, f"only {fault_rows(cwd)}"
+        time.sleep(0.02)
+
+
 @pytest.mark.real
 def test_workers_are_killed_restarted_stopped_and_slowed_and_the_run_can_be_replayed(tmp_path: Path) -> None:
     faults = [
@@ -232,7 +246,7 @@ def test_workers_are_killed_restarted_stopped_and_slowed_and_the_run_can_be_repl
     pushes = Counter(record.worker for record in records if record.kind == "push")
     assert pushes[1] < pushes[3] / 2
 
-    rows = [row for row in read_events(tmp_path / "runs/it/events.jsonl") if row["kind"] == "fault"]
+    rows = fault_rows(tmp_path)
     assert [(row["fault"], row["worker"], row["at"]) for row in rows] == [(f.kind, f.worker, f.at) for f in faults]
     assert (tmp_path / "runs/it/faults.toml").read_text() == faults_toml(faults)
     again = run("replay", "runs/it", cwd=tmp_path)
@@ -252,17 +266,15 @@ def test_a_round_waits_for_workers_who_are_all_to_come_back(tmp_path: Path) -> N
 @pytest.mark.real
 @pytest.mark.parametrize("end", ["server killed", "supervisor killed", "interrupted"])
 def test_nobody_is_left_standing_still_when_the_run_fails(tmp_path: Path, end: str) -> None:
-    faults = [Fault("pause", 0.0, 0, lasts=600.0), Fault("slow", 0.0, 1, lasts=600.0, factor=3.0)]
+    faults = [Fault("slow", 0.0, 1, lasts=600.0, factor=3.0), *(Fault("pause", 0.1, w, lasts=600.0) for w in (0, 1))]
     with train(tmp_path, "--steps", "100000", faults=faults) as command:
-        wait_for_records(tmp_path / "runs/it", 40)
+        wait_for_faults(tmp_path, 3)
         if end == "interrupted":
             os.killpg(command.process.pid, signal.SIGINT)
         else:
             os.kill(command.process.pid if end == "supervisor killed" else command.forked()[0], signal.SIGKILL)
-        began = time.monotonic()
-        wait_until_gone(command, 10.0)
+        wait_until_gone(command, GRACE_SECONDS)
         command.finish()
-        assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.real
