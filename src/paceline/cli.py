@@ -44,6 +44,12 @@ TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its fo
   paceline train --strategy bounded:3 --delay 30ms@1 --model cnn --epochs 1
   paceline train --task my_task.py:build --lr 0.05 --schedule cosine"""
 
+SIMULATE_DESCRIPTION = """The same training under a virtual clock, on a cluster that does not exist.
+
+  paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
+  paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
+  paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
@@ -124,6 +130,20 @@ def _train(arguments: list[str]) -> int:
 
     with Console() as console:
         folder, result = train(config, console)
+    return _show(folder, result, parsed.json)
+
+
+def _simulate(arguments: list[str]) -> int:
+    parser = _parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    add_settings(parser, left_out=("device",))
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    config = config_from(parsed, parsed.file)
+    from paceline.simulate import simulate
+
+    with Console() as console:
+        folder, result = simulate(config, console)
     return _show(folder, result, parsed.json)
 
 
@@ -218,6 +238,7 @@ def _run(arguments: list[str]) -> int:
 Verb = Callable[[list[str]], int]
 VERBS: dict[str, tuple[Verb, str]] = {
     "train": (_train, "train a model on this machine"),
+    "simulate": (_simulate, "train or time on a cluster that does not exist"),
     "run": (_run, "run your own training loop on several workers"),
     "resume": (_resume, "go on with a run that was stopped or killed"),
     "replay": (_replay, "execute a run again from its log and compare"),

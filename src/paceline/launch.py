@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_per_update, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
@@ -65,6 +65,8 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
 
 def _refuse_imagined(config: RunConfig) -> None:
     """Settings that only a simulated cluster has."""
+    if parse_strategy(config.strategy).name in SIMULATED_STRATEGIES:
+        raise UserError(f"strategy {config.strategy} is simulated only so far: 'paceline simulate', or sync for real")
     asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
     if asked:
         raise UserError(
@@ -212,7 +214,7 @@ def _train_here(
     if incarnation:
         host.handle(Resume())
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
-    with _stop_signals(console) as reason:
+    with stop_signals(console) as reason:
         delays = parse_delays(config.delay or [], config.workers or 1)
         run_inline(host, seats, lambda: reason[0] if reason else None, delays)
         result = host.finish()
@@ -221,7 +223,7 @@ def _train_here(
 
 
 @contextlib.contextmanager
-def _stop_signals(console: Console) -> Iterator[list[str]]:
+def stop_signals(console: Console, react: Callable[[], None] | None = None) -> Iterator[list[str]]:
     """Ctrl-C and SIGTERM become a reason to stop, looked at between two steps; a second Ctrl-C does not wait."""
     reasons: list[str] = []
     if threading.current_thread() is not threading.main_thread():
@@ -233,6 +235,8 @@ def _stop_signals(console: Console) -> Iterator[list[str]]:
             raise KeyboardInterrupt
         reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         console.note(f"{reasons[0]}: saving what there is")
+        if react is not None:
+            react()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -116,10 +116,10 @@ def _finished(folder: Path) -> list[Path]:
 
 
 class CheckpointWriter:
-    """Writes cuts on another thread, one at a time; a cut asked for while one is being written waits its turn."""
+    """Writes cuts, one at a time: on another thread, or before `write` returns where time is only simulated."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, background: bool = True) -> None:
+        self._folder, self._background = folder, background
         self._thread: threading.Thread | None = None
         self.failure: OSError | None = None
 
@@ -130,6 +130,9 @@ class CheckpointWriter:
     def write(self, cut: Cut) -> None:
         """Start writing and return; a failure is kept in `failure`."""
         self.wait()
+        if not self._background:
+            self._write(cut)
+            return
         self._thread = threading.Thread(target=self._write, args=(cut,), daemon=True)
         self._thread.start()
 
