@@ -12,6 +12,7 @@ from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
 from paceline.runs.folder import SCRIPT, RunFolder
+from paceline.runs.recording import ScriptCall
 from paceline.runtimes.fault_injection import faults_for_processes
 from paceline.runtimes.fork_server import ForkServer
 from paceline.runtimes.local import Processes, run_local
@@ -28,6 +29,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     faults = faults_for_processes(config, script=True)
     folder = RunFolder.create(config)
     with holding(folder), ForkServer() as forks:
+        ScriptCall.of(command).save(folder)
         spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]]}
         processes = Processes(spec, [], server_role="script server", worker_role="script", faults=faults)
         result = run_local(config, folder, forks, processes, console.report)

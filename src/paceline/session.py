@@ -20,7 +20,7 @@ from paceline.assemble import make_policy, make_rule, make_schedule, resolve
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Push, Reply
 from paceline.core.server import Server
-from paceline.crew import class_labels
+from paceline.crew import class_labels, seed_generators
 from paceline.data.batches import Batches
 from paceline.delays import parse_delays
 from paceline.division import divide_work
@@ -191,7 +191,7 @@ class Session:
     def next_batch(self, samples: int, model_key: int) -> None:
         """The batch about to be computed: how many samples it has, and the key all its randomness comes from."""
         self._samples, self.stepped = samples, False
-        torch.manual_seed(model_key)
+        seed_generators(model_key)
         assert self._flat is not None
         address_dropout(self._flat.module, model_key)
 

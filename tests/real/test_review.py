@@ -50,9 +50,8 @@ def test_a_run_of_an_own_loop_says_that_it_cannot_be_resumed_and_keeps_its_resul
     assert run("run", "-n", "2", "--epochs", "1", "--name", "it", "loop.py", "6", cwd=tmp_path).process.returncode == 0
     assert result_of(tmp_path / "runs/it")["batch_size"] == 16
     assert result_of(tmp_path / "runs/it")["dataset"] is None
-    for verb in ("resume", "replay"):
-        command = run(verb, "runs/it", cwd=tmp_path)
-        assert command.process.returncode == 2 and "start the script again" in command.err
+    command = run("resume", "runs/it", cwd=tmp_path)
+    assert command.process.returncode == 2 and "start the script again" in command.err
     assert result_of(tmp_path / "runs/it")["status"] == "finished"
 
 

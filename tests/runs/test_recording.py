@@ -143,6 +143,7 @@ def test_a_script_that_is_missing_or_changed(record: Record, monkeypatch: pytest
     call.path.unlink()
     with pytest.raises(UserError, match=r"loop\.py of this run is not there any more"):
         ScriptCall.load(folder)
-    folder.script_file.write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        ScriptCall.load(folder)
+    for content in ("{", "{}", "[]"):
+        folder.script_file.write_text(content)
+        with pytest.raises(UserError, match="cannot be read"):
+            ScriptCall.load(folder)

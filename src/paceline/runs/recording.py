@@ -89,7 +89,7 @@ class ScriptCall:
     @property
     def path(self) -> Path:
         """The script's own file."""
-        return Path(self.cwd) / self.command[0]
+        return Path(self.cwd, *self.command[:1])
 
     @staticmethod
     def of(command: list[str]) -> ScriptCall:
@@ -104,12 +104,15 @@ class ScriptCall:
     def load(folder: RunFolder) -> ScriptCall:
         """The call that made a run; the script must still be there."""
         try:
-            call = ScriptCall(**json.loads(folder.script_file.read_text()))
+            fields = json.loads(folder.script_file.read_text())
+            call = ScriptCall([str(word) for word in fields["command"]], str(fields["cwd"]), str(fields["sha256"]))
         except FileNotFoundError:
             raise UserError(f"{folder.path} does not say which script made it: start the script again") from None
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{folder.script_file} cannot be read ({error}): the run folder is damaged") from None
-        if not call.path.is_file():
+        if not Path(call.cwd).is_dir():
+            raise UserError(f"folder {call.cwd}, from which the script was run, is not there any more: make it again")
+        if not call.command or not call.path.is_file():
             raise UserError(f"script {call.path} of this run is not there any more: put it back to replay the run")
         return call
 

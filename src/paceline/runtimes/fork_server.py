@@ -26,6 +26,7 @@ ROLES = {
     "worker": "paceline.runtimes.worker_process:main",
     "script": "paceline.runtimes.script_process:main",
     "script server": "paceline.runtimes.script_server:main",
+    "replay server": "paceline.runtimes.replay_server:main",
 }
 PRELOADED = ("paceline.runtimes.server_process", "paceline.runtimes.worker_process", "paceline.tasks.supervised")
 _PR_SET_PDEATHSIG = 1

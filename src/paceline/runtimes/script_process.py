@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import socket
 import sys
@@ -12,6 +13,8 @@ import torch
 
 from paceline import session
 from paceline.config import from_dict
+from paceline.crew import initial_seed, seed_generators
+from paceline.errors import PacelineError, RunFailed
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.scheduling import yield_to_server
 from paceline.transports.shared_memory import WorkerDoor
@@ -25,8 +28,24 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     torch.set_num_threads(config.threads or 1)
     door = WorkerDoor(socket.socket(fileno=fds[0]))
     session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], door)
-    script, *arguments = spec["script"]
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    seed_generators(initial_seed(config))
+    return _run_again(spec) if spec.get("replay") else _run(spec["script"])
+
+
+def _run(command: list[str]) -> int:
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    runpy.run_path(command[0], run_name="__main__")
     return 0
+
+
+def _run_again(spec: dict[str, Any]) -> int:
+    """For a replay: from the folder it was first run in; where the run lost this worker, it ends without a word."""
+    os.chdir(spec["cwd"])
+    try:
+        return _run(spec["script"])
+    except RunFailed:
+        return 0
+    except PacelineError as error:
+        print(f"{spec['name']}: {error}", file=sys.stderr)
+        return error.exit_code

@@ -31,8 +31,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
 
     def serve(control: Control) -> None:
         introductions = _gather(control, config.workers or 1)
-        host = _make_host(spec, config, introductions[0][1], control, len(introductions))
-        service = Service(host, control, _expected(introductions[0][1]), patient=True)
+        first = introductions[0][1]
+        expected = _expected(first)
+        num_fitting = sum(_expected(hello) == expected for _, hello in introductions)
+        resolved, model, server = learn(config, first, num_fitting)
+        folder = RunFolder(Path(spec["folder"]))
+        folder.settle_config(resolved)
+        host = Host(server, model, None, resolved, folder, control.send, 0.0, spec["facts"])
+        service = Service(host, control, expected, patient=True)
         for door, _ in introductions:
             service.admit(door)
         for door, hello in introductions:
@@ -83,8 +89,8 @@ def _gather(control: Control, num_workers: int) -> Introductions:
     return sorted(found, key=lambda pair: pair[0].worker)
 
 
-def _make_host(spec: dict[str, Any], config: RunConfig, first: Hello, control: Control, num_workers: int) -> Host:
-    """The server starts from the first worker's weights; its data set's size sets the budget."""
+def learn(config: RunConfig, first: Hello, num_workers: int) -> tuple[RunConfig, ScriptModel, Server]:
+    """The server starts from the first worker's weights; its data set's size, and how many came, set the budget."""
     facts = first.facts
     config = dataclasses.replace(config, batch_size=int(facts["batch_size"]))
     model = ScriptModel(facts["layout"], facts["state_layout"])
@@ -101,4 +107,4 @@ def _make_host(spec: dict[str, Any], config: RunConfig, first: Hello, control: C
         make_schedule(config),
         config.workers or 1,
     )
-    return Host(server, model, None, config, RunFolder(Path(spec["folder"])), control.send, 0.0, spec["facts"])
+    return config, model, server
