@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.config import SIMULATED_ONLY
+from paceline.config import SIMULATED_ONLY, to_dict
 from paceline.errors import PacelineError, UserError, unknown_name
 from paceline.flags import Parser, add_settings, config_from, number
 from paceline.reports.console import Console, closing_lines
@@ -139,12 +139,22 @@ def _simulate(arguments: list[str]) -> int:
     add_settings(parser, left_out=("device",))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
-    config = config_from(parsed, parsed.file)
+    config = config_from(parsed, parsed.file, _settings_of(parsed.like))
     from paceline.simulate import simulate
 
     with Console() as console:
         folder, result = simulate(config, console)
     return _show(folder, result, parsed.json)
+
+
+def _settings_of(run: str | None) -> dict[str, Any]:
+    """What a new run takes over from an old one: what was trained, not where it lies and what went wrong."""
+    if run is None:
+        return {}
+    from paceline.runs.folder import RunFolder
+
+    config = RunFolder.open(Path(run)).config()
+    return {name: value for name, value in to_dict(config).items() if name not in ("name", "runs", "faults", "delay")}
 
 
 def _resume(arguments: list[str]) -> int:

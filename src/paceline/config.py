@@ -123,6 +123,12 @@ class RunConfig:
     cores: int | None = setting(
         None, "cluster", "cores that all workers and the server share (default: each has its own)", _at_least_one
     )
+    like: str | None = setting(
+        None,
+        "cluster",
+        "take settings, step and exchange times and cores from this run; --speeds are factors",
+        metavar="RUN",
+    )
     timing_only: bool = setting(False, "cluster", "compute no gradients: times, staleness and traffic alone")
     parameters: str | None = setting(
         None, "cluster", "size of the model for --timing-only, as in 25.6M (default: the model's)", metavar="COUNT"
@@ -142,7 +148,7 @@ class RunConfig:
                 check(spec.name.replace("_", "-"), value)
 
 
-SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "timing_only", "parameters")
+SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a cluster that does not exist."""
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}

@@ -90,8 +90,8 @@ def _default_text(spec: dataclasses.Field[Any]) -> str:
     return f" [{value:g}]" if isinstance(value, float) else f" [{value}]"
 
 
-def config_from(parsed: argparse.Namespace, file: str | None) -> RunConfig:
-    """A file's settings, then the flags that were given."""
-    values = read_toml(Path(file)) if file is not None else {}
+def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
+    """The settings of `base`, then a file's, then the flags that were given."""
+    values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}
     values |= {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
     return RunConfig(**values)

@@ -26,8 +26,9 @@ from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import Diverged, RunFailed, UserError
 from paceline.models.dropout import address_dropout, mix64
+from paceline.runtimes.timekeeping import Stopwatch
 from paceline.tasks.flat import FlatModule
-from paceline.transports.shared_memory import Slot, WorkerDoor
+from paceline.transports.shared_memory import Slot, Timing, WorkerDoor
 
 
 class Door(Protocol):
@@ -35,7 +36,7 @@ class Door(Protocol):
 
     def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None: ...
 
-    def exchange(self, push: Push) -> Reply | None: ...
+    def exchange(self, push: Push, timing: Timing) -> Reply | None: ...
 
     def report(self, figures: dict[str, float]) -> None: ...
 
@@ -74,7 +75,7 @@ class OwnServer:
     def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
         return self._handle(join)
 
-    def exchange(self, push: Push) -> Reply | None:
+    def exchange(self, push: Push, timing: Timing) -> Reply | None:
         return self._handle(push)
 
     def _handle(self, message: Join | Push) -> Reply | None:
@@ -144,6 +145,7 @@ class Session:
         }
         self._flat, self._slot = flat, slot
         self._take(self._door.hello(join, slot, facts))
+        self._stopwatch = Stopwatch()
         flat.clear()
         return model, AddressedBatches(self, data, work.batches(self.worker, config))
 
@@ -175,7 +177,8 @@ class Session:
             self._slot.state,
         )
         self.stepped = True
-        self._take(self._door.exchange(push))
+        self._take(self._door.exchange(push, self._stopwatch.step()))
+        self._stopwatch.replied()
         self._flat.clear()
 
     def report(self, **figures: float) -> None:

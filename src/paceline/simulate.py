@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import make_model, make_policy, make_rule, make_schedule, parse_strategy, resolve
+from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
@@ -17,22 +18,17 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.crew import make_seat, make_server, make_task, prepare_device, work_of
 from paceline.data.datasets import DATASETS, SAMPLE, Location, load
-from paceline.delays import parse_delays
 from paceline.division import Work
 from paceline.errors import UserError
 from paceline.faults import Fault, read_faults
 from paceline.launch import facts_of, hint, holding, locate_data, stop_signals
-from paceline.quantities import count, seconds
+from paceline.quantities import count
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
-from paceline.runtimes.network import parse_link
-from paceline.runtimes.simulated import Cluster, Simulation
-from paceline.runtimes.speeds import StepTimes, parse_speeds
+from paceline.runtimes.simulated import Simulation
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
-
-DEFAULT_SPEED = "1s"
 
 
 def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -51,11 +47,7 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
 def check(config: RunConfig) -> tuple[Fault, ...]:
     """Every mistake that can be found before anything is made; returns the faults."""
     workers = config.workers or 1
-    parse_speeds(config.speeds or DEFAULT_SPEED, workers)
-    if config.link is not None:
-        parse_link(config.link)
-    if config.server_time is not None:
-        server_seconds(config)
+    cluster_of(config, 0)
     if config.parameters is not None and not config.timing_only:
         raise UserError("--parameters is the size of a model that is not there: add --timing-only")
     if config.parameters is not None and not count(config.parameters):
@@ -63,16 +55,6 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
     return read_faults(Path(config.faults), workers) if config.faults is not None else ()
-
-
-def server_seconds(config: RunConfig) -> float:
-    """What the server takes for a push."""
-    if config.server_time is None:
-        return 0.0
-    try:
-        return seconds(config.server_time)
-    except UserError as error:
-        raise UserError(f"--server-time: {error}") from None
 
 
 def _simulate(
@@ -115,27 +97,6 @@ def _simulate(
         result = host.finish(_found(simulation, time.perf_counter() - began))
     host.close()
     return result
-
-
-def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
-    """The cluster that the config describes."""
-    workers, strategy = config.workers or 1, parse_strategy(config.strategy)
-    delays = parse_delays(config.delay or [], workers)
-
-    def delay(worker: int, seq: int) -> float:
-        return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0
-
-    return Cluster(
-        StepTimes(parse_speeds(config.speeds or DEFAULT_SPEED, workers), config.seed),
-        4 * num_parameters,
-        link=parse_link(config.link) if config.link is not None else None,
-        ring=strategy.on_ring,
-        steps_a_push=strategy.local_steps,
-        server_seconds=server_seconds(config),
-        cores=config.cores,
-        delay=delay if delays else None,
-        faults=faults,
-    )
 
 
 @dataclass(frozen=True)

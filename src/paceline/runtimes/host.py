@@ -29,6 +29,7 @@ from paceline.runs.events import EventLog
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runtimes.clock import TrainingClock
+from paceline.runtimes.timekeeping import Timekeeper
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
@@ -69,6 +70,7 @@ class Host:
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
+        self.timekeeper = Timekeeper()
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
         self._virtual = 0.0 if source is not None else None
         folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
@@ -243,7 +245,8 @@ class Host:
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
         try:
-            return self.task.evaluate(self.server.weights, shared_state(self.server, self.task), data, indices)
+            with self.timekeeper.scoring():
+                return self.task.evaluate(self.server.weights, shared_state(self.server, self.task), data, indices)
         finally:
             torch.set_num_threads(before)
 
@@ -283,6 +286,10 @@ class Host:
         """Score, save the weights, write the result (with what else was found) last of all, and return it."""
         self.clock.halt()
         status = self.status
+        timing = self.timekeeper.row(self.server.pushes)
+        if timing is not None:
+            self.events.write("timing", self.clock.now(), **timing)
+            found = {"utilisation": self.timekeeper.shares(self.server.num_workers), **(found or {})}
         scores: dict[str, Scores | None] = {}
         for which in self._worth_scoring():
             self._report({"kind": "scoring", "which": which})

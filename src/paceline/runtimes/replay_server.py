@@ -77,18 +77,17 @@ class Scripts:
         for worker, incarnation in first.items():
             self._control.send({"kind": "start", "worker": worker, "incarnation": incarnation})
         for _ in first:
-            self._admit()
-
-    def _admit(self) -> None:
-        order, fds = self._control.receive()
-        self._doors[order["worker"]] = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+            order, fds = self._control.receive()
+            door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+            self._doors[door.worker] = door
 
     def hello(self, join: Join) -> Hello:
-        """What a worker says of itself when it joins, once; one that comes back is started again first."""
+        """What a worker says of itself when it joins, once."""
         worker = join.worker
         if worker not in self._doors:
-            self._control.send({"kind": "start", "worker": worker, "incarnation": join.incarnation})
-            self._admit()
+            raise RunFailed(
+                f"worker {worker} joins again in the log: a script cannot come back in the middle of its run"
+            )
         if worker not in self._hellos:
             message = receive(self._doors[worker], START_SECONDS, "the first word")
             if not isinstance(message, Hello):

@@ -149,6 +149,7 @@ class Service:
             self.control.send({"kind": "note", "text": str(error)})
             message = None
         if isinstance(message, Push):
+            self.host.timekeeper.add(message.worker, door.timing)
             self.host.handle(message)
         elif message is None:
             self._hang_up(door)

@@ -32,6 +32,8 @@ class Cluster:
     step_times: StepTimes
     nbytes: int
     link: Link | None = None
+    latency: float = 0.0
+    """Of a message where there is no link: between processes of one machine."""
     ring: bool = False
     steps_a_push: int = 1
     server_seconds: float = 0.0
@@ -91,7 +93,9 @@ class Simulation:
     ) -> None:
         self.agenda, self.cluster = agenda, cluster
         self.workers = [Worker(number) for number in range(num_workers)]
-        self.wire = Wire(agenda, None if cluster.ring else cluster.link, cluster.nbytes, num_workers)
+        link = None if cluster.ring else cluster.link
+        latency = link.latency if link is not None else cluster.latency
+        self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, cluster.nbytes, num_workers)
         self._make_seat, self._start_server = make_seat, start_server
         self._cores = Shared(agenda, float(cluster.cores), 1.0) if cluster.cores is not None else None
         self._queue: deque[Input] = deque()

@@ -88,6 +88,18 @@ def parse_speeds(text: str, num_workers: int) -> list[Distribution]:
         raise UserError(f"--speeds '{text}': {error}; {FORM}") from None
 
 
+def parse_factors(text: str, num_workers: int) -> list[float]:
+    """One factor a worker on a step time that is known from elsewhere.
+
+    >>> parse_factors("1,4", 2)
+    [1.0, 4.0]
+    """
+    try:
+        return _per_worker(_scales(text), num_workers)
+    except UserError as error:
+        raise UserError(f"--speeds '{text}': {error}; with --like give factors alone, as in 1,1,4") from None
+
+
 def _base(text: str, num_workers: int) -> list[Distribution]:
     kind, colon, arguments = text.partition(":")
     if colon:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.faults import Fault
 from paceline.runtimes.agenda import Action, Agenda
-from paceline.runtimes.network import Link, Shared
+from paceline.runtimes.network import Shared
 
 UP, DOWN = "push", "reply"
 
@@ -26,12 +26,11 @@ class Line:
 class Wire:
     """Carries messages: `nbytes` over the link's direction that all workers share, then the latency."""
 
-    def __init__(self, agenda: Agenda, link: Link | None, nbytes: int, num_workers: int) -> None:
-        self._agenda, self._nbytes = agenda, nbytes
-        self._latency = link.latency if link is not None else 0.0
+    def __init__(self, agenda: Agenda, bandwidth: float | None, latency: float, nbytes: int, num_workers: int) -> None:
+        self._agenda, self._latency, self._nbytes = agenda, latency, nbytes
         self._shared: dict[str, Shared] = {}
-        if link is not None:
-            self._shared = {way: Shared(agenda, link.bandwidth, link.bandwidth) for way in (UP, DOWN)}
+        if bandwidth is not None:
+            self._shared = {way: Shared(agenda, bandwidth, bandwidth) for way in (UP, DOWN)}
         self.lines = [Line() for _ in range(num_workers)]
         self.is_down = False
 

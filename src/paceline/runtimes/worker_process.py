@@ -16,6 +16,7 @@ from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.scheduling import CoreLender, yield_to_server
 from paceline.runtimes.shared_dataset import attach
+from paceline.runtimes.timekeeping import Stopwatch
 from paceline.transports.shared_memory import Slot, WorkerDoor
 
 
@@ -39,11 +40,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     generator = working(task, loader, join, slot.gradient, slot.state)
     next(generator)
     reply = door.hello(join, slot, identity_of(task))
+    stopwatch = Stopwatch()
     while reply is not None and not reply.over:
         push = generator.send(reply)
         assert isinstance(push, Push)
         if delay is not None:
             time.sleep(delay.seconds(config.seed, worker, push.seq))
+        timing = stopwatch.step()
         lender.lend()
-        reply = door.exchange(push)
+        reply = door.exchange(push, timing)
+        stopwatch.replied()
     return 0

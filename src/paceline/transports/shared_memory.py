@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,18 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.segment import Segment, page_aligned
 
-_PUSH = struct.Struct("<BxxxIIIf")
+_PUSH = struct.Struct("<BxxxIIIffff")
 _REPLY = struct.Struct("<BBxxIQQ")
 _HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
 _LARGEST = 1 << 20
+
+
+class Timing(NamedTuple):
+    """Seconds of a worker's step: on a processor, by the clock, and waiting for the reply before it."""
+
+    cpu: float
+    wall: float
+    waited: float
 
 
 class Slot:
@@ -81,10 +89,10 @@ class WorkerDoor:
         slot.segment.close_descriptor()
         return self._reply(join.worker, join.incarnation)
 
-    def exchange(self, push: Push) -> Reply | None:
+    def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply; None when the server is gone."""
         try:
-            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, push.samples, push.loss))
+            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, push.samples, push.loss, *timing))
         except (BrokenPipeError, ConnectionResetError):
             return None
         return self._reply(push.worker, push.incarnation)
@@ -135,6 +143,8 @@ class ServerDoor:
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
         self.slot: Slot | None = None
+        self.timing = Timing(0.0, 0.0, 0.0)
+        """Of the last push."""
 
     def receive(self) -> Hello | Push | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
@@ -162,7 +172,8 @@ class ServerDoor:
     def _push(self, packet: bytes, slot: Slot) -> Push:
         if len(packet) != _PUSH.size or packet[0] != _PUSHED:
             raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are no push")
-        _, seq, reply, samples, loss = _PUSH.unpack(packet)
+        _, seq, reply, samples, loss, *seconds = _PUSH.unpack(packet)
+        self.timing = Timing(*seconds)
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, slot.gradient, slot.state)
 
     def _hello(self, packet: bytes, fds: list[int]) -> Hello:

@@ -1,0 +1,60 @@
+"""The cluster that a config describes: stated speeds and links, or those measured in a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.assemble import parse_strategy
+from paceline.config import RunConfig
+from paceline.delays import parse_delays
+from paceline.errors import UserError
+from paceline.faults import Fault
+from paceline.quantities import seconds
+from paceline.runs.timings import Measured, measured
+from paceline.runtimes.network import parse_link
+from paceline.runtimes.simulated import Cluster
+from paceline.runtimes.speeds import Distribution, StepTimes, parse_factors, parse_speeds
+
+DEFAULT_SPEED = "1s"
+
+
+def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
+    """Everything about time that a simulation needs."""
+    workers, strategy = config.workers or 1, parse_strategy(config.strategy)
+    like = measured(Path(config.like)) if config.like is not None else None
+    link = parse_link(config.link) if config.link is not None else None
+    delays = parse_delays(config.delay or [], workers)
+
+    def delay(worker: int, seq: int) -> float:
+        return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0
+
+    return Cluster(
+        StepTimes(step_times(config, like), config.seed),
+        4 * num_parameters,
+        link=link,
+        latency=like.latency if like is not None else 0.0,
+        ring=strategy.on_ring,
+        steps_a_push=strategy.local_steps,
+        server_seconds=_server_seconds(config, like),
+        cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
+        delay=delay if delays else None,
+        faults=faults,
+    )
+
+
+def step_times(config: RunConfig, like: Measured | None) -> list[Distribution]:
+    """One distribution a worker: as stated, or as measured times the factors stated."""
+    workers = config.workers or 1
+    if like is None:
+        return parse_speeds(config.speeds or DEFAULT_SPEED, workers)
+    factors = parse_factors(config.speeds, workers) if config.speeds is not None else [1.0] * workers
+    return [Distribution("measured", like.step_seconds * factor, quantiles=like.quantiles) for factor in factors]
+
+
+def _server_seconds(config: RunConfig, like: Measured | None) -> float:
+    if config.server_time is None:
+        return like.server_seconds if like is not None else 0.0
+    try:
+        return seconds(config.server_time)
+    except UserError as error:
+        raise UserError(f"--server-time: {error}") from None
