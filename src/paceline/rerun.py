@@ -79,7 +79,7 @@ def describe(outcome: dict[str, Any]) -> list[str]:
         lines.append(f"weights of update {outcome['updates']} are in {outcome['weights_file']}, sha256 {digest}")
     departure = outcome["first_departure"]
     if departure is not None:
-        lines.append(f"DIFFERENT from the run: departs first at update {_where(departure)}")
+        lines.append(f"DIFFERENT from the run: departs {_where(departure)}")
         lines += [f"the run was made with {name} {value}" for name, value in outcome["made_with"].items()]
         if outcome["stuck"] is not None:
             lines.append(f"it could not go on: {outcome['stuck']}")
@@ -95,7 +95,9 @@ def describe(outcome: dict[str, Any]) -> list[str]:
 def _where(departure: dict[str, Any]) -> str:
     """Update, push, and what differs there."""
     recorded, replayed, what = departure["recorded"], departure["replayed"], departure["what"]
-    where = str(departure["update"])
+    if what == "weights":  # somewhere since the last loss that was the same
+        return f"by update {departure['update']}: its weights were {recorded}, are {replayed}"
+    where = f"first at update {departure['update']}"
     if departure["push"] is not None:
         where += f", worker {departure['worker']}'s push {departure['push']}"
     if what == "push":
@@ -104,5 +106,5 @@ def _where(departure: dict[str, Any]) -> str:
         from numpy import float32
 
         recorded, replayed = float32(recorded), float32(replayed)  # as many digits as tell two apart
-    was, now = ("were", "are") if what in ("weights", "samples") else ("was", "is")
+    was, now = ("were", "are") if what == "samples" else ("was", "is")
     return f"{where}: {what} {was} {recorded}, {now} {replayed}"

@@ -21,6 +21,7 @@ from paceline.runs.comparison import compare, marks_of
 from paceline.runs.recording import Recording, open_recording
 from paceline.runs.replay import same_float32
 from paceline.runs.result import trained_tensors, weights_sha256
+from paceline.runs.resume import rebuild
 
 STRATEGIES = ["classic", "sync", "async", "backup:1", "bounded:1"]
 
@@ -138,7 +139,7 @@ def test_a_checkpoint_on_the_way_is_compared_where_it_was_taken(record: Record) 
     write_cut(run.folder.checkpoints, cut)
     outcome = replayed(run)
     assert outcome["identical"] is False
-    assert describe(outcome)[1].endswith("at update 9: weights were those of checkpoint 9, are others")
+    assert describe(outcome)[1].endswith("departs by update 9: its weights were those of checkpoint 9, are others")
 
 
 def test_weights_that_differ_only_at_the_end_are_a_departure_too(record: Record) -> None:
@@ -148,10 +149,21 @@ def test_weights_that_differ_only_at_the_end_are_a_departure_too(record: Record)
     outcome = replayed(run)
     assert outcome["first_departure"]["update"] == run.server.version
     assert describe(outcome)[1:] == [
-        f"DIFFERENT from the run: departs first at update {run.server.version}: "
-        "weights were those of the result, are others",
+        f"DIFFERENT from the run: departs by update {run.server.version}: "
+        "its weights were those of the result, are others",
         "the run was made with torch 0.1",
     ]
+
+
+def test_a_resumed_run_says_when_its_pushes_come_out_otherwise(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(6)
+    run.close()
+    monkeypatch.setattr("recorded_runs.torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
+    notes: list[str] = []
+    rebuild(run.new_server(), run.make_seat, run.config, run.folder, lambda row: notes.append(row["text"]))
+    assert "logged pushes come out otherwise on this machine (first worker " in notes[-1]
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
