@@ -66,6 +66,7 @@ class Shared:
         self._agenda = agenda
         self._capacity, self._most = capacity, most
         self._service = self._since = 0.0
+        self._rate = most
         self._jobs: list[tuple[float, int, Job]] = []
         self._num_jobs = self._serial = 0
         self._next_look = math.inf
@@ -75,7 +76,7 @@ class Shared:
         self._settle()
         job = Job(action, argument)
         self._serial += 1
-        self._num_jobs += 1
+        self._count(1)
         heapq.heappush(self._jobs, (self._service + work, self._serial, job))
         self._plan_next()
         return job
@@ -85,17 +86,20 @@ class Shared:
         if not job.off:
             self._settle()
             job.off = True
-            self._num_jobs -= 1
+            self._count(-1)
             self._plan_next()
 
-    def _rate(self) -> float:
-        return min(self._most, self._capacity / self._num_jobs)
+    def _count(self, change: int) -> None:
+        """One job more or less, and what each of them is served a second from now on."""
+        self._num_jobs += change
+        if self._num_jobs:
+            self._rate = min(self._most, self._capacity / self._num_jobs)
 
     def _settle(self) -> None:
         """Bring the service up to now."""
         now = self._agenda.now
         if self._num_jobs:
-            self._service += (now - self._since) * self._rate()
+            self._service += (now - self._since) * self._rate
         self._since = now
 
     def _plan_next(self) -> None:
@@ -104,7 +108,8 @@ class Shared:
         while jobs and jobs[0][2].off:
             heapq.heappop(jobs)
         if jobs:
-            end = self._agenda.now + max(0.0, jobs[0][0] - self._service) / self._rate()
+            missing = jobs[0][0] - self._service
+            end = self._agenda.now + (missing / self._rate if missing > 0.0 else 0.0)
             if end < self._next_look:
                 self._next_look = end
                 self._agenda.at(end, self._look, end)
@@ -119,8 +124,8 @@ class Shared:
             heapq.heappop(jobs)
         if not jobs:
             return
-        missing = max(0.0, jobs[0][0] - self._service)
-        if self._agenda.now + missing / self._rate() > self._agenda.now:
+        missing, now = jobs[0][0] - self._service, self._agenda.now
+        if missing > 0.0 and now + missing / self._rate > now:
             self._plan_next()  # others came meanwhile, so it takes longer
         else:
             self._finish(*heapq.heappop(jobs))
@@ -128,6 +133,6 @@ class Shared:
     def _finish(self, end: float, serial: int, job: Job) -> None:
         self._service = max(self._service, end)
         job.off = True
-        self._num_jobs -= 1
+        self._count(-1)
         self._plan_next()
         job.action(job.argument)

@@ -221,10 +221,8 @@ class Simulation:
         self._carry_up(worker, worker.unanswered)
 
     def _carry_up(self, worker: Worker, message: Join | Push) -> None:
-        def lost() -> None:
-            self._try_again_later(worker, message)
-
-        self.wire.carry(worker.number, UP, self.deliver, (self._server_life, message), lost, isinstance(message, Push))
+        delivery, heavy = (self._server_life, message), isinstance(message, Push)
+        self.wire.carry(worker.number, UP, self.deliver, delivery, self._try_again_later, (worker, message), heavy)
 
     def _send(self, reply: Reply) -> None:
         """Carry a reply, with its weights, from the server to its worker."""
@@ -236,14 +234,12 @@ class Simulation:
             self.wire.lines[worker.number].under_way += seconds
             self.agenda.at(self.agenda.now + seconds, self._receive, (worker.life, reply))
             return
-        asked: Join | Push = worker.unanswered or worker.seat.join
+        asked = worker, worker.unanswered or worker.seat.join
+        delivery = worker.life, reply
+        self.wire.carry(worker.number, DOWN, self._receive, delivery, self._try_again_later, asked, True)
 
-        def lost() -> None:
-            self._try_again_later(worker, asked)
-
-        self.wire.carry(worker.number, DOWN, self._receive, (worker.life, reply), lost, True)
-
-    def _try_again_later(self, worker: Worker, message: Join | Push) -> None:
+    def _try_again_later(self, asked: tuple[Worker, Join | Push]) -> None:
+        worker, message = asked
         later = self.agenda.now + RETRY_STEPS * self.cluster.step_times.mean
         self.agenda.at(later, self._try_again, (worker, worker.life, message))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,18 +33,19 @@ class Wire:
         self.lines = [Line() for _ in range(num_workers)]
         self.is_down = False
 
-    def carry(self, worker: int, way: str, arrive: Action, message: Any, lost: Callable[[], None], heavy: bool) -> None:
-        """Bring `message` to `arrive`; or, where it goes astray, call `lost`. Only a heavy message fills the link."""
+    def carry(self, worker: int, way: str, arrive: Action, message: Any, lost: Action, asked: Any, heavy: bool) -> None:
+        """Bring `message` to `arrive`, or call `lost(asked)` where it goes astray. Only a heavy one fills the link."""
         line, now = self.lines[worker], self._agenda.now
         if self.is_down or now < line.cut_until:
-            lost()
+            lost(asked)
             return
-        fault = line.astray[way].pop(0) if line.astray[way] and heavy else None
+        astray = line.astray[way]
+        fault = astray.pop(0) if astray and heavy else None
         cargo = (line, way if heavy and self._shared else None, arrive, message, now)
         if fault is None:
             self._load(cargo)
         elif fault.kind == "lose":
-            lost()
+            lost(asked)
         else:
             self._agenda.at(now + fault.lasts, self._load, cargo)
             if fault.kind == "duplicate":
