@@ -152,6 +152,8 @@ def make_row(
     """A row from pairs already measured; `combine` makes the figure of one pair."""
     found = estimate([combine(a, b) for a, b in zip(ours, peer, strict=True)])
     bar = f">={at_least:g}" if at_least is not None else f"<={at_most:g}" if at_most is not None else "-"
+    if at_least is not None and at_most is not None:
+        bar = f"{at_least:g}..{at_most:g}"
     verdict = judge(found, at_least=at_least, at_most=at_most) if bar != "-" else ""
     middles = statistics.median(ours), statistics.median(peer)
     return Row(name, *middles, found, bar, verdict, by.steal_percent, by.others_percent, len(ours))

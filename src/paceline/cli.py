@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -49,6 +50,12 @@ SIMULATE_DESCRIPTION = """The same training under a virtual clock, on a cluster 
   paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
   paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
   paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
+
+PLAN_DESCRIPTION = """Which strategy fits, and how many workers: every one simulated, in one table.
+
+  paceline plan                                        after a short probe of this machine
+  paceline plan --like runs/NAME --workers 8           from the times of a run
+  paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -145,6 +152,23 @@ def _simulate(arguments: list[str]) -> int:
     with Console() as console:
         folder, result = simulate(config, console)
     return _show(folder, result, parsed.json)
+
+
+def _plan(arguments: list[str]) -> int:
+    parser = _parser("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
+    left_out = ("device", "strategy", "timing_only", "faults", "name", "runs", "target_accuracy", "eval_every")
+    add_settings(parser, left_out=left_out)
+    parser.add_argument("--json", action="store_true", help="print every forecast as JSON")
+    parsed = parser.parse_strictly(arguments)
+    config = config_from(parsed, None, _settings_of(parsed.like))
+    from paceline.plan import make_plan, plan_lines
+
+    if parsed.like is not None and parsed.workers is None:
+        config = dataclasses.replace(config, workers=None)
+    with Console() as console:
+        plan = make_plan(config, console)
+    print(json.dumps(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan)))
+    return 0
 
 
 def _settings_of(run: str | None) -> dict[str, Any]:
@@ -249,6 +273,7 @@ Verb = Callable[[list[str]], int]
 VERBS: dict[str, tuple[Verb, str]] = {
     "train": (_train, "train a model on this machine"),
     "simulate": (_simulate, "train or time on a cluster that does not exist"),
+    "plan": (_plan, "which strategy and how many workers fit a cluster"),
     "run": (_run, "run your own training loop on several workers"),
     "resume": (_resume, "go on with a run that was stopped or killed"),
     "replay": (_replay, "execute a run again from its log and compare"),

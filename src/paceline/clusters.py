@@ -35,7 +35,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         latency=like.latency if like is not None else 0.0,
         ring=strategy.on_ring,
         steps_a_push=strategy.local_steps,
-        server_seconds=_server_seconds(config, like),
+        server_seconds=0.0 if strategy.on_ring else _server_seconds(config, like),
         cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
         delay=delay if delays else None,
         faults=faults,

@@ -1,0 +1,146 @@
+"""`paceline plan`: probe this machine (or take a run, or stated speeds), simulate every strategy and size, choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.assemble import SIMULATED_STRATEGIES, cores, make_model, parse_strategy, resolve
+from paceline.config import SIMULATED_ONLY, RunConfig
+from paceline.data.datasets import DATASETS
+from paceline.errors import UserError
+from paceline.forecast import Forecast, forecast
+from paceline.launch import train
+from paceline.quantities import count
+from paceline.reports.console import Console
+from paceline.reports.tables import table
+from paceline.tasks.flat import FlatModule
+
+WORTH_MENTIONING = 1.2
+PROBE_STEPS, PROBE_SECONDS = 120, 4.0
+LOCAL_STEPS = 16
+GOOD_ENOUGH = 0.9
+"""A pace without staleness is preferred while it keeps this share of the fastest; so is a smaller crew."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every forecast, the one to use, and why."""
+
+    forecasts: list[Forecast]
+    choice: Forecast
+    reason: str
+
+
+def probe(config: RunConfig, console: Console, folder: Path) -> Path:
+    """Train for a few seconds on two processes, and return that run."""
+    imagined: dict[str, Any] = {name: None for name in SIMULATED_ONLY if name != "timing_only"}
+    trial = dataclasses.replace(config, **imagined, strategy="async", workers=2, threads=1, epoch_mode="shared")
+    steps = PROBE_STEPS
+    for name in ("short", "long"):
+        run, result = train(dataclasses.replace(trial, steps=steps, name=name, runs=str(folder)), console)
+        if result["train_seconds"] >= PROBE_SECONDS / 2:
+            break
+        steps = round(steps * PROBE_SECONDS / max(result["train_seconds"], 0.01))
+    return run.path
+
+
+def sizes(config: RunConfig) -> list[int]:
+    """Doubling, up to what was asked for; else to twice this machine's cores, or 32 machines on a link."""
+    most = config.workers or (32 if config.link is not None else 2 * (config.cores or cores()))
+    found = [1]
+    while 2 * found[-1] < most:
+        found.append(2 * found[-1])
+    return sorted({*found, most})
+
+
+def strategies(workers: int) -> list[str]:
+    """What is worth comparing on so many workers."""
+    if workers == 1:
+        return ["async"]
+    return ["sync", f"backup:{max(1, workers // 10)}", "bounded:3", "async", "allreduce", f"local:{LOCAL_STEPS}"]
+
+
+def make_plan(config: RunConfig, console: Console) -> Plan:
+    """Probe if nothing is known, simulate all, choose."""
+    if config.speeds is not None and ("*" in config.speeds or ("," in config.speeds and ":" not in config.speeds)):
+        raise UserError(
+            f"--speeds '{config.speeds}': a plan tries several numbers of workers; give one speed for all, as in 30ms"
+        )
+    if config.speeds is not None or config.like is not None:
+        return _simulate_all(config, console)
+    with tempfile.TemporaryDirectory() as temporary:
+        console.note("probing this machine with two workers for a few seconds")
+        return _simulate_all(dataclasses.replace(config, like=str(probe(config, console, Path(temporary)))), console)
+
+
+def _simulate_all(config: RunConfig, console: Console) -> Plan:
+    num_parameters = _num_parameters(config)
+    cells = [(workers, strategy) for workers in sizes(config) for strategy in strategies(workers)]
+    found = []
+    for number, (workers, strategy) in enumerate(cells):
+        cell = dataclasses.replace(config, workers=workers, strategy=strategy, shard_weights=None)
+        found.append(forecast(resolve(cell), num_parameters))
+        console.report({"kind": "planning", "done": number + 1, "of": len(cells)})
+    return choose(found)
+
+
+def _num_parameters(config: RunConfig) -> int:
+    if config.parameters is not None:
+        return count(config.parameters)
+    if config.task is not None:
+        raise UserError("a task of your own: give its size too, as in --parameters 25.6M")
+    return FlatModule(make_model(config.model, DATASETS[config.dataset].image_shape)).layout.size
+
+
+def choose(found: list[Forecast]) -> Plan:
+    """The smallest crew near the fastest, and on it the pace without staleness if it is near the fastest there."""
+    real = [one for one in found if parse_strategy(one.strategy).name not in SIMULATED_STRATEGIES]
+    fastest = max(real, key=lambda one: one.samples_per_second)
+    enough = GOOD_ENOUGH * fastest.samples_per_second
+    workers = min(one.workers for one in real if one.samples_per_second >= enough)
+    crew = [one for one in real if one.workers == workers]
+    best = max(crew, key=lambda one: one.samples_per_second)
+    even = [one for one in crew if not one.staleness and one.samples_per_second >= enough]
+    choice = max(even, key=lambda one: one.samples_per_second) if even else best
+    return Plan(found, choice, _reason(choice, fastest, [one for one in found if one not in real]))
+
+
+def _reason(choice: Forecast, fastest: Forecast, others: list[Forecast]) -> str:
+    """One or two sentences."""
+    share = choice.samples_per_second / fastest.samples_per_second
+    pace = f"{choice.strategy} on {choice.workers} worker{'s' if choice.workers > 1 else ''}"
+    speed = f"{100 * share:.0f} % of the fastest ({fastest.strategy} on {fastest.workers})"
+    stale = f"at a staleness of {choice.staleness:.1f}" if choice.staleness else "and nothing is stale"
+    reason = f"{pace}: {'the fastest here' if choice is fastest else speed}, {stale}"
+    top = max(others, key=lambda one: one.samples_per_second, default=fastest)
+    times = top.samples_per_second / choice.samples_per_second
+    if times > WORTH_MENTIONING:
+        reason += f". {top.strategy} on {top.workers} would be {times:.1f} times as fast, once it runs for real"
+    return reason
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The table, with the choice marked, and the reason under it."""
+    alone = next((one.samples_per_second for one in plan.forecasts if one.workers == 1), None)
+    rows = []
+    for one in plan.forecasts:
+        simulated = "*" if parse_strategy(one.strategy).name in SIMULATED_STRATEGIES else ""
+        times = f"{one.samples_per_second / alone:.2f}" if alone else "-"
+        rows.append(
+            [
+                f"{one.workers} x {one.strategy}{simulated}",
+                f"{one.samples_per_second:,.0f}",
+                times,
+                f"{one.staleness:.1f}",
+                f"{one.staleness_p95:.0f}",
+                f"{100 * one.computing:.0f} %",
+                f"{one.bytes_per_second / 1e6:,.1f}",
+                "<- use this" if one is plan.choice else "",
+            ]
+        )
+    header = ["workers", "samples/s", "times", "stale", "p95", "computing", "MB/s", ""]
+    return [table(header, rows), "* simulated only so far", "", f"use {plan.reason}"]
