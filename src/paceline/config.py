@@ -148,6 +148,11 @@ class RunConfig:
                 check(spec.name.replace("_", "-"), value)
 
 
+def is_simulated(config: RunConfig) -> bool:
+    """Whether the run was one of `paceline simulate`, which always notes its speeds."""
+    return config.speeds is not None or config.like is not None
+
+
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a cluster that does not exist."""
 

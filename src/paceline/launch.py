@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_per_update, resolve
-from paceline.config import SIMULATED_ONLY, RunConfig
+from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
 from paceline.division import divide_work
@@ -46,6 +46,8 @@ def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     config = folder.config()
     if is_script(config):
         raise UserError(f"{path} is a run of your own loop, which cannot be resumed yet: start the script again")
+    if is_simulated(config):
+        raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.way_on(config)}")
     with folder.locked():
         return folder, _resume(path, folder, config, console)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.config import is_simulated
 from paceline.data.datasets import load
+from paceline.errors import UserError
 from paceline.launch import in_this_process, locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script
 from paceline.runs.recording import Recording, ScriptCall, open_recording
-
-PROGRESS_RECORDS = 50
 
 
 def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:
@@ -25,6 +25,8 @@ def replay(path: Path, console: Console, until: int | None = None, output: Path 
 def _here(recording: Recording, console: Console) -> dict[str, Any]:
     """In this process: every push is computed again by a seat."""
     config = recording.config
+    if config.timing_only:
+        raise UserError(f"{recording.folder.path} took times only: there are no weights to replay")
     location = locate_data(config)
     require_device(config)
 
@@ -39,7 +41,7 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     own = config.threads or 1
-    alone = in_this_process(config) or (recording.result or {}).get("simulated", False)
+    alone = in_this_process(config) or is_simulated(config)
     threads = Threads(own, own if alone else server_threads(config, task.layout))
     again = Replay(
         make_server(config, task, work),
@@ -47,12 +49,7 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
         threads=threads,
         marks=marks,
     )
-
-    def progress(number: int) -> None:
-        if number % PROGRESS_RECORDS == 0:
-            console.report(progress_row(number, len(recording.log.records), again.server.version))
-
-    return compare(again, recording, task, progress)
+    return compare(again, recording, task, console.report)
 
 
 def _with_the_script(recording: Recording, console: Console) -> dict[str, Any]:
@@ -63,12 +60,6 @@ def _with_the_script(recording: Recording, console: Console) -> dict[str, Any]:
     if call.changed:
         console.note(f"script {call.path} was changed since the run: it may train otherwise")
     return replay_script(recording, call, console.report)
-
-
-def progress_row(number: int, records: int, updates: int) -> dict[str, Any]:
-    """What the console shows meanwhile."""
-    nothing = {"loss": None, "rate": None, "staleness": 0.0}
-    return {"kind": "progress", "fraction": number / records, "updates": updates, **nothing}
 
 
 def describe(outcome: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import make_model, make_policy, make_rule, make_schedule, parse_strategy, resolve
-from paceline.clusters import cluster_of
+from paceline.clusters import DEFAULT_SPEED, cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
@@ -34,6 +34,8 @@ from paceline.tasks.timing import TimingModel
 def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Run what the config says under a virtual clock; returns where it lies and what it came to."""
     config = resolve(config)
+    if config.like is None and config.speeds is None:
+        config = dataclasses.replace(config, speeds=DEFAULT_SPEED)  # so that the folder says what kind of run it was
     faults = check(config)
     location = None if config.timing_only else locate_data(config)
     if location is not None and location.sample:
@@ -88,6 +90,12 @@ def _simulate(
 
     cluster = cluster_of(config, crew.num_floats, faults)
     simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server)
+
+    def note(fault: Fault) -> None:
+        row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
+        hosts[-1].events.write("fault", hosts[-1].clock.now(), fault=fault.kind, **row)
+
+    simulation.on_fault = note
     began = time.perf_counter()
     with stop_signals(console, react=lambda: setattr(agenda, "stopped", True)) as reasons:
         simulation.run()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig, from_dict, read_toml, to_dict, to_toml
+from paceline.config import RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import UserError
 
 SCHEMA = 1
@@ -79,6 +79,8 @@ class RunFolder:
         """What to do after an early end."""
         if is_script(config):
             return "start the script again to train on"
+        if is_simulated(config):
+            return "simulate again: it will come out the same"
         return f"'paceline resume {self.path}' goes on from there"
 
     def config(self) -> RunConfig:

@@ -116,7 +116,7 @@ class Host:
         if isinstance(message, Push):
             self._loss_sum += message.loss
             self._loss_count += 1
-        else:
+        elif outcome.verdict == Verdict.TAKEN:
             self._note(message, now)
         if now >= self._next_progress if self._virtual is None else self._virtual_progress_is_due():
             self._progress(now)

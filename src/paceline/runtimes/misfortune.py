@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from paceline.faults import Fault
-from paceline.runtimes.simulated import Simulation, Worker
+
+if TYPE_CHECKING:
+    from paceline.runtimes.simulated import Simulation, Worker
 
 
 def strike(cluster: Simulation, fault: Fault) -> None:

@@ -17,6 +17,7 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.faults import Fault
 from paceline.runtimes.agenda import Agenda
+from paceline.runtimes.misfortune import strike
 from paceline.runtimes.network import Job, Link, Shared, ring_seconds
 from paceline.runtimes.speeds import StepTimes
 from paceline.runtimes.wire import DOWN, UP, Wire
@@ -102,6 +103,8 @@ class Simulation:
         self._serving = False
         self._server_life = self._num_here = 0
         self.num_events = 0
+        self.on_fault: Callable[[Fault], None] | None = None
+        """Told of each fault before it strikes."""
         self.side: ServerSide = self._attend(start_server())
 
     def _attend(self, side: ServerSide) -> ServerSide:
@@ -125,8 +128,8 @@ class Simulation:
             raise Deadlock(f"at {self.agenda.now:g} s, update {self.side.server.version}: workers wait for nothing")
 
     def _strike(self, fault: Fault) -> None:
-        from paceline.runtimes.misfortune import strike
-
+        if self.on_fault is not None:
+            self.on_fault(fault)
         strike(self, fault)
 
     def come(self, worker: Worker) -> None:
@@ -230,7 +233,8 @@ class Simulation:
         if worker.seat is None or reply.incarnation != worker.incarnation:
             return
         if self.cluster.ring and self.cluster.link is not None and worker.acted >= 0:
-            seconds = ring_seconds(self.side.server.num_live, self.cluster.nbytes, self.cluster.link)
+            ring = max(1, self.side.server.num_live)  # after the last round nobody has work left
+            seconds = ring_seconds(ring, self.cluster.nbytes, self.cluster.link)
             self.wire.lines[worker.number].under_way += seconds
             self.agenda.at(self.agenda.now + seconds, self._receive, (worker.life, reply))
             return
