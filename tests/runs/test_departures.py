@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, Small, small_task
+from recorded_runs import Record, RecordedRun, Small, ignore, small_task
 from safetensors.torch import load_file
 
 from paceline.errors import UserError
@@ -44,7 +44,7 @@ def made(record: Record, **settings: Any) -> RecordedRun:
 def replayed(run: RecordedRun, recording: Recording | None = None, **arguments: Any) -> dict[str, Any]:
     """The outcome of a replay, as `paceline replay` has it."""
     recording = recording or open_recording(run.folder.path)
-    return compare(run.replay(marks=marks_of(recording), **arguments), recording, small_task())
+    return compare(run.replay(marks=marks_of(recording), **arguments), recording, small_task(), ignore)
 
 
 def changed(recording: Recording, number: int, **fields: Any) -> Recording:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from paceline.errors import UserError
-from paceline.runs.arrivals import RECORD_BYTES
+from paceline.runs.arrivals import RECORD_BYTES, Record
 from paceline.runs.checkpoint import Cut, readable_cuts
 from paceline.runs.environment import environment
 from paceline.runs.recording import Recording
 from paceline.runs.replay import Departed, Departure, Replay
 from paceline.runs.result import Trained, trained_tensors, weights_sha256
 
+PROGRESS_RECORDS = 50
 MATTERS = ("paceline", "torch", "numpy", "cpu")
 """What a difference in the last bit may come from."""
 
@@ -33,11 +35,27 @@ def marks_of(recording: Recording) -> dict[int, Cut]:
     return marks
 
 
-def compare(again: Replay, recording: Recording, model: Trained, progress: Any = None) -> dict[str, Any]:
-    """Feed the recording to `again` and say how it compares with the run, as JSON values."""
+def compare(
+    again: Replay,
+    recording: Recording,
+    model: Trained,
+    report: Callable[[dict[str, Any]], None],
+    passed: Callable[[Record], None] | None = None,
+) -> dict[str, Any]:
+    """Feed the recording to `again` and say how that compares with the run, as JSON; `passed` hears each record."""
+    records = recording.log.records
+
+    def progress(number: int) -> None:
+        if passed is not None:
+            passed(records[number])
+        if number % PROGRESS_RECORDS == 0:
+            nothing = {"loss": None, "rate": None, "staleness": 0.0}
+            row = {"fraction": number / len(records), "updates": again.server.version, **nothing}
+            report({"kind": "progress", **row})
+
     stuck: str | None = None
     try:
-        again.feed(recording.log.records, progress, recording.until)
+        again.feed(records, progress, recording.until)
     except Departed as departed:
         stuck = str(departed)
     version, departure = again.server.version, again.departure

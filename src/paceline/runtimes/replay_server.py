@@ -26,7 +26,6 @@ SILENCE_SECONDS = 60.0
 """How long a worker may be silent when its push is due; longer where the run itself was slower."""
 START_SECONDS = 600.0
 """How long a script may take until it calls session.prepare(...)."""
-PROGRESS_RECORDS = 50
 
 
 class ScriptSeat:
@@ -145,16 +144,12 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         _, model, server = learn(recording.config, first, len(starters))
         again = Replay(server, scripts.seat, send=scripts.answer, marks=marks_of(recording))
 
-        def progress(number: int) -> None:
-            if records[number].kind == "leave":
-                scripts.hang_up(records[number].worker)
-            if number % PROGRESS_RECORDS == 0:
-                nothing = {"loss": None, "rate": None, "staleness": 0.0}
-                row = {"fraction": number / len(records), "updates": server.version, **nothing}
-                control.send({"kind": "progress", **row})
+        def passed(record: Record) -> None:
+            if record.kind == "leave":
+                scripts.hang_up(record.worker)
 
         with torch.inference_mode():
-            outcome = compare(again, recording, model, progress)
+            outcome = compare(again, recording, model, control.send, passed)
         control.send({"kind": "replayed", "outcome": outcome})
 
     return reporting(serve, fds[0])
