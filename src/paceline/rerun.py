@@ -7,7 +7,6 @@ from typing import Any
 
 from paceline.config import is_simulated
 from paceline.data.datasets import load
-from paceline.errors import UserError
 from paceline.launch import in_this_process, locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script
@@ -25,8 +24,6 @@ def replay(path: Path, console: Console, until: int | None = None, output: Path 
 def _here(recording: Recording, console: Console) -> dict[str, Any]:
     """In this process: every push is computed again by a seat."""
     config = recording.config
-    if config.timing_only:
-        raise UserError(f"{recording.folder.path} took times only: there are no weights to replay")
     location = locate_data(config)
     require_device(config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import zlib
 from collections.abc import Callable
@@ -68,6 +69,13 @@ def test_a_log_that_cannot_be_replayed_is_one_clear_line(record: Record, name: s
         open_recording(run.folder.path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
     assert {file: file.read_bytes() for file in run.folder.path.iterdir() if file.is_file()} == before
+
+
+def test_a_simulation_of_times_alone_has_nothing_to_replay(record: Record) -> None:
+    run = made(record)
+    run.folder.settle_config(dataclasses.replace(run.config, timing_only=True))
+    with pytest.raises(UserError, match="simulated times alone"):
+        open_recording(run.folder.path)
 
 
 def test_a_run_without_a_log(record: Record) -> None:
