@@ -35,7 +35,7 @@ bench: setup ## the measured figures of the README, each beside its peer
 	$(BIN)/python benchmarks/startup.py --quick
 	$(BIN)/python benchmarks/memory.py --quick
 
-tour: setup ## the core in one process, on a quadratic, in seconds
+tour: setup ## in step, free and local steps on a quadratic, under a virtual clock; seconds
 	$(BIN)/python examples/tour.py
 
 clean: ## remove .venv and caches, never runs

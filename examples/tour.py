@@ -1,35 +1,44 @@
-"""`make tour`: the pure core on a quadratic, in one process: the same server under four reply policies.
+"""`make tour`: the same server three times, in step, free, and with local steps, on a quadratic under a virtual clock.
 
-Worker i pulls towards its own centre; the mean of all centres is the optimum of the whole.
+Four workers each know a bowl of their own, and the weights belong at the bottom of all four together. A step takes 1 s,
+worker 3 takes 2 s, a message is 1 s under way. Read `drive` first: a task, a policy and a cluster make a run.
 """
 
-import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.core.messages import Join, Reply
+from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Bounded, Rounds
+from paceline.core.policies import AtOnce, Rounds
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.interfaces import Batch, Layout, Policy, pack
+from paceline.interfaces import Batch, Policy, pack
 from paceline.reports.tables import table
+from paceline.runtimes.agenda import Agenda
+from paceline.runtimes.network import Link
+from paceline.runtimes.simulated import Cluster, Simulation
+from paceline.runtimes.speeds import StepTimes, parse_speeds
+from paceline.tasks.local_steps import LocalSteps, SeveralBatches
 
-NUM_WORKERS, SIZE, SPEEDS = 4, 16, (1.0, 1.0, 1.0, 4.0)
+NUM_WORKERS, SIZE, LR, SECONDS = 4, 16, 0.1, 120.0
+RANDOM = torch.Generator().manual_seed(7)
+BOTTOMS = torch.randn(NUM_WORKERS, SIZE, generator=RANDOM)
+STEEPNESS = 0.2 + 1.6 * torch.rand(NUM_WORKERS, SIZE, generator=RANDOM)
+OPTIMUM = (STEEPNESS * BOTTOMS).sum(0) / STEEPNESS.sum(0)
 
 
-class Pull:
-    """A task without a net: the gradient of |weights - centre|^2 / 2."""
+class Bowl:
+    """A task without a net: steepness * (weights - bottom)^2 / 2, summed. Each worker has another."""
 
-    layout: Layout = pack([("weights", (SIZE,), True)])
-    state_size = 0
+    layout, state_size = pack([("weights", (SIZE,), True)]), 0
 
-    def __init__(self, centre: Tensor) -> None:
-        self.centre = centre
+    def __init__(self, worker: int) -> None:
+        self._bottom, self._steepness = BOTTOMS[worker], STEEPNESS[worker]
 
     def initial(self) -> Tensor:
         return torch.zeros(SIZE)
@@ -38,11 +47,11 @@ class Pull:
         self._weights, self._gradient = weights, gradient
 
     def gradient(self, batch: Batch) -> float:
-        torch.sub(self._weights, self.centre, out=self._gradient)
-        return 0.5 * float(self._gradient.square().sum())
+        away = self._weights - self._bottom
+        torch.mul(away, self._steepness, out=self._gradient)
+        return 0.5 * float((self._gradient * away).sum())
 
 
-@dataclass
 class OneSample:
     """Batches that hold nothing but their number."""
 
@@ -50,51 +59,70 @@ class OneSample:
         return Batch(None, None, 1, number)
 
 
-def run(policy: Policy, steps: int) -> list[str]:
-    """Drive one server; who pushes next is whoever is ready first (worker 3 takes four times as long)."""
-    centres = torch.randn(NUM_WORKERS, SIZE, generator=torch.Generator().manual_seed(7))
-    budget = Budget(samples=steps * NUM_WORKERS, epoch_samples=NUM_WORKERS)
-    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, budget, Schedule(0.05), NUM_WORKERS)
-    seats = [Seat(Pull(centres[worker]), OneSample(), Join(worker, 0)) for worker in range(NUM_WORKERS)]
-    ready: dict[int, float] = {}
-    now, pushes = 0.0, [0] * NUM_WORKERS
-    jitter = random.Random(1)
+@dataclass
+class Watched:
+    """Keeps the server: hands out weights with every reply, and notes a row for every update."""
 
-    def deliver(replies: tuple[Reply, ...]) -> None:
+    server: Server
+    agenda: Agenda
+    memories: dict[int, Tensor]
+    rows: list[list[str]]
+    send: Callable[[Reply], None]
+
+    def handle(self, message: Input) -> None:
+        version, before = self.server.version, self.server.staleness.copy()
+        pushes = [member.accepted for member in self.server.members.values()]
+        replies = self.server.handle(message).replies
+        if self.server.version > version:
+            now = [member.accepted for member in self.server.members.values()]
+            who = [str(worker) for worker in range(NUM_WORKERS) if now[worker] > pushes[worker]]
+            distance = float((self.server.weights - OPTIMUM).norm())
+            stale = max(self.server.staleness - before)
+            row = [version + 1, f"{self.agenda.now:.0f} s", f"{distance:.3f}", stale, " ".join(who), now]
+            self.rows.append([str(entry) for entry in row])
         for reply in replies:
-            server.weights_for(reply.worker, seats[reply.worker].weights)
-            if not reply.over:
-                seats[reply.worker].pending = reply
-                ready[reply.worker] = now + SPEEDS[reply.worker] * jitter.uniform(0.9, 1.1)
+            self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.send(reply)
 
-    for seat in seats:
-        deliver(server.handle(seat.join).replies)
-    while ready and not server.over:
-        worker = min(ready, key=lambda name: (ready[name], name))
-        now = ready.pop(worker)
-        push = seats[worker].push()
-        assert push is not None
-        pushes[worker] += 1
-        deliver(server.handle(push).replies)
-    distance = float((server.weights - centres.mean(0)).norm())
-    stale = max(server.staleness, default=0)
-    return [f"{now:.0f}", str(server.version), str(stale), str(server.dropped), f"{distance:.3f}", str(pushes)]
+
+def drive(policy: Policy, local_steps: int = 1) -> list[list[str]]:
+    """Two minutes of virtual time; a row for every update."""
+    agenda, forever = Agenda(), Budget(1_000_000, 1)
+    lr = LR if local_steps == 1 else 1.0  # a drift has its learning rate inside and is applied as it is
+    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, Schedule(lr), NUM_WORKERS)
+    side = Watched(server, agenda, {}, [], send=lambda reply: None)
+
+    def come(worker: int, incarnation: int) -> Seat:
+        join = Join(worker, incarnation)
+        if local_steps == 1:
+            return Seat(Bowl(worker), OneSample(), join)
+        return Seat(LocalSteps(Bowl(worker), Sgd(), LR), SeveralBatches(OneSample(), local_steps), join)
+
+    speeds = StepTimes(parse_speeds("1,1,1,2", NUM_WORKERS), seed=0)
+    cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_a_push=local_steps)
+    agenda.at(SECONDS, lambda _: setattr(agenda, "stopped", True), None)
+    Simulation(agenda, cluster, NUM_WORKERS, come, lambda: side).run()
+    return side.rows
+
+
+def show(title: str, rows: list[list[str]], every: int, notice: str) -> None:
+    """The first update, every so many-th and the last, then what to see in them."""
+    shown = [row for row in rows if row is rows[0] or row is rows[-1] or int(row[0]) % every == 0]
+    print(f"\n{title}\n")
+    print(table(["update", "time", "distance", "staleness", "who computed", "pushes by worker"], shown))
+    print(f"\n{notice}")
 
 
 def main() -> None:
-    """Four policies, one table."""
-    paces: dict[str, Policy] = {
-        "sync": Rounds(),
-        "backup:1": Rounds(spare=1),
-        "bounded:2": Bounded(2),
-        "async": AtOnce(),
-    }
-    print("Four workers, the last four times slower, pull the weights towards their own centres.")
-    print("A reply withheld is a worker held back: that is the whole difference between the rows.\n")
-    rows = [[name, *run(policy, steps=100)] for name, policy in paces.items()]
-    print(table(["pace", "time", "updates", "stale", "dropped", "distance", "pushes by worker"], rows))
-    print("\nsync waits for the slowest; async is four times as fast and forgets the slow worker's centre;")
-    print("bounded keeps everyone within two steps; backup goes ahead without the last, and drops its work.")
+    """Three policies, three tables."""
+    print("Four workers, each with a bowl of its own, look for the bottom of all four.")
+    print("A reply withheld is a worker held back: that is the whole difference.")
+    notice = "Notice: it goes straight to the bottom, but at the pace of worker 3."
+    show("sync: the server replies when all have pushed", drive(Rounds()), 5, notice)
+    notice = "Notice: five times as many updates, each stale: soon near, never at rest."
+    show("async: the server replies at once", drive(AtOnce()), 25, notice)
+    notice = "Notice: few exchanges, but each pulls its own way: it ends beside the bottom."
+    show("local:8: eight steps each, then the mean of the drifts", drive(Rounds(), local_steps=8), 1, notice)
 
 
 if __name__ == "__main__":
