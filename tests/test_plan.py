@@ -82,6 +82,9 @@ def test_a_cluster_like_a_run_has_its_times(tmp_path: Path) -> None:
     cluster = cluster_of(resolve(RunConfig(workers=3, like=str(path), speeds="1,1,2")), 1000)
     assert (cluster.cores, cluster.server_seconds) == (2, 0.0003)
     assert cluster.step_times.distributions[2].mean == pytest.approx(0.008, rel=0.01)
+    stated = cluster_of(resolve(RunConfig(workers=3, speeds=f"measured:{path}*1,1,2")), 1000)
+    assert stated.step_times.distributions == cluster.step_times.distributions
+    assert stated.cores is None
     two = forecast(resolve(RunConfig(workers=2, like=str(path), batch_size=1)), 1000)
     assert two.samples_per_second == pytest.approx(2 / 0.0044, rel=0.05)
     four = forecast(resolve(RunConfig(workers=4, like=str(path), batch_size=1)), 1000)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from ctypes import c_float
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -161,7 +162,7 @@ class Session:
         if self.over:
             raise UserError("session.step() after training was over: leave the loop when the batches end")
         self._flat.collect()
-        value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        value = c_float(float(loss.detach() if isinstance(loss, Tensor) else loss)).value
         delay = self._delays.get(self.worker)
         serial = self._reply.serial
         if delay is not None:

@@ -6,6 +6,7 @@ It cannot tell whether a process, a simulator or a replay drives it.
 from __future__ import annotations
 
 from collections.abc import Generator
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def work(
     reply = yield join
     while not reply.over:
         batch = loader.batch(reply.batch)
-        loss = task.gradient(batch)
+        loss = c_float(task.gradient(batch)).value  # as the log keeps it; one that is too large becomes infinite
         seq = reply.serial  # one push a reply, so the reply's number names the push too
         reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, gradient, state)
 

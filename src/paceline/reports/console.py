@@ -125,9 +125,22 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
         f"{result['updates']} updates, {result['samples']} samples, {result['samples_per_second']:,.0f} samples/s, "
         f"staleness mean {stale['mean']:g} max {stale['max']}, {result['dropped_pushes']} dropped"
     )
+    if result.get("utilisation"):
+        lines.append(_shares(result["utilisation"]))
+    if result.get("simulated"):
+        lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _shares(utilisation: list[dict[str, float]]) -> str:
+    """What the workers did with their time, on average and at worst."""
+    number = len(utilisation)
+    means = {name: 100 * sum(worker[name] for worker in utilisation) / number for name in utilisation[0]}
+    least = min(range(number), key=lambda worker: utilisation[worker]["computing"])
+    text = "workers: " + ", ".join(f"{name} {mean:.0f} %" for name, mean in means.items())
+    return text + f"; least worker {least}, computing {100 * utilisation[least]['computing']:.0f} %"
 
 
 def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import numpy as np
 from paceline.data.randomness import rng
 from paceline.errors import UserError, unknown_name
 from paceline.quantities import seconds
+from paceline.runs.timings import measured
 
-FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, normal:30ms,3ms; then *1,1,4"
+FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
 BLOCK = 128
 LARGEST_SPREAD = 5.0
 
@@ -79,10 +81,8 @@ def parse_speeds(text: str, num_workers: int) -> list[Distribution]:
         base, star, factors = text.partition("*")
         if star:
             scales = _per_worker(_scales(factors), num_workers)
-            return [
-                Distribution(one.kind, one.mean * s, one.spread)
-                for one, s in zip(_base(base, num_workers), scales, strict=True)
-            ]
+            bases = _base(base, num_workers)
+            return [replace(one, mean=one.mean * scale) for one, scale in zip(bases, scales, strict=True)]
         return _base(base, num_workers)
     except UserError as error:
         raise UserError(f"--speeds '{text}': {error}; {FORM}") from None
@@ -109,9 +109,12 @@ def _base(text: str, num_workers: int) -> list[Distribution]:
 
 
 def _distribution(kind: str, arguments: list[str]) -> Distribution:
-    takes = {"lognormal": 2, "normal": 2, "exponential": 1}
+    takes = {"lognormal": 2, "normal": 2, "exponential": 1, "measured": 1}
     if kind not in takes:
         raise unknown_name("distribution", kind, takes)
+    if kind == "measured":
+        found = measured(Path(",".join(arguments)))
+        return Distribution(kind, found.step_seconds, quantiles=found.quantiles)
     if len(arguments) != takes[kind]:
         raise UserError(f"{kind} takes {takes[kind]} numbers, got {len(arguments)}")
     mean = _positive(seconds(arguments[0]), arguments[0])
