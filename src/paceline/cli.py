@@ -57,6 +57,12 @@ PLAN_DESCRIPTION = """Which strategy fits, and how many workers: every one simul
   paceline plan --like runs/NAME --workers 8           from the times of a run
   paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
 
+SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator; every promise is checked.
+
+  paceline soak --seeds 2000
+  paceline soak --seeds 1 --first 4711                      one seed again
+  paceline soak --seeds 1 --first 4711 --faults faults.toml   with another table of faults"""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
@@ -181,6 +187,28 @@ def _settings_of(run: str | None) -> dict[str, Any]:
     return {name: value for name, value in to_dict(config).items() if name not in ("name", "runs", "faults", "delay")}
 
 
+def _soak(arguments: list[str]) -> int:
+    parser = _parser("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
+    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="how many to try [2000]")
+    parser.add_argument("--first", type=number(int), default=0, metavar="S", help="the first seed [0]")
+    parser.add_argument("--faults", metavar="FILE", help="this table of faults instead of the seeds' own")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    parsed = parser.parse_strictly(arguments)
+    if parsed.seeds < 1:
+        raise UserError(f"--seeds {parsed.seeds}: give at least one seed to try, as in --seeds 2000")
+    if parsed.first < 0:
+        raise UserError(f"--first {parsed.first}: seeds are counted from 0")
+    from paceline.soak import soak
+
+    faults = Path(parsed.faults) if parsed.faults is not None else None
+    with Console() as console:
+        summary = soak(parsed.seeds, parsed.first, console.note, faults)
+    print("\n".join(summary.lines()), file=sys.stderr if parsed.json else sys.stdout)
+    if parsed.json:
+        print(json.dumps(summary.row(), indent=2))
+    return 0 if summary.failure is None else 1
+
+
 def _resume(arguments: list[str]) -> int:
     parser = _parser("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
@@ -274,6 +302,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "train": (_train, "train a model on this machine"),
     "simulate": (_simulate, "train or time on a cluster that does not exist"),
     "plan": (_plan, "which strategy and how many workers fit a cluster"),
+    "soak": (_soak, "try random clusters and faults, and check every promise"),
     "run": (_run, "run your own training loop on several workers"),
     "resume": (_resume, "go on with a run that was stopped or killed"),
     "replay": (_replay, "execute a run again from its log and compare"),

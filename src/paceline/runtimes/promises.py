@@ -1,0 +1,200 @@
+"""The promises of the design as things that can be seen to be broken, one input of the server after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.assemble import parse_strategy
+from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
+from paceline.core.server import Server
+from paceline.runtimes.oracle import Oracle, Part
+from paceline.tasks.quadratic import ANSWER, curvature, gradient_at
+
+if TYPE_CHECKING:
+    from paceline.runtimes.trial import Trial
+
+ROUNDING = 1e-5
+"""How far float32 may stray from the oracle, relative to the answer or to a coordinate that is far beyond it."""
+
+Portrait = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class Broken(Exception):
+    """A promise that was not kept: its name, and what was seen."""
+
+    def __init__(self, promise: str, text: str) -> None:
+        super().__init__(f"{promise}: {text}")
+        self.promise, self.text = promise, text
+
+
+def require(kept: bool, promise: str, text: str, *values: object) -> None:
+    """Raise Broken unless `kept`; the text is put together only then."""
+    if not kept:
+        raise Broken(promise, text.format(*values))
+
+
+def portrait(server: Server) -> Portrait:
+    """All that a server is, at any moment: plain values and tensors."""
+    values = {
+        "version": server.version,
+        "samples": server.samples,
+        "dropped": server.dropped,
+        "late": server.late,
+        "pushes": server.pushes,
+        "replies": server.replies,
+        "over": server.over,
+        "staleness": dict(server.staleness),
+        "members": {worker: asdict(member) for worker, member in sorted(server.members.items())},
+        "awaited": set(server._awaited),
+        "policy": server.policy.facts(),
+        "held": {worker: push[:6] for worker, push in sorted(server._held.items())},
+    }
+    tensors = {"weights": server.weights, **server.rule_state}
+    tensors |= {f"update {worker}": push.update for worker, push in server._held.items()}
+    tensors |= {f"state {worker}": state for worker, state in server.worker_states.items()}
+    return values, tensors
+
+
+def require_same(promise: str, before: Portrait, after: Portrait) -> None:
+    """A server made from checkpoint and log is the one that wrote them: nothing that it took is lost."""
+    for name, value in before[0].items():
+        require(after[0][name] == value, promise, "{} was {}, is {}", name, value, after[0][name])
+    require(before[1].keys() == after[1].keys(), promise, "{} became {}", set(before[1]), set(after[1]))
+    for name, tensor in before[1].items():
+        require(torch.equal(tensor, after[1][name]), promise, "{} was {}, is {}", name, tensor, after[1][name])
+
+
+class Witness:
+    """Sees every input, every update and every answer, over all the lives of the server."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._strategy = parse_strategy(trial.strategy)
+        self._budget, self._quotas = trial.budget, trial.quotas
+        self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
+        self._weights = [torch.zeros(len(ANSWER))]
+        self._scratch = torch.zeros(len(ANSWER))
+        self._samples = 0
+        self._accepted: Counter[int] = Counter()
+        self._applied: set[tuple[int, int, int]] = set()
+        self._told: dict[int, Reply] = {}
+        self._here: dict[int, int] = {}
+        self._dead: set[tuple[int, int]] = set()
+        self._clocks: dict[int, int] = {}
+
+    def applied(self, pushes: list[Push], server: Server) -> None:
+        """The server has made one update of these pushes."""
+        version = len(self._weights) - 1
+        spent = self._budget.spent(self._samples, version)
+        require(not spent, "budget", "update {} after the budget was spent", version)
+        require(server.version == version + 1, "growth", "version {} after {}", server.version, version)
+        parts = [self._part(push, version) for push in pushes]
+        for push in pushes:
+            quota = self._quotas[push.worker]
+            left = quota is None or self._accepted[push.worker] < quota
+            require(left, "budget", "push {} goes beyond a quota of {}", push[:3], quota)
+            self._accepted[push.worker] += 1
+            self._clocks[push.worker] = self._clocks.get(push.worker, 0) + 1
+            self._samples += push.samples
+        self._weights.append(server.weights.clone())
+        expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
+        near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(ANSWER[0]))
+        require(near, "weights", "update {} gives {}, alone it gives {}", version, found, expected)
+
+    def _part(self, push: Push, version: int) -> Part:
+        """A push that may be applied: new, from somebody here, the gradient at the weights that it was sent."""
+        identity = push[:3]
+        require(identity not in self._applied, "once", "push {} is applied again in update {}", identity, version)
+        self._applied.add(identity)
+        told = self._told.get(push.worker)
+        require(identity[:2] not in self._dead, "dead", "push {} of a worker that left is applied", identity)
+        known = told is not None and (told.incarnation, told.serial) == (push.incarnation, push.reply)
+        require(known, "weights", "push {} is no answer to {}", identity, told)
+        assert told is not None
+        if self._strategy.in_rounds:
+            require(told.version == version, "bound", "a round of version {} holds a push from {}", version, told)
+        gradient = gradient_at(self._weights[told.version], push.worker, told.batch, self._scratch)
+        same = torch.equal(gradient, push.update)
+        require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, told.batch, told.version)
+        return Part(told.version, push.samples, curvature(push.worker, told.batch))
+
+    def saw(self, message: Input, outcome: Outcome, server: Server) -> None:
+        """An input was taken, and these are the answers."""
+        version = len(self._weights) - 1
+        require(server.version == version, "growth", "version {} after {} updates", server.version, version)
+        require(server.samples == self._samples, "growth", "{} samples, not {}", server.samples, self._samples)
+        if outcome.verdict == Verdict.TAKEN:
+            self._note(message)
+        for worker in [w for w in self._clocks if self._accepted[w] == self._quotas[w]]:
+            del self._clocks[worker]
+        for reply in outcome.replies:
+            self._check(reply, version, outcome.verdict == Verdict.REPEATED)
+        if server.started and not server.over and self._clocks:
+            self._check_held_back(server)
+
+    def _note(self, message: Input) -> None:
+        """Who is here, and at which clock."""
+        match message:
+            case Join(worker, incarnation):
+                self._here[worker] = incarnation
+                self._clocks[worker] = min(self._clocks.values(), default=0)
+            case Leave(worker, incarnation):
+                known = self._here.get(worker, -1)
+                self._dead.add((worker, min(incarnation, known)))
+                if incarnation >= known:
+                    self._clocks.pop(worker, None)
+            case Resume():
+                self._dead |= set(self._here.items())
+                self._clocks.clear()
+
+    def _check(self, reply: Reply, version: int, repeated: bool) -> None:
+        """An answer goes to somebody who is here, with the newest weights and the next batch, within the bound."""
+        worker, told = reply.worker, self._told.get(reply.worker)
+        name = (worker, reply.incarnation)
+        require(name not in self._dead, "dead", "{} for a worker that left", reply)
+        require(self._here.get(worker) == reply.incarnation, "dead", "{} for somebody unknown", reply)
+        if repeated:
+            same = told is not None and (told.serial, told.version) == (reply.serial, reply.version)
+            require(same, "growth", "a repeat is answered with {}, at first with {}", reply, told)
+            return
+        require(reply.version == version, "growth", "{} at version {}", reply, version)
+        require(told is None or told.version <= reply.version, "growth", "{} after {}", reply, told)
+        require(reply.batch == self._accepted[worker], "batch", "{} after {} accepted", reply, self._accepted[worker])
+        self._told[worker] = reply
+        require(reply.over or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
+        if self._strategy.name == "bounded" and not reply.over:
+            ahead = self._clocks[worker] - min(self._clocks.values())
+            require(ahead <= self._strategy.number, "bound", "{} is sent on {} steps ahead", name, ahead)
+
+    def _check_held_back(self, server: Server) -> None:
+        """Nobody waits without a reason: a round that lacks pushes, or a worker that is too far behind."""
+        held = [worker for worker in self._clocks if server.members[worker].waiting]
+        if self._strategy.in_rounds:
+            needed = max(1, len(self._clocks) - self._strategy.number)
+            require(len(held) < needed, "held", "a round of {} waits though {} have pushed", needed, held)
+            return
+        slowest = min(self._clocks.values())
+        bound = self._strategy.number if self._strategy.name == "bounded" else len(self._weights)
+        for worker in held:
+            ahead = self._clocks[worker] - slowest
+            require(ahead > bound, "held", "worker {} waits, {} steps ahead of the slowest", worker, ahead)
+
+    def ended(self, server: Server, gone: set[int | None]) -> None:
+        """The run is over: its budget is spent to the sample, or all who are missing are gone for good."""
+        version, accepted = len(self._weights) - 1, self._accepted
+        working = [w for w, quota in enumerate(self._quotas) if quota is None or accepted[w] < quota]
+        if not server.over:
+            missing = [w for w in working if w not in gone]
+            require(not missing, "budget", "the run ended though workers {} were to come back", missing)
+        elif self._budget.own and self._budget.steps is None:
+            missing = [w for w in working if w in self._here and (w, self._here[w]) not in self._dead]
+            require(not missing, "budget", "over while workers {} have work left", missing)
+        else:
+            require(self._budget.spent(self._samples, version), "budget", "over after {} samples", self._samples)
+        for found, answer in zip(server.weights.tolist(), ANSWER, strict=True):
+            left, allowed = abs(found - answer), self._oracle.tolerance(abs(answer)) + ROUNDING
+            require(left <= allowed, "optimum", "{} is {} from the answer, {} is allowed", found, left, allowed)

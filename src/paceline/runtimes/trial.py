@@ -1,0 +1,239 @@
+"""One trial of a soak: a cluster on a problem whose answer is known, its log and checkpoints kept in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from paceline.assemble import parse_strategy
+from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
+from paceline.core.optimizers import Adam, Optimizer, Sgd
+from paceline.core.policies import AtOnce, Bounded, Rounds
+from paceline.core.rules.plain import Plain
+from paceline.core.schedules import Budget, Schedule
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.interfaces import Policy
+from paceline.runs.arrivals import Record
+from paceline.runs.checkpoint import Cut, take_cut
+from paceline.runs.replay import Replay
+from paceline.runtimes.agenda import Action, Agenda
+from paceline.runtimes.oracle import BETAS, EPS
+from paceline.runtimes.promises import Broken, Witness, portrait, require, require_same
+from paceline.runtimes.simulated import Cluster, Deadlock, Simulation, Worker
+from paceline.tasks.quadratic import ANSWER, Quadratic
+
+MOST_PLANS = 20_000
+REPLAYED = 3
+"""One trial in so many is replayed from its whole log."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Everything a seed decides."""
+
+    seed: int
+    strategy: str
+    optimizer: str
+    lr: float
+    momentum: float
+    budget: Budget
+    quotas: tuple[int | None, ...]
+    even: bool
+    cuts: float
+    """The chance that a checkpoint is taken after an input."""
+    cluster: Cluster
+
+    @property
+    def workers(self) -> int:
+        return len(self.quotas)
+
+    def make_optimizer(self) -> Optimizer:
+        if self.optimizer == "adam":
+            return Adam(BETAS, eps=EPS)
+        return Sgd(self.momentum, nesterov=self.optimizer == "nesterov")
+
+    def make_policy(self) -> Policy:
+        strategy = parse_strategy(self.strategy)
+        if strategy.in_rounds:
+            return Rounds(spare=strategy.number)
+        return Bounded(strategy.number) if strategy.name == "bounded" else AtOnce()
+
+    def make_seat(self, join: Join) -> Seat:
+        task = Quadratic(join.worker, self.even)
+        return Seat(task, task, join)
+
+
+class Limited(Agenda):
+    """An agenda that ends: a cluster that never stops planning is going round in circles."""
+
+    def at(self, time: float, action: Action, argument: object) -> None:
+        if self._serial > MOST_PLANS:
+            raise Broken("livelock", f"{MOST_PLANS} plans at {self.now:g} s, and training is not over")
+        super().at(time, action, argument)
+
+
+class WatchedServer(Server):
+    """The server, telling a witness what it applies."""
+
+    witness: Witness | None = None
+
+    def _apply(self, workers: tuple[int, ...]) -> bool:
+        pushes = [self._held[worker] for worker in workers]
+        done = super()._apply(workers)
+        if self.witness is not None:
+            self.witness.applied(pushes, self)
+        return done
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a trial came to; the same seed tells the same story, bit for bit."""
+
+    records: tuple[Record, ...]
+    weights: tuple[float, ...]
+    seconds: float
+    num_events: int
+    restarts: int
+    pushes: int
+    updates: int
+    over: bool
+
+
+class Stage:
+    """A trial while it runs: the server's side with its log and checkpoints in memory, over all the server's lives."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.agenda = Limited()
+        self.witness = Witness(trial)
+        self.memories: dict[int, Tensor] = {}
+        self.send: Callable[[Reply], None] = lambda reply: None
+        self.records: list[Record] = []
+        self.restarts = 0
+        self._cut: Cut | None = None
+        self._chance = Random(trial.seed)
+        self.server: Server = self._watched(self._new_server())
+        self._begun = False
+
+    def _new_server(self) -> WatchedServer:
+        trial = self.trial
+        weights, rule = torch.zeros(len(ANSWER)), Plain(trial.make_optimizer())
+        return WatchedServer(weights, rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
+
+    def _watched(self, server: WatchedServer) -> WatchedServer:
+        server.witness = self.witness
+        return server
+
+    def start(self) -> Stage:
+        """The first server; later, what checkpoint and log say it was, which must be what it was."""
+        if not self._begun:
+            self._begun = True
+            return self
+        self.restarts += 1
+        rebuilt = self.rebuild(self._cut)
+        require_same("kept", portrait(self.server), portrait(rebuilt))
+        self.server = self._watched(rebuilt)
+        self.memories.clear()
+        self.handle(Resume())
+        return self
+
+    def rebuild(self, cut: Cut | None) -> WatchedServer:
+        """The server that a checkpoint and the log behind it make."""
+        server = self._new_server()
+        if cut is not None:
+            cut = replace(cut, facts=json.loads(json.dumps(cut.facts)))  # as from a file
+        replay = Replay(server, self.trial.make_seat, cut)
+        replay.feed(self.records[cut.log_offset if cut is not None else 0 :])
+        if replay.departure is not None:
+            raise Broken("kept", f"a replay departs: {replay.departure}")
+        return server
+
+    def handle(self, message: Input) -> None:
+        """As `Host` does: server, log, weights and replies, then perhaps a checkpoint."""
+        outcome = self.server.handle(message)
+        self.records.append(_record(message, outcome.verdict, self.agenda.now))
+        self.witness.saw(message, outcome, self.server)
+        for reply in outcome.replies:
+            if outcome.verdict != Verdict.REPEATED:
+                self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.send(reply)
+        if self.trial.cuts and self.server.can_be_cut and self._chance.random() < self.trial.cuts:
+            live = {w: self.memories[w] for w, m in self.server.members.items() if m.live and not m.done}
+            self._cut = take_cut(self.server, live, len(self.records), self.agenda.now)
+
+
+def _record(message: Input, verdict: Verdict, now: float) -> Record:
+    match message:
+        case Push(worker, incarnation, seq, reply, samples, loss):
+            return Record("push", worker, incarnation, seq, reply, samples, loss, now, verdict)
+        case Join(worker, incarnation, quota, threads):
+            amount = 0xFFFFFFFF if quota is None else quota
+            return Record("join", worker, incarnation, amount, threads, 0, 0.0, now, verdict)
+    worker, incarnation = getattr(message, "worker", 0), getattr(message, "incarnation", 0)
+    return Record(type(message).__name__.lower(), worker, incarnation, 0, 0, 0, 0.0, now, verdict)
+
+
+def forgotten(simulation: Simulation) -> list[int]:
+    """Workers that are here, that the server does not hold back, and for which nothing is planned or under way."""
+    planned: list[object] = [plan[3] for plan in simulation.agenda._planned] + list(simulation._queue)
+    for shared in (*simulation.wire._shared.values(), simulation._cores):
+        planned += [job.argument for _, _, job in shared._jobs if not job.off] if shared is not None else []
+    expected = {worker for plan in planned for worker in _mentioned(plan)}
+    for worker, member in simulation.side.server.members.items():
+        if member.waiting and member.incarnation == simulation.workers[worker].incarnation:
+            expected.add(worker)
+    return [worker.number for worker in simulation.workers if worker.seat is not None and worker.number not in expected]
+
+
+def _mentioned(plan: object) -> set[int]:
+    """The workers in a plan's argument, a message's or its own."""
+    if isinstance(plan, Join | Push | Reply):
+        return {plan.worker}
+    if isinstance(plan, Worker):
+        return {plan.number}
+    return {worker for part in plan for worker in _mentioned(part)} if isinstance(plan, tuple) else set()
+
+
+def perform(trial: Trial) -> Story:
+    """Run a trial to its end; a promise that is not kept is raised as Broken."""
+    with torch.inference_mode():
+        return _perform(trial)
+
+
+def _perform(trial: Trial) -> Story:
+    stage = Stage(trial)
+
+    def come(worker: int, incarnation: int) -> Seat:
+        return trial.make_seat(Join(worker, incarnation, trial.quotas[worker]))
+
+    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start)
+    try:
+        simulation.run()
+        gone = {fault.worker for fault in trial.cluster.faults if fault.kind == "crash" and fault.restart_after is None}
+        stage.witness.ended(stage.server, gone)
+        require(not (lost := forgotten(simulation)), "forgotten", "workers {} wait for nothing", lost)
+        if trial.seed % REPLAYED == 0:
+            require_same("replay", portrait(stage.server), portrait(stage.rebuild(None)))
+    except Broken:
+        raise
+    except Deadlock as error:
+        raise Broken("deadlock", str(error)) from error
+    except Exception as error:
+        raise Broken("crash", f"{type(error).__name__}: {error}") from error
+    server = stage.server
+    return Story(
+        tuple(stage.records),
+        tuple(server.weights.tolist()),
+        stage.agenda.now,
+        simulation.num_events,
+        stage.restarts,
+        server.pushes,
+        server.version,
+        server.over,
+    )
