@@ -45,7 +45,7 @@ def test_a_few_hundred_seeds_keep_every_promise() -> None:
     assert set(summary.faults) == {"crash", "cut", "duplicate", "lose", "pause", "reorder", "server", "slow"}
     assert set(summary.strategies) == {"allreduce", "async", "backup", "bounded", "sync"}
     assert set(summary.optimizers) == {"adam", "momentum", "nesterov", "sgd"}
-    assert summary.restarts > 50 and summary.pushes > 10_000 and summary.unfinished < 30
+    assert summary.restarts > 50 and summary.pushes > 10_000 and summary.unfinished < 30 and summary.diverged > 2
 
 
 @pytest.mark.real
@@ -221,6 +221,22 @@ def send_an_old_version(patch: Patch) -> None:
     patch.setattr(Server, "_answer", older)
 
 
+def miscount_what_is_dropped(patch: Patch) -> None:
+    """A push that was held when the run ended is not counted."""
+    patch.setattr(Server, "_forget_held", lambda self: self._held.clear())
+
+
+def let_a_nan_pass(patch: Patch) -> None:
+    """A push with a NaN is mended instead of refused."""
+    change = Server._change_weights
+
+    def mend(self: Server, pushes: list[Push], samples: int, staleness: int) -> bool:
+        mended = [push._replace(update=torch.nan_to_num(push.update)) for push in pushes]
+        return change(self, mended, samples, staleness)
+
+    patch.setattr(Server, "_change_weights", mend)
+
+
 def draw_from_a_stream(patch: Patch) -> None:
     """Step times are consumed instead of addressed, so a second run draws others."""
     count = itertools.count(1)
@@ -245,6 +261,8 @@ MUTANTS: dict[Callable[[Patch], None], str] = {
     spend_too_much: "budget",
     work_beyond_the_quota: "budget",
     send_an_old_version: "growth",
+    miscount_what_is_dropped: "counts",
+    let_a_nan_pass: "finite",
     draw_from_a_stream: "same",
 }
 

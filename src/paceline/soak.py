@@ -50,7 +50,8 @@ def draw(seed: int) -> Trial:
             faults = tuple(replace(fault, restart_after=None) for fault in faults)
         cluster = replace(cluster, faults=_on_the_beat(faults) if chance.integers(2) else faults)
     cuts = _pick(chance, (0.0, 0.05, 0.3))
-    return Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster)
+    poison = (int(chance.integers(workers)), int(chance.integers(10))) if chance.integers(16) == 0 else None
+    return Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster, poison)
 
 
 def _on_the_beat(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
@@ -192,6 +193,7 @@ class Summary:
     updates: int = 0
     restarts: int = 0
     unfinished: int = 0
+    diverged: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     strategies: Counter[str] = field(default_factory=Counter)
     optimizers: Counter[str] = field(default_factory=Counter)
@@ -202,6 +204,7 @@ class Summary:
         self.updates += story.updates
         self.restarts += story.restarts
         self.unfinished += not story.over
+        self.diverged += story.diverged
         self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
         self.strategies[trial.strategy.partition(":")[0]] += 1
         self.optimizers[trial.optimizer] += 1
@@ -218,8 +221,8 @@ class Summary:
         return [
             f"{self.seeds} seeds from {self.first} on in {seconds:.1f} s: "
             + ("every promise was kept" if self.failure is None else "a promise was broken"),
-            f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server, "
-            f"{self.unfinished} runs that lost all their workers",
+            f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server; "
+            f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN",
             f"faults: {_counts(self.faults)}",
             f"strategies: {_counts(self.strategies)}",
             f"optimizers: {_counts(self.optimizers)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from paceline.assemble import parse_strategy
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
 from paceline.core.server import Server
+from paceline.runs.replay import same_bits
 from paceline.runtimes.oracle import Oracle, Part
 from paceline.tasks.quadratic import ANSWER, curvature, gradient_at
 
@@ -66,7 +68,7 @@ def require_same(promise: str, before: Portrait, after: Portrait) -> None:
         require(after[0][name] == value, promise, "{} was {}, is {}", name, value, after[0][name])
     require(before[1].keys() == after[1].keys(), promise, "{} became {}", set(before[1]), set(after[1]))
     for name, tensor in before[1].items():
-        require(torch.equal(tensor, after[1][name]), promise, "{} was {}, is {}", name, tensor, after[1][name])
+        require(same_bits(tensor, after[1][name]), promise, "{} was {}, is {}", name, tensor, after[1][name])
 
 
 class Witness:
@@ -74,7 +76,7 @@ class Witness:
 
     def __init__(self, trial: Trial) -> None:
         self._strategy = parse_strategy(trial.strategy)
-        self._budget, self._quotas = trial.budget, trial.quotas
+        self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
         self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
         self._weights = [torch.zeros(len(ANSWER))]
         self._scratch = torch.zeros(len(ANSWER))
@@ -101,6 +103,8 @@ class Witness:
             self._clocks[push.worker] = self._clocks.get(push.worker, 0) + 1
             self._samples += push.samples
         self._weights.append(server.weights.clone())
+        finite = math.isfinite(sum(server.weights.tolist()))
+        require(finite, "finite", "update {} gives {}", version, server.weights)
         expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
         near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(ANSWER[0]))
         require(near, "weights", "update {} gives {}, alone it gives {}", version, found, expected)
@@ -118,6 +122,8 @@ class Witness:
         if self._strategy.in_rounds:
             require(told.version == version, "bound", "a round of version {} holds a push from {}", version, told)
         gradient = gradient_at(self._weights[told.version], push.worker, told.batch, self._scratch)
+        finite = (push.worker, told.batch) != self._poison
+        require(finite, "finite", "push {} is applied though it holds a NaN", identity)
         same = torch.equal(gradient, push.update)
         require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, told.batch, told.version)
         return Part(told.version, push.samples, curvature(push.worker, told.batch))
@@ -127,6 +133,9 @@ class Witness:
         version = len(self._weights) - 1
         require(server.version == version, "growth", "version {} after {} updates", server.version, version)
         require(server.samples == self._samples, "growth", "{} samples, not {}", server.samples, self._samples)
+        settled = self._accepted.total() + server.dropped + server.late + len(server._held)
+        if server.divergence is None:
+            require(server.pushes == settled, "counts", "{} pushes, {} accounted for", server.pushes, settled)
         if outcome.verdict == Verdict.TAKEN:
             self._note(message)
         for worker in [w for w in self._clocks if self._accepted[w] == self._quotas[w]]:
@@ -185,6 +194,10 @@ class Witness:
 
     def ended(self, server: Server, gone: set[int | None]) -> None:
         """The run is over: its budget is spent to the sample, or all who are missing are gone for good."""
+        if server.divergence is not None:
+            found = self._poison is not None and server.divergence.worker == self._poison[0]
+            require(found and server.over, "finite", "ended by {}, poison is {}", server.divergence, self._poison)
+            return
         version, accepted = len(self._weights) - 1, self._accepted
         working = [w for w, quota in enumerate(self._quotas) if quota is None or accepted[w] < quota]
         if not server.over:

@@ -48,6 +48,8 @@ class Trial:
     cuts: float
     """The chance that a checkpoint is taken after an input."""
     cluster: Cluster
+    poison: tuple[int, int] | None = None
+    """The worker and the batch whose gradient holds a NaN."""
 
     @property
     def workers(self) -> int:
@@ -65,7 +67,8 @@ class Trial:
         return Bounded(strategy.number) if strategy.name == "bounded" else AtOnce()
 
     def make_seat(self, join: Join) -> Seat:
-        task = Quadratic(join.worker, self.even)
+        worker, batch = self.poison or (None, None)
+        task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
         return Seat(task, task, join)
 
 
@@ -86,7 +89,7 @@ class WatchedServer(Server):
     def _apply(self, workers: tuple[int, ...]) -> bool:
         pushes = [self._held[worker] for worker in workers]
         done = super()._apply(workers)
-        if self.witness is not None:
+        if done and self.witness is not None:
             self.witness.applied(pushes, self)
         return done
 
@@ -103,6 +106,7 @@ class Story:
     pushes: int
     updates: int
     over: bool
+    diverged: bool
 
 
 class Stage:
@@ -236,4 +240,5 @@ def _perform(trial: Trial) -> Story:
         server.pushes,
         server.version,
         server.over,
+        server.divergence is not None,
     )

@@ -5,6 +5,8 @@ So each push points to the one answer, whoever sends it and however often: no mi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,13 +27,16 @@ def gradient_at(weights: Tensor, worker: int, batch: int, out: Tensor) -> Tensor
 
 
 class Quadratic:
-    """A worker's task and its data; its state counts the batches it computed. Batches count alike, or 1 to 3."""
+    """A worker's task and its data; its state counts the batches it computed. Batches count alike, or 1 to 3.
+
+    The gradient of batch `poison` holds a NaN.
+    """
 
     layout = Layout((Parameter("point", (len(ANSWER),), 0),), len(ANSWER))
     state_size = 1
 
-    def __init__(self, worker: int, even: bool) -> None:
-        self._worker, self._even = worker, even
+    def __init__(self, worker: int, even: bool, poison: int | None = None) -> None:
+        self._worker, self._even, self._poison = worker, even, poison
 
     def initial(self) -> Tensor:
         return torch.zeros(len(ANSWER))
@@ -45,5 +50,7 @@ class Quadratic:
     def gradient(self, batch: Batch) -> float:
         gradient_at(self._weights, self._worker, batch.key, self._gradient)
         self._state.add_(1.0)
+        if batch.key == self._poison:
+            self._gradient[-1] = math.nan
         loss: float = self._gradient.tolist()[0]  # nobody minimises it: it only has to tell pushes apart
         return loss
