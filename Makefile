@@ -34,6 +34,7 @@ bench: setup ## the measured figures of the README, each beside its peer
 	$(BIN)/python benchmarks/server_cost.py --quick
 	$(BIN)/python benchmarks/startup.py --quick
 	$(BIN)/python benchmarks/memory.py --quick
+	$(BIN)/python benchmarks/simulator.py --quick
 
 tour: setup ## in step, free and local steps on a quadratic, under a virtual clock; seconds
 	$(BIN)/python examples/tour.py

@@ -170,6 +170,7 @@ def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
         "virtual_seconds": round(simulation.agenda.now, 6),
         "wall_seconds": round(wall_seconds, 3),
         "events": simulation.num_events,
+        "heap_actions": simulation.agenda.num_done,
         "utilisation": utilisation,
         "staleness_histogram": dict(sorted(simulation.side.server.staleness.items())),
     }

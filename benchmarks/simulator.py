@@ -1,0 +1,170 @@
+"""How fast the simulator is: events a second, 10,000 workers, and what it adds to real gradients.
+
+    python benchmarks/simulator.py [--pairs N] [--quick] [--json] [--strict]
+
+An event is a reply received, a step computed or a message served; beside it stand pushes and heap actions. Runs without
+gradients are `paceline simulate --timing-only` with ResNet50-size weights. With gradients (LeNet5, 4 workers), the
+peer is the same gradients on the same batches with nothing around them, one thread each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pairs
+import torch
+from processes import ended
+
+from paceline.assemble import resolve
+from paceline.config import RunConfig
+from paceline.crew import make_task, work_of
+from paceline.data.datasets import SAMPLE, load
+from paceline.launch import locate_data
+from paceline.reports.console import Console
+from paceline.simulate import simulate
+
+TIMING = ["--timing-only", "--parameters", "25.6M", "--speeds", "lognormal:120ms,.3", "--json"]
+LINKS = {"no link": [], "link": ["--link", "10gbit,0.1ms"]}
+WORKERS, PUSHES, QUICK_PUSHES = 100, 100_000, 20_000
+MANY_WORKERS, PUSHES_EACH, QUICK_PUSHES_EACH = 10_000, 100, 10
+STEPS, QUICK_STEPS, REAL_WORKERS = 600, 100, 4
+BAR_EVENTS, BAR_SECONDS, BAR_GIB, BAR_RATIO = 100_000.0, 60.0, 1.0, 1.10
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One command: its result, how long it took from start to end, and the most memory it held."""
+
+    result: dict[str, Any]
+    seconds: float
+    peak_gib: float
+
+    def rate(self, what: str) -> float:
+        """Of its result, a second of the simulation alone."""
+        return float(self.result[what]) / float(self.result["wall_seconds"])
+
+
+def command(strategy: str, workers: int, steps: int, flags: list[str]) -> Measured:
+    """`paceline simulate` in a process of its own."""
+    with tempfile.TemporaryDirectory() as runs:
+        asked = ["--strategy", strategy, "--workers", str(workers), "--steps", str(steps), "--runs", runs]
+        begun = time.perf_counter()
+        with (Path(runs) / "error").open("wb") as error:
+            words = [sys.executable, "-m", "paceline", "simulate", *TIMING, *asked, *flags]
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=error)
+            with ended([process]):
+                _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.perf_counter() - begun
+        if process.returncode:
+            raise RuntimeError((Path(runs) / "error").read_text())
+        (file,) = Path(runs).glob("*/result.json")
+        return Measured(json.loads(file.read_text()), seconds, usage.ru_maxrss / 2**20)
+
+
+def row(name: str, values: list[float], by: pairs.Disturbance, **bar: float) -> pairs.Row:
+    """A figure without a peer."""
+    found = pairs.estimate(values)
+    ((kind, value),) = bar.items()
+    verdict, sign = pairs.judge(found, **bar), ">=" if kind == "at_least" else "<="
+    taken = by.steal_percent, by.others_percent
+    return pairs.Row(name, found.median, None, found, f"{sign}{value:g}", verdict, *taken, len(values))
+
+
+def show(one: pairs.Row, unit: str, besides: str = "") -> None:
+    """A row as a line."""
+    low, high = one.found.low, one.found.high
+    span = f"{low:,.0f} to {high:,.0f}" if low >= 1000 else f"{low:.3g} to {high:.3g}"
+    median = f"{one.ours:,.0f}" if one.ours >= 1000 else f"{one.ours:.3g}"
+    print(f"{one.name:<28} {median:>8} {unit} ({span}), bar {one.bar}: {one.verdict}{besides}", flush=True)
+
+
+def events(number: int, pushes: int) -> list[pairs.Row]:
+    """Events a second of 100 workers, with and without a link."""
+    rows = []
+    for name, flags in LINKS.items():
+        with pairs.Disturbance() as by:
+            runs = [command("async", WORKERS, pushes, flags) for _ in range(number)]
+        others = {what: pairs.estimate([run.rate(what) for run in runs]).median for what in ("updates", "heap_actions")}
+        besides = f"\n{'':<28} {others['updates']:,.0f} pushes/s, {others['heap_actions']:,.0f} heap actions/s"
+        rows.append(row(f"{WORKERS} workers, {name}", [run.rate("events") for run in runs], by, at_least=BAR_EVENTS))
+        show(rows[-1], "events/s", besides)
+    return rows
+
+
+def many(number: int, each: int) -> list[pairs.Row]:
+    """Seconds and memory of 10,000 workers, from the command to its end."""
+    rows = []
+    for strategy in ("async", "sync"):
+        steps = each * (MANY_WORKERS if strategy == "async" else 1)
+        with pairs.Disturbance() as by:
+            runs = [command(strategy, MANY_WORKERS, steps, []) for _ in range(number)]
+        name = f"10,000 x {each} pushes, {strategy}"
+        rows.append(row(name, [run.seconds for run in runs], by, at_most=BAR_SECONDS))
+        show(rows[-1], "s")
+        rows.append(row(f"{name} memory", [run.peak_gib for run in runs], by, at_most=BAR_GIB))
+        show(rows[-1], "GiB")
+    return rows
+
+
+def simulated_seconds(config: RunConfig) -> float:
+    """A simulated run with real gradients, without loading and scoring."""
+    with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stderr(io.StringIO()):
+        _, result = simulate(RunConfig(**{**vars(config), "runs": runs}), Console(quiet=True))
+    return float(result["wall_seconds"])
+
+
+class BareLoop:
+    """The same gradients on the same batches, worker by worker in turn."""
+
+    def __init__(self, config: RunConfig) -> None:
+        config = resolve(config)
+        location = locate_data(config)
+        assert location is not None
+        dataset = load(location)
+        self._tasks = [make_task(config, dataset) for _ in range(REAL_WORKERS)]
+        work = work_of(self._tasks[0], config)
+        self._loaders = []
+        for worker, task in enumerate(self._tasks):
+            self._loaders.append(task.loader(work.batches(worker, config), config.seed, worker))
+            task.bind(task.initial(), torch.zeros(task.layout.size), torch.zeros(task.state_size))
+        self._steps = config.steps or 0
+
+    def seconds(self) -> float:
+        begun = time.perf_counter()
+        for step in range(self._steps):
+            number, worker = divmod(step, REAL_WORKERS)
+            self._tasks[worker].gradient(self._loaders[worker].batch(number))
+        return time.perf_counter() - begun
+
+
+def main() -> int:
+    parsed = pairs.flags(__doc__).parse_args()
+    number, quick = pairs.num_pairs(parsed), parsed.quick
+    torch.set_num_threads(1)
+    rows = events(number, QUICK_PUSHES if quick else PUSHES)
+    rows += many(min(number, 3), QUICK_PUSHES_EACH if quick else PUSHES_EACH)
+    steps = QUICK_STEPS if quick else STEPS
+    config = RunConfig(dataset=SAMPLE, strategy="async", workers=REAL_WORKERS, steps=steps, threads=1)
+    bare, say = BareLoop(config), pairs.teller(parsed, "real gradients")
+    simulated_seconds(config)
+    ratio = pairs.compare(
+        "LeNet5, 4", lambda: simulated_seconds(config), bare.seconds, number, at_most=BAR_RATIO, say=say
+    )
+    print(f"\n{pairs.table([ratio], f'{steps} gradients, s')}")
+    print(pairs.disturbed(rows))
+    return pairs.close(parsed, "simulator", [*rows, ratio])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
