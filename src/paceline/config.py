@@ -14,6 +14,8 @@ from typing import Any
 from paceline.errors import UserError, unknown_name
 
 Check = Callable[[str, Any], None]
+MOST_WORKERS = 65_535
+"""The log gives a worker's number two bytes."""
 
 
 def _positive(name: str, value: float) -> None:
@@ -39,6 +41,12 @@ def _fraction(name: str, value: float) -> None:
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise UserError(f"--{name} must be at least 1, got {value}")
+
+
+def _workers(name: str, value: int) -> None:
+    _at_least_one(name, value)
+    if value > MOST_WORKERS:
+        raise UserError(f"--{name} must be at most {MOST_WORKERS}, got {value}")
 
 
 def _seed(name: str, value: int) -> None:
@@ -80,7 +88,7 @@ class RunConfig:
         None, "model", "own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )
     strategy: str = setting("async", "pace", "classic, sync, async, backup:B or bounded:S")
-    workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _at_least_one)
+    workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
     rule: str = setting("plain", "pace", "how a push changes the weights: plain")
     optimizer: str = setting("sgd", "optimizer", "sgd or adam, one shared by all workers, on the server")
     lr: float | None = setting(None, "optimizer", "learning rate (default .005 for sgd, .001 for adam)", _positive)

@@ -125,8 +125,10 @@ def hint(config: RunConfig, location: Location | None, console: Console) -> None
             "using the built-in sample of Fashion-MNIST (12,000 + 2,000 images): "
             "'paceline data get fashion-mnist' fetches all 70,000"
         )
-    pushes = pushes_per_update(parse_strategy(config.strategy), config.workers or 1)
-    if pushes > 1 and lr_scale(config) == 1.0:
+    strategy = parse_strategy(config.strategy)
+    pushes = pushes_per_update(strategy, config.workers or 1)
+    learns = not config.timing_only and strategy.name != "local"
+    if pushes > 1 and learns and lr_scale(config) == 1.0:
         console.note(
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
             "--scale-lr auto scales it, with warm-up"

@@ -16,6 +16,7 @@ from paceline.runs.timings import measured
 
 FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
 BLOCK = 128
+SHORTEST = 1e-9
 LARGEST_SPREAD = 5.0
 
 
@@ -144,8 +145,8 @@ def _factor(text: str) -> float:
 
 
 def _positive(value: float, text: str) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise UserError(f"'{text}' is not above zero")
+    if not SHORTEST <= value < math.inf:
+        raise UserError(f"'{text}' is not a number above zero (a nanosecond is the least)")
     return value
 
 
