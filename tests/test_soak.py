@@ -111,6 +111,11 @@ def exceed_the_bound(patch: Patch) -> None:
     patch.setattr(Bounded, "__init__", lambda self, bound: make(self, bound + 1))
 
 
+def hold_back_too_early(patch: Patch) -> None:
+    make = Bounded.__init__
+    patch.setattr(Bounded, "__init__", lambda self, bound: make(self, max(0, bound - 1)))
+
+
 def average_stale_pushes(patch: Patch) -> None:
     """A late push of an earlier round is let into this one."""
     push = Rounds.push
@@ -248,6 +253,7 @@ MUTANTS: dict[Callable[[Patch], None], str] = {
     take_pushes_of_the_dead: "dead",
     answer_the_dead: "dead",
     exceed_the_bound: "bound",
+    hold_back_too_early: "held",
     average_stale_pushes: "bound",
     lose_the_last_record: "kept",
     forget_the_rule_state: "kept",

@@ -180,17 +180,16 @@ class Witness:
             require(ahead <= self._strategy.number, "bound", "{} is sent on {} steps ahead", name, ahead)
 
     def _check_held_back(self, server: Server) -> None:
-        """Nobody waits without a reason: a round that lacks pushes, or a worker that is too far behind."""
+        """Nobody waits without a reason: a round that lacks pushes, or a worker too far behind."""
         held = [worker for worker in self._clocks if server.members[worker].waiting]
         if self._strategy.in_rounds:
             needed = max(1, len(self._clocks) - self._strategy.number)
             require(len(held) < needed, "held", "a round of {} waits though {} have pushed", needed, held)
             return
-        slowest = min(self._clocks.values())
-        bound = self._strategy.number if self._strategy.name == "bounded" else len(self._weights)
-        for worker in held:
-            ahead = self._clocks[worker] - slowest
-            require(ahead > bound, "held", "worker {} waits, {} steps ahead of the slowest", worker, ahead)
+        if self._strategy.name == "bounded":
+            least = min(self._clocks.values()) + self._strategy.number
+            held = [worker for worker in held if self._clocks[worker] <= least]
+        require(not held, "held", "workers {} wait without a reason, clocks {}", held, self._clocks)
 
     def ended(self, server: Server, gone: set[int | None]) -> None:
         """The run is over: its budget is spent to the sample, or all who are missing are gone for good."""
