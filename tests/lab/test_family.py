@@ -1,0 +1,103 @@
+"""The lab's numbers are the simulator's: the same order of updates, the same weights up to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from paceline.assemble import resolve
+from paceline.clusters import cluster_of
+from paceline.config import RunConfig
+from paceline.core.messages import Join
+from paceline.core.worker import Seat
+from paceline.crew import make_seat, make_server, make_task, work_of
+from paceline.data.datasets import Dataset, load, locate
+from paceline.forecast import Unlogged
+from paceline.lab.family import Family, Images, Row
+from paceline.lab.feed import feed_of
+from paceline.lab.trace import trace_of
+from paceline.runtimes.agenda import Agenda
+from paceline.runtimes.simulated import Simulation
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    return load(locate("fashion-mnist-sample", None))
+
+
+def images_of(dataset: Dataset) -> Images:
+    (mean,), (std,) = dataset.info.mean, dataset.info.std
+    images = torch.from_numpy(dataset.train_images).permute(0, 2, 3, 1).contiguous()
+    labels = torch.from_numpy(dataset.train_labels)
+    return Images(images, labels, torch.tensor(1.0 / (255.0 * std)), torch.tensor(-mean / std))
+
+
+def simulated(config: RunConfig, dataset: Dataset) -> torch.Tensor:
+    """The weights that the pure server and workers come to under the simulator."""
+    task = make_task(config, dataset)
+    work = work_of(task, config)
+    sides: list[Unlogged] = []
+
+    def start() -> Unlogged:
+        sides.append(_Handing(make_server(config, task, work)))
+        return sides[-1]
+
+    def come(worker: int, incarnation: int) -> Seat:
+        return make_seat(config, make_task(config, dataset), work, Join(worker, incarnation, work.quotas[worker]))
+
+    cluster = cluster_of(config, task.layout.size)
+    Simulation(Agenda(), cluster, config.workers or 1, come, start).run()
+    return sides[-1].server.weights
+
+
+class _Handing(Unlogged):
+    def handle(self, message: object) -> None:
+        for reply in self.server.handle(message).replies:  # type: ignore[arg-type]
+            self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.send(reply)
+
+
+def row_of(config: RunConfig, dataset: Dataset) -> Row:
+    task = make_task(config, dataset)
+    work = work_of(task, config)
+    trace = trace_of(config, work, task.layout.size)
+    return Row(config, trace, feed_of(trace, work, config), task.initial())
+
+
+CASES = [
+    ("lenet5", "async", 3, "sgd"),
+    ("lenet5", "sync", 3, "sgd"),
+    ("lenet5", "backup:1", 3, "sgd"),
+    ("lenet5", "bounded:1", 3, "sgd"),
+    ("lenet5", "async", 2, "adam"),
+    ("cnn", "async", 2, "sgd"),
+    ("cnn", "sync", 2, "adam"),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "workers", "optimizer"), CASES)
+def test_fifty_updates_equal_the_simulators(
+    dataset: Dataset, model: str, strategy: str, workers: int, optimizer: str
+) -> None:
+    updates = 50 if model == "lenet5" else 12
+    settings = RunConfig(
+        dataset="fashion-mnist-sample",
+        model=model,
+        strategy=strategy,
+        workers=workers,
+        optimizer=optimizer,
+        steps=updates,
+        batch_size=8,
+        speeds="lognormal:1s,.5",
+    )
+    configs = [resolve(dataclasses.replace(settings, seed=seed)) for seed in (0, 1)]
+    task = make_task(configs[0], dataset)
+    family = Family([row_of(config, dataset) for config in configs], task.layout, images_of(dataset))
+    family.run()
+    assert family.num_updates == updates
+    for found, config in zip(family.weights, configs, strict=True):
+        expected = simulated(config, dataset)
+        moved = (expected - make_task(config, dataset).initial()).norm()
+        assert (found - expected).norm() < 2e-3 * moved
