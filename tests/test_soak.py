@@ -23,6 +23,7 @@ from paceline.interfaces import Decision
 from paceline.runs.replay import Replay
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.speeds import StepTimes
+from paceline.runtimes.trial import Trial
 from paceline.soak import Summary, attempt, draw, soak, with_faults
 
 Patch = pytest.MonkeyPatch
@@ -338,6 +339,18 @@ def test_a_long_soak_tells_how_far_it_is(monkeypatch: Patch) -> None:
     lines: list[str] = []
     soak(3, 0, lines.append)
     assert len(lines) == 3 and lines[1].startswith("2 of 3 seeds, ") and lines[1].endswith(" s left")
+
+
+def test_an_interrupted_soak_says_what_it_found_so_far(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop_at_five(seed: int) -> Trial:
+        if seed == 5:
+            raise KeyboardInterrupt
+        return draw(seed)
+
+    monkeypatch.setattr("paceline.soak.draw", stop_at_five)
+    assert main(["soak", "--seeds", "100"]) == 130
+    said = capsys.readouterr()
+    assert said.out.startswith("5 seeds from 0 on ") and "interrupted" in said.err
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,8 @@ def _soak(arguments: list[str]) -> int:
     print("\n".join(summary.lines()), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         print(json.dumps(summary.row(), indent=2))
+    if summary.interrupted:
+        raise KeyboardInterrupt
     return 0 if summary.failure is None else 1
 
 

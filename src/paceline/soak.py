@@ -198,6 +198,7 @@ class Summary:
     strategies: Counter[str] = field(default_factory=Counter)
     optimizers: Counter[str] = field(default_factory=Counter)
     failure: Failure | None = None
+    interrupted: bool = False
 
     def add(self, trial: Trial, story: Story) -> None:
         self.pushes += story.pushes
@@ -248,10 +249,21 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def soak(seeds: int, first: int, say: Say, table: Path | None = None) -> Summary:
-    """Try seed after seed until one breaks a promise; its table of faults is then made as short as it gets."""
+    """Try seed after seed until one breaks a promise; its table of faults is then made as short as it gets.
+
+    Ctrl-C ends it early, with what was found so far.
+    """
     summary = Summary(first, seeds)
+    try:
+        _try_seeds(summary, say, table)
+    except KeyboardInterrupt:
+        summary.interrupted = True
+    return summary
+
+
+def _try_seeds(summary: Summary, say: Say, table: Path | None) -> None:
     next_line = summary.began + PROGRESS_SECONDS
-    for seed in range(first, first + seeds):
+    for seed in range(summary.first, summary.first + summary.asked):
         trial = draw(seed)
         if table is not None:
             trial = with_faults(trial, read_faults(table, trial.workers))
@@ -260,10 +272,9 @@ def soak(seeds: int, first: int, say: Say, table: Path | None = None) -> Summary
         if broken is not None:
             say(f"seed {seed} breaks a promise: {broken}; looking for the shortest table of faults")
             summary.failure = shortest(trial, broken)
-            break
+            return
         assert story is not None
         summary.add(trial, story)
         if time.monotonic() >= next_line:
             say(summary.progress())
             next_line = time.monotonic() + PROGRESS_SECONDS
-    return summary
