@@ -1,6 +1,6 @@
 """How fast the simulator is: events a second, 10,000 workers, and what it adds to real gradients.
 
-    python benchmarks/simulator.py [--pairs N] [--quick] [--json] [--strict]
+    python benchmarks/simulator.py [--only events|many|real] [--pairs N] [--quick] [--json] [--strict]
 
 An event is a reply received, a step computed or a message served; beside it stand pushes and heap actions. Runs without
 gradients are `paceline simulate --timing-only` with ResNet50-size weights. With gradients (LeNet5, 4 workers), the
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ LINKS = {"no link": [], "link": ["--link", "10gbit,0.1ms"]}
 WORKERS, PUSHES, QUICK_PUSHES = 100, 100_000, 20_000
 MANY_WORKERS, PUSHES_EACH, QUICK_PUSHES_EACH = 10_000, 100, 10
 STEPS, QUICK_STEPS, REAL_WORKERS = 600, 100, 4
+PARTS = ("events", "many", "real")
 BAR_EVENTS, BAR_SECONDS, BAR_GIB, BAR_RATIO = 100_000.0, 60.0, 1.0, 1.10
 
 
@@ -86,7 +88,7 @@ def show(one: pairs.Row, unit: str, besides: str = "") -> None:
     low, high = one.found.low, one.found.high
     span = f"{low:,.0f} to {high:,.0f}" if low >= 1000 else f"{low:.3g} to {high:.3g}"
     median = f"{one.ours:,.0f}" if one.ours >= 1000 else f"{one.ours:.3g}"
-    print(f"{one.name:<28} {median:>8} {unit} ({span}), bar {one.bar}: {one.verdict}{besides}", flush=True)
+    print(f"{one.name:<33} {median:>8} {unit} ({span}), bar {one.bar}: {one.verdict}{besides}", flush=True)
 
 
 def events(number: int, pushes: int) -> list[pairs.Row]:
@@ -96,7 +98,7 @@ def events(number: int, pushes: int) -> list[pairs.Row]:
         with pairs.Disturbance() as by:
             runs = [command("async", WORKERS, pushes, flags) for _ in range(number)]
         others = {what: pairs.estimate([run.rate(what) for run in runs]).median for what in ("updates", "heap_actions")}
-        besides = f"\n{'':<28} {others['updates']:,.0f} pushes/s, {others['heap_actions']:,.0f} heap actions/s"
+        besides = f"\n{'':<33} {others['updates']:,.0f} pushes/s, {others['heap_actions']:,.0f} heap actions/s"
         rows.append(row(f"{WORKERS} workers, {name}", [run.rate("events") for run in runs], by, at_least=BAR_EVENTS))
         show(rows[-1], "events/s", besides)
     return rows
@@ -148,22 +150,32 @@ class BareLoop:
         return time.perf_counter() - begun
 
 
-def main() -> int:
-    parsed = pairs.flags(__doc__).parse_args()
-    number, quick = pairs.num_pairs(parsed), parsed.quick
-    torch.set_num_threads(1)
-    rows = events(number, QUICK_PUSHES if quick else PUSHES)
-    rows += many(min(number, 3), QUICK_PUSHES_EACH if quick else PUSHES_EACH)
-    steps = QUICK_STEPS if quick else STEPS
+def real(number: int, steps: int, say: Callable[[str], None] | None) -> pairs.Row:
+    """A simulated run against its gradients alone."""
     config = RunConfig(dataset=SAMPLE, strategy="async", workers=REAL_WORKERS, steps=steps, threads=1)
-    bare, say = BareLoop(config), pairs.teller(parsed, "real gradients")
+    bare = BareLoop(config)
     simulated_seconds(config)
-    ratio = pairs.compare(
+    row = pairs.compare(
         "LeNet5, 4", lambda: simulated_seconds(config), bare.seconds, number, at_most=BAR_RATIO, say=say
     )
-    print(f"\n{pairs.table([ratio], f'{steps} gradients, s')}")
+    print(pairs.table([row], f"{steps} gradients, s"))
+    return row
+
+
+def main() -> int:
+    parser = pairs.flags(__doc__)
+    parser.add_argument("--only", choices=PARTS, help="one part alone")
+    parsed = parser.parse_args()
+    number, quick = pairs.num_pairs(parsed), parsed.quick
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[], list[pairs.Row]]] = {
+        "events": lambda: events(number, QUICK_PUSHES if quick else PUSHES),
+        "many": lambda: many(min(number, 3), QUICK_PUSHES_EACH if quick else PUSHES_EACH),
+        "real": lambda: [real(number, QUICK_STEPS if quick else STEPS, pairs.teller(parsed, "real"))],
+    }
+    rows = [row for name in PARTS if parsed.only in (None, name) for row in parts[name]()]
     print(pairs.disturbed(rows))
-    return pairs.close(parsed, "simulator", [*rows, ratio])
+    return pairs.close(parsed, "simulator", rows)
 
 
 if __name__ == "__main__":
