@@ -2,7 +2,7 @@
 
     python benchmarks/calibration.py [--pairs N] [--quick] [--json] [--strict] [--model NAME]
 
-In each round the run that is fitted comes first, then every other setting for real; the predictions use that round's fit.
+In each round the run that is fitted comes first, then every other setting for real, beside what that fit predicts.
 slow: one worker (the last) sleeps 10 ms before each push.
 """
 

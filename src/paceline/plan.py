@@ -84,7 +84,7 @@ def _simulate_all(config: RunConfig, console: Console) -> Plan:
     for number, (workers, strategy) in enumerate(cells):
         cell = dataclasses.replace(config, workers=workers, strategy=strategy, shard_weights=None)
         found.append(forecast(resolve(cell), num_parameters))
-        console.report({"kind": "planning", "done": number + 1, "of": len(cells)})
+        console.report({"kind": "working", "text": f"simulated {number + 1} of {len(cells)}"})
     return choose(found)
 
 

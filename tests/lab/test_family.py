@@ -15,8 +15,9 @@ from paceline.core.worker import Seat
 from paceline.crew import make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset, load, locate
 from paceline.forecast import Unlogged
-from paceline.lab.family import Family, Images, Row
+from paceline.lab.family import Family, Row
 from paceline.lab.feed import feed_of
+from paceline.lab.rows import images_of, run_rows
 from paceline.lab.trace import trace_of
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
@@ -25,13 +26,6 @@ from paceline.runtimes.simulated import Simulation
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:
     return load(locate("fashion-mnist-sample", None))
-
-
-def images_of(dataset: Dataset) -> Images:
-    (mean,), (std,) = dataset.info.mean, dataset.info.std
-    images = torch.from_numpy(dataset.train_images).permute(0, 2, 3, 1).contiguous()
-    labels = torch.from_numpy(dataset.train_labels)
-    return Images(images, labels, torch.tensor(1.0 / (255.0 * std)), torch.tensor(-mean / std))
 
 
 def simulated(config: RunConfig, dataset: Dataset) -> torch.Tensor:
@@ -63,7 +57,7 @@ def row_of(config: RunConfig, dataset: Dataset) -> Row:
     task = make_task(config, dataset)
     work = work_of(task, config)
     trace = trace_of(config, work, task.layout.size)
-    return Row(config, trace, feed_of(trace, work, config), task.initial())
+    return Row(config, trace, feed_of(trace, work, config), task.initial(), task.layout)
 
 
 CASES = [
@@ -93,11 +87,26 @@ def test_fifty_updates_equal_the_simulators(
         speeds="lognormal:1s,.5",
     )
     configs = [resolve(dataclasses.replace(settings, seed=seed)) for seed in (0, 1)]
-    task = make_task(configs[0], dataset)
-    family = Family([row_of(config, dataset) for config in configs], task.layout, images_of(dataset))
-    family.run()
-    assert family.num_updates == updates
+    family = Family([row_of(config, dataset) for config in configs], images_of(dataset, True, torch.device("cpu")))
+    assert family.advance(10_000) == updates
     for found, config in zip(family.weights, configs, strict=True):
         expected = simulated(config, dataset)
         moved = (expected - make_task(config, dataset).initial()).norm()
         assert (found - expected).norm() < 2e-3 * moved
+
+
+def test_rows_of_unequal_length_end_when_they_should(dataset: Dataset) -> None:
+    """A family goes on without those that have ended; each row is what it is alone."""
+    settings = RunConfig(
+        dataset="fashion-mnist-sample", strategy="async", workers=2, batch_size=8, speeds="lognormal:1s,.5"
+    )
+    configs = [resolve(dataclasses.replace(settings, steps=steps, seed=steps)) for steps in (9, 4, 14)]
+    seen: list[float] = []
+    found = list(run_rows(configs, dataset, torch.device("cpu"), lambda text, share: seen.append(share)))
+    assert [one.result["updates"] for one in found] == [4, 9, 14]
+    for one in found:
+        (alone,) = run_rows([one.config], dataset, torch.device("cpu"), lambda text, share: None)
+        assert torch.allclose(one.weights, alone.weights, atol=1e-6)
+        assert one.result["test_accuracy"] == pytest.approx(alone.result["test_accuracy"], abs=0.2)
+        assert one.result["staleness"] == alone.result["staleness"]
+    assert max(seen) <= 1.0

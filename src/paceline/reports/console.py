@@ -38,6 +38,8 @@ class Console:
         match row["kind"]:
             case "progress":
                 self._progress(row)
+            case "working":
+                self._working(row["text"])
             case "note":
                 self.note(row["text"])
             case "scoring":
@@ -56,6 +58,12 @@ class Console:
         elif not self._quiet and time.monotonic() >= self._next_line and row["updates"]:
             self._next_line = time.monotonic() + PLAIN_SECONDS
             self.note(f"{100 * row['fraction']:3.0f} %  update {row['updates']}  {_figures(row)}")
+
+    def _working(self, text: str) -> None:
+        """Where long work other than one run is: a line now and then, oftener for somebody who is looking."""
+        if not self._quiet and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + (PLAIN_SECONDS / 5 if self._fancy else PLAIN_SECONDS)
+            self.note(text)
 
     def _draw(self, row: dict[str, Any]) -> None:
         if self._bar is None:

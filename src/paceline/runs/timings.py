@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.assemble import parse_strategy
 from paceline.errors import UserError
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
@@ -44,7 +45,8 @@ def measured(path: Path) -> Measured:
     quantiles = np.array([times["quantiles"] for times in workers]) * (
         np.array([t["cpu"] for t in workers])[:, None] / step
     )
-    waited = min(times["waited_least"] for times in workers)
+    held_back = parse_strategy(folder.config().strategy).name not in ("async", "classic")
+    waited = min(times["waited_least" if held_back else "waited"] for times in workers)
     return Measured(
         step,
         tuple(float(q) for q in np.average(quantiles, axis=0, weights=share)),

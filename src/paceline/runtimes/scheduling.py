@@ -20,6 +20,20 @@ def server_threads(config: RunConfig, layout: Layout) -> int:
     return cores() if waiting else 1
 
 
+POLLS = 800
+"""About two milliseconds: longer than a round of workers that are alike lets one of them wait."""
+
+
+def polls_before_sleep(config: RunConfig) -> int:
+    """How often a worker asks for its reply before it sleeps over it: only where nobody else could use its core.
+
+    A core that was idle is slow at first: after 0.3 ms a LeNet5 step takes a tenth longer, after 10 ms half as long
+    again. Two workers in step on two cores are 5 % faster for not sleeping.
+    """
+    fit = (config.workers or 1) * (config.threads or 1) <= cores()
+    return POLLS if fit and parse_strategy(config.strategy).in_rounds else 0
+
+
 def yield_to_server() -> None:
     """Make this process a batch process, which does not preempt another one when it is woken.
 

@@ -14,7 +14,7 @@ from paceline.core.worker import work as working
 from paceline.crew import identity_of, make_join, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
-from paceline.runtimes.scheduling import CoreLender, yield_to_server
+from paceline.runtimes.scheduling import CoreLender, polls_before_sleep, yield_to_server
 from paceline.runtimes.shared_dataset import attach
 from paceline.runtimes.timekeeping import Stopwatch
 from paceline.transports.shared_memory import Slot, WorkerDoor
@@ -27,7 +27,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
     worker = spec["worker"]
-    door = WorkerDoor(socket.socket(fileno=fds[0]))
+    door = WorkerDoor(socket.socket(fileno=fds[0]), polls_before_sleep(config))
     dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
     task = make_task(config, dataset)
     division = work_of(task, config)

@@ -65,10 +65,13 @@ def channel() -> tuple[socket.socket, socket.socket]:
 
 
 class WorkerDoor:
-    """The worker's only door: say hello once, then exchange a push for weights."""
+    """The worker's only door: say hello once, then exchange a push for weights.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    It asks for its reply `polls` times, giving way to others in between, before it goes to sleep over it.
+    """
+
+    def __init__(self, connection: socket.socket, polls: int = 0) -> None:
+        self._connection, self._polls = connection, polls
 
     def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
         """Hand the slot over and wait for the first weights."""
@@ -97,6 +100,14 @@ class WorkerDoor:
             return None
         return self._reply(push.worker, push.incarnation)
 
+    def _poll(self) -> bytes | None:
+        for _ in range(self._polls):
+            try:
+                return self._connection.recv(_REPLY.size, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+        return None
+
     def report(self, figures: dict[str, float]) -> None:
         """Tell the server figures that belong into the result."""
         try:
@@ -110,7 +121,8 @@ class WorkerDoor:
 
     def _reply(self, worker: int, incarnation: int) -> Reply | None:
         try:
-            packet = self._connection.recv(_REPLY.size)
+            packet = self._poll() if self._polls else None
+            packet = self._connection.recv(_REPLY.size) if packet is None else packet
         except ConnectionResetError:
             return None
         if not packet:

@@ -1,0 +1,1 @@
+"""Published tables as data, to be set beside our own rows."""

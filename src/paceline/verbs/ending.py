@@ -1,0 +1,32 @@
+"""What several verbs share: their parser, and how a run's end is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from paceline.flags import Parser
+from paceline.reports.console import closing_lines
+
+EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
+
+
+def parser_for(verb: str, description: str, usage: str | None = None) -> Parser:
+    return Parser(f"paceline {verb}", description, usage)
+
+
+def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
+    """The closing lines (on standard error when JSON goes to standard output), then the exit code."""
+    from paceline.data.datasets import DATASETS
+
+    info = DATASETS.get(result["dataset"]) if result["task"] is None else None
+    lines = closing_lines(result, info.classes if info is not None else None, str(folder.path))
+    print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    if result["status"] == "diverged":
+        print(f"paceline: {result['reason']}", file=sys.stderr)
+    if result["status"] == "stopped":
+        print(f"paceline: stopped early; {folder.way_on(folder.config())}", file=sys.stderr)
+    return EXIT_CODES[result["status"]]

@@ -1,0 +1,100 @@
+"""Verbs that train on real processes, and that look at what a run left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from paceline.config import SIMULATED_ONLY
+from paceline.flags import add_settings, config_from, number
+from paceline.reports.console import Console
+from paceline.verbs.ending import parser_for, show
+
+SCRIPT_DECIDES = (
+    *SIMULATED_ONLY,
+    "workers",
+    "dataset",
+    "model",
+    "task",
+    "data_dir",
+    "batch_size",
+    "device",
+    "validation",
+    "eval_every",
+    "target_accuracy",
+)
+TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
+
+  paceline train --strategy sync --workers 4 --split labels
+  paceline train --strategy bounded:3 --delay 30ms@1 --model cnn --epochs 1
+  paceline train --task my_task.py:build --lr 0.05 --schedule cosine"""
+
+
+def train_verb(arguments: list[str]) -> int:
+    parser = parser_for("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    add_settings(parser, left_out=SIMULATED_ONLY)
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    config = config_from(parsed, parsed.file)
+    from paceline.launch import train
+
+    with Console() as console:
+        folder, result = train(config, console)
+    return show(folder, result, parsed.json)
+
+
+def run_verb(arguments: list[str]) -> int:
+    from paceline.scripts import run_script
+
+    description = "Start a script that calls paceline.join() on several workers."
+    parser = parser_for("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
+    parser.add_argument("-n", "--workers", type=number(int), default=None, help="number of workers [2]")
+    add_settings(parser, left_out=SCRIPT_DECIDES)
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...", help="the script and its arguments"
+    )
+    parsed = parser.parse_strictly(arguments)
+    with Console() as console:
+        folder, result = run_script(config_from(parsed, None), parsed.script, console)
+    return show(folder, result, parsed.json)
+
+
+def resume_verb(arguments: list[str]) -> int:
+    parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
+    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.launch import resume
+
+    with Console() as console:
+        folder, result = resume(Path(parsed.run), console)
+    return show(folder, result, parsed.json)
+
+
+def replay_verb(arguments: list[str]) -> int:
+    parser = parser_for("replay", "Execute a run again from its log, and compare weights and losses bit for bit.")
+    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
+    parser.add_argument("--output", metavar="FILE", help="where to save them [RUN/replay-N.safetensors]")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.rerun import describe, replay
+
+    with Console() as console:
+        output = Path(parsed.output) if parsed.output is not None else None
+        outcome = replay(Path(parsed.run), console, parsed.until, output)
+    print(json.dumps(outcome, indent=2) if parsed.json else "\n".join(describe(outcome)))
+    return 0 if outcome["identical"] is not False else 1
+
+
+def compare_verb(arguments: list[str]) -> int:
+    parser = parser_for("compare", "Several runs in one table.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as in runs/*")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.reports.tables import compare
+
+    print(compare([Path(run) for run in parsed.runs]))
+    return 0
