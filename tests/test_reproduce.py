@@ -39,6 +39,7 @@ def test_rows_that_do_not_exist_are_named(text: str, words: str) -> None:
         choose_rows(text)
 
 
+@pytest.mark.real
 def test_rows_run_once_and_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
