@@ -88,7 +88,7 @@ def test_a_cluster_like_a_run_has_its_times(tmp_path: Path) -> None:
     two = forecast(resolve(RunConfig(workers=2, like=str(path), batch_size=1)), 1000)
     assert two.samples_per_second == pytest.approx(2 / 0.0044, rel=0.05)
     four = forecast(resolve(RunConfig(workers=4, like=str(path), batch_size=1)), 1000)
-    assert four.samples_per_second == pytest.approx(2 / 0.0043, rel=0.05)
+    assert four.samples_per_second == pytest.approx(0.92 * 2 / 0.0043, rel=0.05)
 
 
 def test_a_run_that_teaches_nothing_is_refused(tmp_path: Path) -> None:

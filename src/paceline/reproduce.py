@@ -45,6 +45,12 @@ class Reproduced:
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
     @property
+    def difference(self) -> float | None:
+        """Ours minus theirs in test accuracy, where both have one."""
+        ours, theirs = self.mean("test_accuracy"), self.published.test_accuracy
+        return ours - theirs if ours is not None and theirs is not None else None
+
+    @property
     def num_diverged(self) -> int:
         return sum(result["status"] == "diverged" for result in self.results)
 
@@ -129,16 +135,13 @@ def markdown(found: list[Reproduced], seeds: int) -> str:
         theirs, accuracy = one.published, one.mean("test_accuracy")
         note = f" ({one.num_diverged} of {seeds} NaN)" if one.num_diverged else ""
         spread = f" ± {one.spread('test_accuracy'):.2f}" if seeds > 1 and accuracy is not None else ""
-        difference = ""
-        if accuracy is not None and theirs.test_accuracy is not None:
-            difference = f"{accuracy - theirs.test_accuracy:+.2f}"
         cells = [
             theirs.name,
             _cell(theirs.train_accuracy),
             _cell(one.mean("train_accuracy")),
             "NaN" if theirs.diverged else _cell(theirs.test_accuracy),
             f"{_cell(accuracy)}{spread}{note}" if accuracy is not None else f"NaN{note}",
-            difference,
+            _cell(one.difference, "+.2f"),
             "" if theirs.diverged else _cell(theirs.test_loss, ".4f"),
             _cell(one.mean("test_loss"), ".4f"),
             _cell(theirs.seconds, ",.0f"),
@@ -165,10 +168,8 @@ def summary(found: list[Reproduced]) -> list[str]:
     lines = []
     for mode, within in (("classic", 1.0), ("sync", 1.0), ("async", 2.0)):
         rows = [one for one in found if one.published.mode == mode and one.published.test_accuracy is not None]
-        same = [one for one in rows if not one.published.diverged and one.mean("test_accuracy") is not None]
-        near = [
-            one for one in same if abs((one.mean("test_accuracy") or 0) - (one.published.test_accuracy or 0)) <= within
-        ]
+        same = [one for one in rows if not one.published.diverged]
+        near = [one for one in same if one.difference is not None and abs(one.difference) <= within]
         both = sum(one.published.diverged and bool(one.num_diverged) for one in rows)
         if rows:
             nan = f"; {both} diverged there and here" if both else ""

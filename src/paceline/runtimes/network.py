@@ -56,14 +56,15 @@ class Job:
 
 
 class Shared:
-    """A capacity divided evenly over its jobs; no job can use more than `most` of it.
+    """A capacity divided evenly over its jobs; no job can use more than `most`, and taking turns wastes `turns` of it.
 
     All jobs are served at the same rate, so the service a job has received since the beginning is one number for all:
     a job that needs `work` ends when that number has grown by `work`. That makes a change cost O(log jobs).
     """
 
-    def __init__(self, agenda: Agenda, capacity: float, most: float) -> None:
+    def __init__(self, agenda: Agenda, capacity: float, most: float, turns: float = 0.0) -> None:
         self._agenda = agenda
+        self._in_turns = capacity * (1.0 - turns)
         self._capacity, self._most = capacity, most
         self._service = self._since = 0.0
         self._rate = most
@@ -93,7 +94,8 @@ class Shared:
         """One job more or less, and what each of them is served a second from now on."""
         self._num_jobs += change
         if self._num_jobs:
-            self._rate = min(self._most, self._capacity / self._num_jobs)
+            alone = self._capacity >= self._num_jobs * self._most
+            self._rate = self._most if alone else self._in_turns / self._num_jobs
 
     def _settle(self) -> None:
         """Bring the service up to now."""

@@ -39,6 +39,8 @@ class Cluster:
     steps_a_push: int = 1
     server_seconds: float = 0.0
     cores: int | None = None
+    turns: float = 0.0
+    """What the cores lose to cold caches when more want them than there are."""
     delay: Callable[[int, int], float] | None = None
     faults: tuple[Fault, ...] = ()
 
@@ -98,7 +100,8 @@ class Simulation:
         latency = link.latency if link is not None else cluster.latency
         self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, cluster.nbytes, num_workers)
         self._make_seat, self._start_server = make_seat, start_server
-        self._cores = Shared(agenda, float(cluster.cores), 1.0) if cluster.cores is not None else None
+        cores = float(cluster.cores) if cluster.cores is not None else None
+        self._cores = Shared(agenda, cores, 1.0, cluster.turns) if cores is not None else None
         self._queue: deque[Input] = deque()
         self._serving = False
         self._server_life = self._num_here = 0
