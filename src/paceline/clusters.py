@@ -17,7 +17,7 @@ from paceline.runtimes.speeds import Distribution, StepTimes, parse_factors, par
 
 DEFAULT_SPEED = "1s"
 TURNS = 0.08
-"""Share of a real machine's cores that is lost when processes take turns; 4 LeNet5 workers on 2 cores lost 8 to 12 %."""
+"""Share of a machine's cores that is lost when processes take turns: 4 LeNet5 workers on 2 cores lost about 10 %."""
 
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
