@@ -86,7 +86,7 @@ def test_ctrl_c_stops_cleanly_with_a_partial_result(tmp_path: Path) -> None:
         assert "Average test accuracy" in command.out
     result = result_of(tmp_path / "runs/it")
     assert (result["status"], result["reason"]) == ("stopped", "interrupted")
-    assert result["updates"] >= 58
+    assert result["updates"] >= 57  # 60 records at least, with the header counted as one and two joins
 
 
 @pytest.mark.parametrize("strategy", ["classic", "sync"])
