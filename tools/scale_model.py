@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from paceline.assemble import make_policy, parse_strategy
 from paceline.config import RunConfig
-from paceline.core.messages import Input, Join, Reply
+from paceline.core.messages import Input, Join
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
@@ -22,6 +20,7 @@ from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.network import Link, ring_seconds
 from paceline.runtimes.simulated import Cluster, Simulation
 from paceline.runtimes.speeds import Distribution, StepTimes
+from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.timing import TimingModel
 
 PARAMETERS = 25_600_000
@@ -162,13 +161,11 @@ def crashes(cell: Cell, horizon: float) -> tuple[Fault, ...]:
     )
 
 
-class Side:
-    """A server that keeps no log, and looks around once so many samples are applied."""
+class Side(Unlogged):
+    """Looks around once so many samples are applied."""
 
     def __init__(self, server: Server, samples: int, look: Callable[[], Look]) -> None:
-        self.server = server
-        self.memories: dict[int, Tensor] = {}
-        self.send: Callable[[Reply], None] = lambda reply: None
+        super().__init__(server)
         self.begin: Look | None = None
         self._samples, self._look = samples, look
 
@@ -176,8 +173,7 @@ class Side:
         replies = self.server.handle(message).replies
         if self.begin is None and self.server.samples >= self._samples:
             self.begin = self._look()
-        for reply in replies:
-            self.send(reply)
+        self.answer(replies)
 
 
 @dataclass(frozen=True)

@@ -189,14 +189,19 @@ def _is_a(kind: str, value: Any) -> bool:
     return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file; unknown keys and wrong types are errors that name the file."""
+def parse_toml(path: Path, wanted: str) -> dict[str, Any]:
+    """What a TOML file holds; where there is no such file, `wanted` says what to give."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"no file {path}: give a TOML file of settings, or flags alone") from None
+        raise UserError(f"no file {path}: {wanted}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file; unknown keys and wrong types are errors that name the file."""
+    raw = parse_toml(path, "give a TOML file of settings, or flags alone")
     values = {}
     for key, value in raw.items():
         name = key.replace("-", "_")

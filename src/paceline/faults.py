@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from paceline.config import parse_toml
 from paceline.errors import UserError, unknown_name
 from paceline.quantities import seconds
 
@@ -60,12 +60,7 @@ _TIMES = ("at", "lasts", "restart_after", "noticed_after")
 
 def read_faults(path: Path, num_workers: int) -> tuple[Fault, ...]:
     """The faults of a TOML file of `[[fault]]` rows, by time and, at one time, in the file's order."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no file {path}: --faults takes a TOML file of [[fault]] rows") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    content = parse_toml(path, "--faults takes a TOML file of [[fault]] rows")
     rows = content.pop("fault", [])
     if content:
         raise UserError(f"{path}: '{next(iter(content))}' is no part of a fault table: it holds [[fault]] rows alone")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from paceline.assemble import make_policy, make_rule, make_schedule, parse_strategy, pushes_per_update
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
-from paceline.core.messages import Input, Join, Reply
+from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.runs.result import staleness_summary
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
+from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.timing import TimingModel
 
 PUSHES_A_WORKER = 40
@@ -34,23 +32,6 @@ class Forecast:
     staleness_p95: float
     computing: float
     bytes_per_second: float
-
-
-class Unlogged:
-    """A server that nobody writes down."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.memories: dict[int, Tensor] = {}
-        self.send: Callable[[Reply], None] = _nobody
-
-    def handle(self, message: Input) -> None:
-        for reply in self.server.handle(message).replies:
-            self.send(reply)
-
-
-def _nobody(reply: Reply) -> None:
-    raise AssertionError(f"no simulation has said how to send {reply}")
 
 
 def forecast(config: RunConfig, num_parameters: int) -> Forecast:

@@ -85,7 +85,6 @@ def reproduce(
             console.report({"kind": "working", "text": f"{100 * share:3.0f} %  {text}{later}"})
 
         dataset = load(location)
-        torch.set_num_threads(max(1, torch.get_num_threads()))
         for finished in run_rows(todo, dataset, torch.device(device), progress, compiled):
             _keep(finished, facts_of(finished.config, location))
     by_name = {config.name: _result(config) for config in resolved}

@@ -14,13 +14,13 @@ from paceline.core.messages import Join
 from paceline.core.worker import Seat
 from paceline.crew import make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset, load, locate
-from paceline.forecast import Unlogged
 from paceline.lab.family import Family, Row
 from paceline.lab.feed import feed_of
 from paceline.lab.rows import images_of, run_rows
 from paceline.lab.trace import trace_of
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
+from paceline.runtimes.unlogged import Unlogged
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def simulated(config: RunConfig, dataset: Dataset) -> torch.Tensor:
     sides: list[Unlogged] = []
 
     def start() -> Unlogged:
-        sides.append(_Handing(make_server(config, task, work)))
+        sides.append(Unlogged(make_server(config, task, work)))
         return sides[-1]
 
     def come(worker: int, incarnation: int) -> Seat:
@@ -44,13 +44,6 @@ def simulated(config: RunConfig, dataset: Dataset) -> torch.Tensor:
     cluster = cluster_of(config, task.layout.size)
     Simulation(Agenda(), cluster, config.workers or 1, come, start).run()
     return sides[-1].server.weights
-
-
-class _Handing(Unlogged):
-    def handle(self, message: object) -> None:
-        for reply in self.server.handle(message).replies:  # type: ignore[arg-type]
-            self.server.weights_for(reply.worker, self.memories[reply.worker])
-            self.send(reply)
 
 
 def row_of(config: RunConfig, dataset: Dataset) -> Row:

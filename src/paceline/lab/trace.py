@@ -5,19 +5,17 @@ Taken from the pure Server under the simulator, so the lab follows every policy 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
-from paceline.core.messages import Input, Join, Reply
+from paceline.core.messages import Join, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.data.batches import Batches
@@ -25,6 +23,7 @@ from paceline.division import Work
 from paceline.interfaces import Batch, Layout
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
+from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.timing import TimingModel
 
 NOBODY = -1
@@ -69,19 +68,6 @@ class _TracedServer(Server):
         return super()._answer(worker, over)
 
 
-class _Kept:
-    """The server's side of a simulation that leaves no folder."""
-
-    def __init__(self, server: Server) -> None:
-        self.server: Server = server
-        self.memories: dict[int, Tensor] = {}
-        self.send: Callable[[Reply], None]
-
-    def handle(self, message: Input) -> None:
-        for reply in self.server.handle(message).replies:
-            self.send(reply)
-
-
 class _Counted:
     """Batches known by their size."""
 
@@ -98,10 +84,10 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
     model = TimingModel(num_floats, config.batch_size)
     servers: list[_TracedServer] = []
 
-    def start() -> _Kept:
+    def start() -> Unlogged:
         parts = (make_rule(config, Layout((), 0)), make_policy(config), work.budget, make_schedule(config))
         servers.append(_TracedServer(torch.empty(0), *parts, num_workers))
-        return _Kept(servers[-1])
+        return Unlogged(servers[-1])
 
     def come(worker: int, incarnation: int) -> Seat:
         return Seat(model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker]))
