@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.config import RunConfig
 from paceline.core.schedules import Schedule
 from paceline.data.datasets import DATASETS
-from paceline.data.partition import parse_split
+from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, unknown_name
 
@@ -169,6 +169,8 @@ def _check_names(config: RunConfig) -> None:
         if asked not in known:
             raise unknown_name(kind, asked, known)
     parse_split(config.split)
+    if config.fold is not None:
+        parse_fold(config.fold)
     parse_schedule(config.schedule)
 
 
@@ -191,6 +193,10 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError("strategy local keeps one lr inside its steps: leave out --schedule, --warmup and --scale-lr")
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
+    if config.fold is not None and config.validation:
+        raise UserError(f"--fold {config.fold} holds out a part already: leave out --validation")
+    if config.fold is not None and config.eval_every is not None:
+        raise UserError(f"--fold {config.fold} leaves the test set alone, which --eval-every scores: leave out one")
 
 
 def make_policy(config: RunConfig) -> Policy:

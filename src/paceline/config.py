@@ -82,6 +82,9 @@ class RunConfig:
         None, "data", "relative shard sizes, one a worker, as in 1,1,2 (unequal machines)", metavar="W,W,..."
     )
     validation: float = setting(0.0, "data", "share of the train set held out and scored", _fraction)
+    fold: str | None = setting(
+        None, "data", "hold out and score part I of K of the train set, as in 2/5; no test set", metavar="I/K"
+    )
     data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
     model: str = setting("lenet5", "model", "lenet5 or cnn")
     task: str | None = setting(

@@ -11,7 +11,7 @@ from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
 from paceline.core.schedules import Budget
 from paceline.data.batches import Batches
-from paceline.data.partition import hold_out, parse_split, partition
+from paceline.data.partition import hold_out, hold_out_fold, parse_fold, parse_split, partition
 from paceline.errors import UserError
 
 
@@ -30,10 +30,17 @@ class Work:
         return Batches(self.shards[worker], config.batch_size, config.seed, worker)
 
 
+def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """What a run trains on, and what it only scores: a share of the train set, or one fold of it."""
+    if config.fold is not None:
+        return hold_out_fold(labels, *parse_fold(config.fold), config.seed)
+    return hold_out(labels, config.validation, config.seed)
+
+
 def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     """Split the train set over the workers; the same in every process, since it is a function of the config alone."""
     workers = config.workers or 1
-    train, validation = hold_out(labels, config.validation, config.seed)
+    train, validation = held_out(labels, config)
     if config.batch_size > len(train):
         raise UserError(f"--batch-size {config.batch_size}: there are only {len(train)} samples; use a smaller batch")
     available = -(-len(train) // config.batch_size)

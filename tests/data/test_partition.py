@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.data.partition import Split, hold_out, parse_split, partition
+from paceline.data.partition import Split, hold_out, hold_out_fold, parse_fold, parse_split, partition
 from paceline.data.randomness import rng
 from paceline.errors import UserError
 
@@ -167,3 +167,28 @@ def test_addresses_are_distinct_and_stable() -> None:
     assert rng(0, "one").integers(2**62) != rng(0, "two").integers(2**62)
     with pytest.raises(UserError, match="2\\^64"):
         rng(-1, "purpose")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_folds_are_disjoint_cover_all_and_have_their_due_of_every_class(seed: int) -> None:
+    labels = np.random.default_rng(seed).integers(0, 4, 203)
+    parts = [hold_out_fold(labels, number, 5, seed) for number in range(1, 6)]
+    assert np.array_equal(np.sort(np.concatenate([held for _, held in parts])), np.arange(203))
+    for train, held in parts:
+        assert np.array_equal(np.sort(np.concatenate([train, held])), np.arange(203))
+        due = np.bincount(labels, minlength=4) / 5
+        assert (abs(np.bincount(labels[held], minlength=4) - due) < 1).all()
+    again = hold_out_fold(labels, 3, 5, seed)[1]
+    assert np.array_equal(again, parts[2][1])
+    assert not np.array_equal(again, hold_out_fold(labels, 3, 5, seed + 1)[1])
+
+
+@pytest.mark.parametrize("text", ["5", "0/5", "6/5", "1/1", "a/5", "2/", "-1/5"])
+def test_a_fold_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match="as in 2/5"):
+        parse_fold(text)
+
+
+def test_more_folds_than_samples() -> None:
+    with pytest.raises(UserError, match="use fewer folds"):
+        hold_out_fold(np.zeros(3, np.int64), 1, 4, 0)

@@ -111,6 +111,28 @@ def hold_out(labels: int | NDArray[Any], fraction: float, seed: int) -> tuple[In
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(validation))
 
 
+def parse_fold(text: str) -> tuple[int, int]:
+    """The fold a user wrote: which one, of how many.
+
+    >>> parse_fold("2/5")
+    (2, 5)
+    """
+    number, slash, folds = text.partition("/")
+    if not (slash and number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
+        raise UserError(f"fold '{text}': write which one of how many, as in 2/5")
+    return int(number), int(folds)
+
+
+def hold_out_fold(labels: NDArray[Any], number: int, folds: int, seed: int) -> tuple[Indices, Indices]:
+    """Train and held-out indices, sorted: fold `number` of `folds`, each with its due of every class, to a sample."""
+    if folds > len(labels):
+        raise UserError(f"{folds} folds of {len(labels)} samples leave some empty: use fewer folds")
+    order = [rng(seed, "folds", place).permutation(members) for place, members in enumerate(_classes(labels))]
+    held = np.zeros(len(labels), bool)
+    held[np.concatenate(order)[number - 1 :: folds]] = True
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
 def _shares(num_workers: int, split: Split, weights: Sequence[float] | None) -> list[Fraction]:
     """What part of the data each worker is due; they sum to one, exactly."""
     if num_workers < 1:

@@ -17,10 +17,11 @@ from paceline.config import RunConfig, to_toml
 from paceline.crew import make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
-from paceline.interfaces import Layout, Scores
+from paceline.interfaces import Layout
 from paceline.lab.batched import BATCHED
 from paceline.lab.family import Family, Images, Row
 from paceline.lab.feed import Feed, feed_of
+from paceline.lab.scoring import scores_of
 from paceline.lab.trace import Trace, trace_of
 from paceline.runs.result import summarise
 
@@ -155,17 +156,10 @@ def _results(family: Family, train: Images, test: Images, seconds: float) -> Ite
     ended = family.ended()
     if not ended:
         return
-    scored = {name: family.scores(data) for name, data in (("train", train), ("test", test))}
-    for number in ended:
+    for number, scores in scores_of(family, ended, train, test).items():
         row = family.rows[number]
         found = bool(torch.isfinite(family.weights[number]).all())
-        scores = {}
-        for name, (loss, right, per_class) in scored.items():
-            total = len((train if name == "train" else test).labels)
-            accuracies = tuple(round(100.0 * float(value), 4) for value in per_class[number])
-            scores[name] = Scores(float(loss[number]), round(float(right[number]) * total), total, accuracies)
-        result = summarise(
-            row.config, row.trace.server, 4 * family.layout.size, row.trace.virtual_seconds, dict(scores)
-        )
+        scores = scores if found else {}
+        result = summarise(row.config, row.trace.server, 4 * family.layout.size, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
         yield Finished(row.config, result, family.weights[number].cpu(), family.layout)

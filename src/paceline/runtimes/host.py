@@ -280,7 +280,8 @@ class Host:
         """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
         if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, TERMINATED):
             return ()
-        return ("test",) if self.stop_reason == INTERRUPTED else ("train", "validation", "test")
+        last = "test" if self.config.fold is None else "validation"
+        return (last,) if self.stop_reason == INTERRUPTED else tuple(dict.fromkeys(("train", "validation", last)))
 
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
         """Score, save the weights, write the result (with what else was found) last of all, and return it."""

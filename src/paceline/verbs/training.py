@@ -21,6 +21,7 @@ SCRIPT_DECIDES = (
     "batch_size",
     "device",
     "validation",
+    "fold",
     "eval_every",
     "target_accuracy",
 )

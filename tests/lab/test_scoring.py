@@ -1,0 +1,46 @@
+"""The lab's figures are the task's own, also where a part of the train set was held out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.assemble import resolve
+from paceline.config import RunConfig
+from paceline.crew import make_task
+from paceline.data.datasets import Dataset
+from paceline.division import held_out
+from paceline.lab.rows import run_rows
+
+SETTINGS = RunConfig(strategy="async", workers=2, batch_size=4, steps=6, lr=0.05)
+
+
+def test_a_fold_is_scored_where_it_was_held_out(make_dataset: Callable[..., Dataset]) -> None:
+    dataset = make_dataset(num_train=90)
+    configs = [
+        resolve(dataclasses.replace(SETTINGS, **part)) for part in ({"fold": "2/3"}, {"validation": 0.2}, {"seed": 1})
+    ]
+    found = list(run_rows(configs, dataset, torch.device("cpu"), lambda text, share: None))
+    assert len(found) == 3
+    for one in found:
+        task = make_task(one.config, dataset)
+        parts = dict(zip(("train", "validation"), held_out(dataset.train_labels, one.config), strict=True))
+        for name, part in parts.items():
+            if not len(part):
+                assert one.result[f"{name}_accuracy"] is None
+                continue
+            expected = task.evaluate(one.weights, None, task.train, torch.from_numpy(part))
+            assert one.result[f"{name}_accuracy"] == pytest.approx(expected.accuracy, abs=1e-3)
+            assert one.result[f"{name}_loss"] == pytest.approx(expected.loss, rel=1e-4)
+            assert one.result[f"{name}_total"] == len(part)
+        assert (one.result["test_accuracy"] is None) == (one.config.fold is not None)
+
+
+def test_a_diverged_row_has_no_figures(make_dataset: Callable[..., Dataset]) -> None:
+    config = resolve(dataclasses.replace(SETTINGS, lr=1e20))
+    (one,) = run_rows([config], make_dataset(), torch.device("cpu"), lambda text, share: None)
+    assert one.result["status"] == "diverged"
+    assert one.result["test_loss"] is None and one.result["train_accuracy"] is None
