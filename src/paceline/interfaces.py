@@ -123,27 +123,45 @@ class Task(Protocol):
 
 
 class Arrival(NamedTuple):
-    """What a rule may know of the update it applies; `worker` is None for the mean of a round."""
+    """What a rule may know of the update it applies; `worker` is None for the mean of a round.
 
-    worker: int | None
-    staleness: int
+    Over many runs at once (weights [runs, P]) `worker` is an int64 tensor [runs], the others are tensors [runs, 1].
+    """
+
+    worker: int | Tensor | None
+    staleness: int | Tensor
     lr: Tensor
-    num_live: int
+    num_live: int | Tensor
 
 
 class Rule(Protocol):
-    """How an update changes the weights: in place, elementwise over [..., P]."""
+    """How an update changes the weights: in place, elementwise over [..., P], no branch on an arrival's numbers.
+
+    State has one leading axis a leading axis of the weights, so run r of many is `{k: t[r] for k, t in state.items()}`,
+    a state of its own: that is how `join` and `leave`, which name one worker of one run, are called for it.
+    """
+
+    @property
+    def name(self) -> str:
+        """As the user writes it; a checkpoint says whose state it holds."""
+        ...
 
     def start(self, weights: Tensor) -> State: ...
 
     def join(self, state: State, worker: int) -> None: ...
 
-    def leave(self, state: State, worker: int) -> None: ...
+    def leave(self, state: State, worker: int) -> None:
+        """Forget `worker`: its rows are zeros again, and what was summed over all no longer counts it."""
+        ...
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None: ...
 
-    def weights_for(self, weights: Tensor, state: State, worker: int, out: Tensor) -> None:
-        """What `worker` computes on next: a plain copy, unless the rule looks ahead."""
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        """What `worker` computes on next: a plain copy, unless the rule looks ahead; called once a reply."""
+        ...
+
+    def evaluated(self, weights: Tensor, state: State) -> Tensor:
+        """The weights that are scored and saved: the live ones, unless the rule averages."""
         ...
 
 

@@ -32,10 +32,10 @@ def clipped(gradient: Tensor, max_norm: float) -> Tensor:
     return gradient * scale
 
 
-class _Prepared:
-    """What both optimizers do to a gradient first: clip it, then add the decay of the weights."""
+class Prepared:
+    """What is done to a gradient first, by an optimizer or a rule that steps on its own: clip it, add the decay."""
 
-    def __init__(self, weight_decay: float, clip: float | None, decay_mask: Tensor | None) -> None:
+    def __init__(self, weight_decay: float = 0.0, clip: float | None = None, decay_mask: Tensor | None = None) -> None:
         self.clip = clip
         self._decay: Tensor | None = None
         if weight_decay:
@@ -51,7 +51,7 @@ class _Prepared:
         return gradient
 
 
-class Sgd(_Prepared):
+class Sgd(Prepared):
     """Stochastic gradient descent with momentum, as torch.optim.SGD has it.
 
     v = momentum v + g;  weights -= lr v   (Nesterov: weights -= lr (g + momentum v))
@@ -84,7 +84,7 @@ class Sgd(_Prepared):
         weights.addcmul_(gradient, lr, value=-1.0)
 
 
-class Adam(_Prepared):
+class Adam(Prepared):
     """Adam (arXiv 1412.6980) with bias correction, as torch.optim.Adam has it.
 
     m = b1 m + (1 - b1) g;  s = b2 s + (1 - b2) g^2;  weights -= lr m' / (sqrt(s') + eps)

@@ -86,6 +86,11 @@ class Server:
         return self._num_live
 
     @property
+    def evaluated(self) -> Tensor:
+        """The weights to score and to save: the live ones, unless the rule averages."""
+        return self.rule.evaluated(self.weights, self.rule_state)
+
+    @property
     def started(self) -> bool:
         """Whether every awaited worker has come (or is known never to come)."""
         return not self._awaited
@@ -180,9 +185,10 @@ class Server:
         self._num_live = None
         if self._held.pop(leave.worker, None) is not None:
             self.dropped += 1
+        if had_work:
+            self.rule.leave(self.rule_state, leave.worker)
         if not had_work or self.over:
             return Outcome(Verdict.TAKEN)
-        self.rule.leave(self.rule_state, leave.worker)
         replies = self._settle(self.policy.leave(leave.worker))
         return Outcome(Verdict.TAKEN, (*replies, *self._start(was_started)))
 
@@ -293,6 +299,7 @@ class Server:
         """Everything but tensors that is needed to go on from here, as JSON values."""
         assert self.can_be_cut, "a cut is taken between updates, when no push is held"
         return {
+            "rule": self.rule.name,
             "version": self.version,
             "samples": self.samples,
             "dropped": self.dropped,

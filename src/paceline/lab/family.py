@@ -143,9 +143,9 @@ class Family:
                 target.copy_(gradient)
             arrival = Arrival(
                 None,
-                self._staleness.index_select(0, at)[0][:, None],  # type: ignore[arg-type]
+                self._staleness.index_select(0, at)[0][:, None],
                 self._lr.index_select(0, at)[0][:, None],
-                self._live.index_select(0, at)[0][:, None],  # type: ignore[arg-type]
+                self._live.index_select(0, at)[0][:, None],
             )
             self.rule.apply(self.weights, self.state, self._gradient, arrival)
             self._hand_out(at)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
+from paceline.core.rules.per_worker import Live
 from paceline.interfaces import Arrival, State
 
 
-class Plain:
+class Plain(Live):
     """weights = optimizer(weights, update); every worker is sent a plain copy.
 
     >>> import torch
@@ -19,20 +20,13 @@ class Plain:
     [0.5, 0.5]
     """
 
+    name = "plain"
+
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     def start(self, weights: Tensor) -> State:
         return self.optimizer.start(weights)
 
-    def join(self, state: State, worker: int) -> None:
-        pass
-
-    def leave(self, state: State, worker: int) -> None:
-        pass
-
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.optimizer.step(weights, state, update, arrival.lr)
-
-    def weights_for(self, weights: Tensor, state: State, worker: int, out: Tensor) -> None:
-        out.copy_(weights)

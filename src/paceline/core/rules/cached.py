@@ -1,0 +1,64 @@
+"""Rule `cached`: step along the mean of every worker's latest gradient, so that no worker's data is starved.
+
+DuDe-ASGD (arXiv 2405.16966), ACE (arXiv 2511.19066).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.optimizers import Optimizer
+from paceline.core.rules.per_worker import Live, pusher, read, table, write
+from paceline.interfaces import Arrival, State
+
+
+class Cached(Live):
+    """total += g - c_i;  c_i = g;  weights = optimizer(weights, total / n)
+
+    total / n is the mean over the n live workers, zeros standing for those that have not pushed yet; who leaves is
+    taken out of the sum. The mean is a gradient like any other, so every optimizer may step along it. Touches 4 tensors
+    and the optimizer's: g, c_i, total, the mean.
+
+    >>> from paceline.core.optimizers import Sgd
+    >>> weights, rule = torch.zeros(1), Cached(Sgd(), places=2)
+    >>> state = rule.start(weights)
+    >>> for worker, gradient in [(0, 2.0), (1, 4.0), (1, 6.0)]:
+    ...     rule.apply(weights, state, torch.tensor([gradient]), Arrival(worker, 0, torch.tensor(1.0), 2))
+    ...     print(weights.item())
+    -1.0
+    -4.0
+    -8.0
+    """
+
+    name = "cached"
+
+    def __init__(self, optimizer: Optimizer, places: int) -> None:
+        self.optimizer, self.places = optimizer, places
+        self._mean = torch.empty(0)
+
+    def start(self, weights: Tensor) -> State:
+        self._mean = torch.empty_like(weights)
+        rows = {"cache": table(weights, self.places), "total": torch.zeros_like(weights)}
+        return {**rows, **self.optimizer.start(weights)}
+
+    def leave(self, state: State, worker: int) -> None:
+        forget(state, worker)
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        remember(state, pusher(arrival), update)
+        torch.div(state["total"], arrival.num_live, out=self._mean)
+        self.optimizer.step(weights, state, self._mean, arrival.lr)
+
+
+def remember(state: State, worker: int | Tensor, gradient: Tensor) -> None:
+    """Put the worker's newest gradient in place of its last one, in its row and in the sum of all rows."""
+    state["total"].sub_(read(state["cache"], worker)).add_(gradient)
+    write(state["cache"], worker, gradient)
+
+
+def forget(state: State, worker: int) -> None:
+    """Take what is left of a worker out of the sum."""
+    row = read(state["cache"], worker)
+    state["total"].sub_(row)
+    row.zero_()

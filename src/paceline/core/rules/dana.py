@@ -1,0 +1,97 @@
+"""Rules `dana` and `dana-slim`: momentum of each worker's own, and a look ahead by all of it (arXiv 1907.11612)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.optimizers import Prepared
+from paceline.core.rules.per_worker import Live, pusher, put_back, read, table
+from paceline.interfaces import Arrival, State
+
+
+class Dana(Live):
+    """v_i = gamma v_i + g;  weights -= lr v_i;  worker i is sent weights - lr gamma (v_1 + ... + v_n)
+
+    The sum is kept from update to update. The momentum is the method, a Nesterov step over all workers, so no other
+    optimizer can be inside. Touches 4 tensors: g, v_i, the sum, the weights.
+
+    >>> weights, rule = torch.zeros(1), Dana(0.5, places=2)
+    >>> state, sent = rule.start(weights), torch.zeros(1)
+    >>> for worker in (0, 1, 0):
+    ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 0, torch.tensor(1.0), 2))
+    >>> rule.weights_for(weights, state, 0, sent)
+    >>> weights.item(), sent.item()
+    (-3.5, -4.75)
+    """
+
+    name = "dana"
+
+    def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
+        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float32), places
+        self.prepared = prepared or Prepared()
+
+    def start(self, weights: Tensor) -> State:
+        self.momentum = self.momentum.to(weights.device)
+        return {
+            "velocities": table(weights, self.places),
+            "total": torch.zeros_like(weights),
+            "ahead": weights.new_zeros((*weights.shape[:-1], 1)),
+        }
+
+    def leave(self, state: State, worker: int) -> None:
+        row = read(state["velocities"], worker)
+        state["total"].sub_(row)
+        row.zero_()
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        worker = pusher(arrival)
+        update = self.prepared.prepare(weights, update)
+        velocity = read(state["velocities"], worker)
+        state["total"].sub_(velocity)
+        torch.addcmul(update, velocity, self.momentum, out=velocity)
+        state["total"].add_(velocity)
+        put_back(state["velocities"], worker, velocity)
+        state["ahead"].copy_(arrival.lr * self.momentum)
+        weights.addcmul_(velocity, arrival.lr, value=-1.0)
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        torch.addcmul(weights, state["total"], state["ahead"], value=-1.0, out=out)
+
+
+class DanaSlim(Live):
+    """v_i = gamma v_i + g;  weights -= lr (gamma v_i + g);  worker i is sent a plain copy
+
+    In the paper worker i keeps v_i and sends gamma v_i + g. Here the server keeps v_i, which gives the same weights: so
+    a worker has no state of its own that a checkpoint, a replay or a new incarnation would have to carry. No other
+    optimizer can be inside. Touches 3 tensors: g, v_i, the weights.
+
+    >>> weights, rule = torch.zeros(1), DanaSlim(0.5, places=1)
+    >>> state = rule.start(weights)
+    >>> for _ in range(2):
+    ...     rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(1.0), 1))
+    ...     print(weights.item())
+    -1.5
+    -3.25
+    """
+
+    name = "dana-slim"
+
+    def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
+        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float32), places
+        self.prepared = prepared or Prepared()
+
+    def start(self, weights: Tensor) -> State:
+        self.momentum = self.momentum.to(weights.device)
+        return {"velocities": table(weights, self.places)}
+
+    def leave(self, state: State, worker: int) -> None:
+        read(state["velocities"], worker).zero_()
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        worker = pusher(arrival)
+        update = self.prepared.prepare(weights, update)
+        velocity = read(state["velocities"], worker)
+        torch.addcmul(update, velocity, self.momentum, out=velocity)
+        put_back(state["velocities"], worker, velocity)
+        weights.addcmul_(velocity, arrival.lr * self.momentum, value=-1.0).addcmul_(update, arrival.lr, value=-1.0)
