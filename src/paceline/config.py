@@ -145,6 +145,13 @@ class RunConfig:
         None, "cluster", "size of the model for --timing-only, as in 25.6M (default: the model's)", metavar="COUNT"
     )
     checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
+    snapshots: float | None = setting(
+        None,
+        "run folder",
+        "keep the weights so many times an epoch, and at start and end, for 'paceline landscape'; "
+        "4 bytes a parameter each (default none)",
+        _sensible,
+    )
     name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
     runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
 

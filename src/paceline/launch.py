@@ -213,7 +213,7 @@ def _train_here(
     def seat(join: Any) -> Any:
         return make_seat(config, make_task(config, dataset).to(device), work, join)
 
-    seconds = rebuild(server, seat, config, folder, console.report) if incarnation else 0.0
+    seconds = rebuild(server, seat, task, config, folder, console.report) if incarnation else 0.0
     host = Host(server, task, work, config, folder, console.report, seconds, facts_of(config, location))
     if incarnation:
         host.handle(Resume())

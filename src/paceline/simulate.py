@@ -56,6 +56,8 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--parameters 0: a model has at least one parameter")
     if config.timing_only and (config.eval_every is not None or config.target_accuracy is not None):
         raise UserError("--timing-only computes nothing to evaluate: leave out --eval-every and --target-accuracy")
+    if config.timing_only and config.snapshots is not None:
+        raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
     return read_faults(Path(config.faults), workers) if config.faults is not None else ()
@@ -79,7 +81,7 @@ def _simulate(
         server, so_far = crew.make_server(), 0.0
         if hosts:
             hosts[-1].close()
-            so_far = rebuild(server, crew.make_seat, config, folder, console.report)
+            so_far = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
         facts = facts_of(config, location)
         host = Host(server, crew.model, crew.work, config, folder, console.report, so_far, facts, lambda: agenda.now)
         if hosts:

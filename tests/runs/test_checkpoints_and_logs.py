@@ -14,9 +14,10 @@ from recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.arrivals import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
-from paceline.runs.checkpoint import CheckpointWriter, Cut, newest_cut, take_cut, write_cut
+from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.resume import rebuild
+from paceline.runs.writing import Writer
 
 
 def recorded(record: Record, strategy: str = "async") -> RecordedRun:
@@ -109,7 +110,7 @@ def test_rebuilding_from_the_newest_checkpoint_gives_back_every_acknowledged_pus
 ) -> None:
     run = recorded(record, strategy)
     server = run.new_server()
-    now = rebuild(server, run.make_seat, run.config, run.folder, ignore)
+    now = rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
     assert now == read_arrivals(run.folder.arrivals_file, run.config)[0][-1].now
 
@@ -119,7 +120,7 @@ def test_rebuilding_cuts_a_torn_record_off_and_says_so(record: Record) -> None:
     path, notes = run.folder.arrivals_file, []
     length = path.stat().st_size
     path.write_bytes(path.read_bytes() + b"\x02torn")
-    rebuild(run.new_server(), run.make_seat, run.config, run.folder, lambda row: notes.append(row["text"]))
+    rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
     assert path.stat().st_size == length
     assert any("torn record" in note for note in notes)
 
@@ -167,7 +168,7 @@ def test_a_corrupted_newest_checkpoint_falls_back_to_the_older_one(record: Recor
     assert len(complaints) == 1
     assert newer.name in complaints[0]
     server = run.new_server()
-    rebuild(server, run.make_seat, run.config, run.folder, ignore)
+    rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
 
 
@@ -176,7 +177,7 @@ def test_with_no_readable_checkpoint_the_log_alone_is_enough(record: Record) -> 
     for path in run.folder.checkpoints.iterdir():
         write_rubbish(path / "facts.json")
     server = run.new_server()
-    rebuild(server, run.make_seat, run.config, run.folder, ignore)
+    rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
 
 
@@ -217,11 +218,12 @@ def test_a_cut_is_a_copy(record: Record) -> None:
 
 def test_the_writer_keeps_a_failure_instead_of_raising_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    writer = CheckpointWriter(tmp_path / "checkpoints")
-    writer.write(small_cut(1))
+    writer = Writer()
+    writer.do("a checkpoint", lambda: write_cut(tmp_path / "checkpoints", small_cut(1)))
     writer.wait()
-    assert isinstance(writer.failure, OSError)
-    assert not writer.busy
+    ((what, failure),) = writer.failures()
+    assert what == "a checkpoint" and isinstance(failure, OSError)
+    assert not writer.busy and not writer.failures()
 
 
 def test_events_come_back_and_a_torn_row_at_the_end_is_left_out(tmp_path: Path) -> None:

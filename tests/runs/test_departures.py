@@ -162,7 +162,7 @@ def test_a_resumed_run_says_when_its_pushes_come_out_otherwise(record: Record, m
     run.close()
     monkeypatch.setattr("recorded_runs.torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     notes: list[str] = []
-    rebuild(run.new_server(), run.make_seat, run.config, run.folder, lambda row: notes.append(row["text"]))
+    rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
     assert "logged pushes come out otherwise on this machine (first worker " in notes[-1]
 
 

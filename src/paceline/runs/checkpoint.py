@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.server import Server
+from paceline.errors import UserError
 
 KEPT = 2
 
@@ -52,9 +52,26 @@ def take_cut(server: Server, sent: dict[int, Tensor], log_offset: int, now: floa
 
 
 def restore(server: Server, cut: Cut) -> None:
-    """Make `server` what it was when the cut was taken."""
+    """Make `server` what it was when the cut was taken; a cut of another rule or model is a UserError."""
+    _require_same_rule(server, cut)
     server.restore(cut.facts, cut.tensors["weights"], cut.group("rule."))
     server.worker_states = {int(worker): state for worker, state in cut.group("state.").items()}
+
+
+def _require_same_rule(server: Server, cut: Cut) -> None:
+    tensors = {"weights": server.weights, **{f"rule.{name}": t for name, t in server.rule_state.items()}}
+    here = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    there = {name: list(t.shape) for name, t in cut.tensors.items() if name == "weights" or name.startswith("rule.")}
+    rule = cut.facts.get("rule", server.rule.name)
+    if (rule, there) != (server.rule.name, here):
+        raise UserError(
+            f"checkpoint {cut.version} was made by rule {rule} ({_in_words(there)}), and this run has rule "
+            f"{server.rule.name} ({_in_words(here)}): put back the settings it was made with, or start a new run"
+        )
+
+
+def _in_words(shapes: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name.removeprefix('rule.')} {shape}" for name, shape in sorted(shapes.items()))
 
 
 def write_cut(folder: Path, cut: Cut) -> Path:
@@ -113,37 +130,3 @@ def _finished(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name.isdecimal())
-
-
-class CheckpointWriter:
-    """Writes cuts, one at a time: on another thread, or before `write` returns where time is only simulated."""
-
-    def __init__(self, folder: Path, background: bool = True) -> None:
-        self._folder, self._background = folder, background
-        self._thread: threading.Thread | None = None
-        self.failure: OSError | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def write(self, cut: Cut) -> None:
-        """Start writing and return; a failure is kept in `failure`."""
-        self.wait()
-        if not self._background:
-            self._write(cut)
-            return
-        self._thread = threading.Thread(target=self._write, args=(cut,), daemon=True)
-        self._thread.start()
-
-    def _write(self, cut: Cut) -> None:
-        try:
-            write_cut(self._folder, cut)
-        except OSError as error:
-            self.failure = error
-
-    def wait(self) -> None:
-        """Until the last cut is on disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None

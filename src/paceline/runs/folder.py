@@ -32,8 +32,10 @@ class RunFolder:
         self.arrivals_file = path / "arrivals.log"
         self.result_file = path / "result.json"
         self.weights_file = path / "weights.safetensors"
+        self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
         self.checkpoints = path / "checkpoints"
+        self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
 
     @staticmethod

@@ -17,18 +17,23 @@ from paceline.runs.arrivals import read_log
 from paceline.runs.checkpoint import newest_cut
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay, Threads
+from paceline.runs.result import Trained
+from paceline.runs.snapshots import go_back, snapshots_of
+from paceline.runs.writing import Writer
 
 
 def rebuild(
     server: Server,
     make_seat: Callable[[Join], Seat],
+    model: Trained,
     config: RunConfig,
     folder: RunFolder,
     report: Callable[[dict[str, Any]], None],
 ) -> float:
     """Bring a fresh `server` to the end of the run's log; returns the training clock there.
 
-    A torn record at the log's end (a crash in mid-write) was never acknowledged and is cut off.
+    A torn record at the log's end (a crash in mid-write) was never acknowledged and is cut off. Snapshots since the
+    checkpoint are made again, so none is missing that the crash came too early for.
     """
     cut, complaints = newest_cut(folder.checkpoints)
     for text in complaints:
@@ -45,7 +50,12 @@ def rebuild(
         report({"kind": "note", "text": f"computing {pushes} logged pushes since {since} again"})
     before = torch.get_num_threads()
     replay = Replay(server, make_seat, cut, Threads(config.threads or 1, before))
-    replay.feed(records)
+    go_back(folder, cut.version if cut is not None else -1)
+    writer = Writer(background=False)
+    snapshots = snapshots_of(config, folder, server, model, writer)
+    replay.feed(records, lambda number: snapshots.look(server) if snapshots is not None else None)
+    for what, error in writer.failures():
+        report({"kind": "note", "text": f"{what} could not be written again ({error.strerror or error})"})
     torch.set_num_threads(before)
     if replay.departure is not None:
         what = f"first worker {replay.departure.worker}'s push {replay.departure.push}"

@@ -23,11 +23,13 @@ from paceline.division import Work
 from paceline.errors import UserError
 from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
-from paceline.runs.checkpoint import CheckpointWriter, take_cut
+from paceline.runs.checkpoint import take_cut, write_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
+from paceline.runs.snapshots import snapshots_of
+from paceline.runs.writing import Writer
 from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.timekeeping import Timekeeper
 from paceline.tasks.script_model import ScriptModel
@@ -79,7 +81,8 @@ class Host:
         self._cores = os.sched_getaffinity(0)
         self._facts = facts or {}
         self._report = report
-        self._checkpoints = CheckpointWriter(folder.checkpoints, background=source is None)
+        self._writer = Writer(background=source is None)
+        self._snapshots = snapshots_of(config, folder, server, task, self._writer)
         self._next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_progress = self._next_event = 0.0
         self._last_now, self._last_samples = seconds, server.samples
@@ -120,8 +123,17 @@ class Host:
             self._note(message, now)
         if now >= self._next_progress if self._virtual is None else self._virtual_progress_is_due():
             self._progress(now)
-        if now >= self._next_checkpoint and self.server.can_be_cut and not self._checkpoints.busy:
+        if self._snapshots is not None:
+            self._keep_weights()
+        if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy:
             self.checkpoint()
+
+    def _keep_weights(self) -> None:
+        """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""
+        assert self._snapshots is not None
+        self._snapshots.look(self.server)
+        if self.server.over:
+            self._snapshots.end(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
         what = (
@@ -190,16 +202,16 @@ class Host:
         """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
         now = self.clock.now()
         live = {w: self.memories[w] for w, m in self.server.members.items() if m.live and not m.done}
-        self._checkpoints.write(take_cut(self.server, live, self.log.nbytes, now))
+        cut = take_cut(self.server, live, self.log.nbytes, now)
+        self._writer.do("a checkpoint", lambda: write_cut(self.folder.checkpoints, cut))
         self.events.write("checkpoint", now, updates=self.server.version)
         self._next_checkpoint = now + self.config.checkpoint_every
         self._complain()
 
     def _complain(self) -> None:
-        failure, self._checkpoints.failure = self._checkpoints.failure, None
-        if failure is not None:
-            text = f"a checkpoint could not be written ({failure.strerror or failure}): the run goes on without it"
-            self.events.write("checkpoint_failed", self.clock.now(), error=str(failure))
+        for what, failure in self._writer.failures():
+            text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
+            self.events.write("writing_failed", self.clock.now(), what=what, error=str(failure))
             self._report({"kind": "note", "text": text})
 
     def _evaluation_after(self, samples: int) -> float:
@@ -246,7 +258,7 @@ class Host:
         torch.set_num_threads(cores())
         try:
             with self.timekeeper.scoring():
-                return self.task.evaluate(self.server.weights, shared_state(self.server, self.task), data, indices)
+                return self.task.evaluate(self.server.evaluated, shared_state(self.server, self.task), data, indices)
         finally:
             torch.set_num_threads(before)
 
@@ -298,10 +310,13 @@ class Host:
         try:
             if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
                 self.checkpoint()
-            self._checkpoints.wait()
+            self._writer.wait()
             self._complain()
             tensors = self.named_weights()
             write_atomically(self.folder.weights_file, save(tensors))
+            if self.server.evaluated is not self.server.weights:
+                live = trained_tensors(self.server, self._trained, live=True)
+                write_atomically(self.folder.live_weights_file, save(live))
             result = {
                 **summarise(self.config, self.server, 4 * self._num_floats, self.clock.now(), scores),
                 "weights_sha256": weights_sha256(tensors),
@@ -322,6 +337,6 @@ class Host:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._checkpoints.wait()
+        self._writer.close()
         self.events.close()
         self.log.close()

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from paceline.config import from_dict
-from paceline.core.messages import Leave, Push, Reply, Resume
+from paceline.core.messages import Join, Leave, Push, Reply, Resume
+from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
 from paceline.errors import PacelineError, ProtocolError
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
@@ -233,9 +234,11 @@ def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
     folder = RunFolder(Path(spec["folder"]))
     if not spec["resume"]:
         return Host(server, task, work, config, folder, control.send, 0.0, spec["facts"])
-    seconds = rebuild(
-        server, lambda join: make_seat(config, make_task(config, dataset), work, join), config, folder, control.send
-    )
+
+    def seat(join: Join) -> Seat:
+        return make_seat(config, make_task(config, dataset), work, join)
+
+    seconds = rebuild(server, seat, task, config, folder, control.send)
     host = Host(server, task, work, config, folder, control.send, seconds, spec["facts"])
     host.handle(Resume())
     return host

@@ -54,7 +54,17 @@ def simulate_verb(arguments: list[str]) -> int:
 
 def plan_verb(arguments: list[str]) -> int:
     parser = parser_for("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
-    left_out = ("device", "strategy", "timing_only", "faults", "name", "runs", "target_accuracy", "eval_every")
+    left_out = (
+        "device",
+        "strategy",
+        "timing_only",
+        "faults",
+        "name",
+        "runs",
+        "target_accuracy",
+        "eval_every",
+        "snapshots",
+    )
     add_settings(parser, left_out=left_out)
     parser.add_argument("--json", action="store_true", help="print every forecast as JSON")
     parsed = parser.parse_strictly(arguments)
@@ -96,6 +106,9 @@ def reproduce_verb(arguments: list[str]) -> int:
     return 0
 
 
+LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots")
+
+
 def _settings_of(run: str | None) -> dict[str, Any]:
     """What a new run takes over from an old one: what was trained, not where it lies and what went wrong."""
     if run is None:
@@ -103,7 +116,7 @@ def _settings_of(run: str | None) -> dict[str, Any]:
     from paceline.runs.folder import RunFolder
 
     config = RunFolder.open(Path(run)).config()
-    return {name: value for name, value in to_dict(config).items() if name not in ("name", "runs", "faults", "delay")}
+    return {name: value for name, value in to_dict(config).items() if name not in LEFT_BEHIND}
 
 
 def soak_verb(arguments: list[str]) -> int:

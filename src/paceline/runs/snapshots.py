@@ -1,0 +1,134 @@
+"""Weights kept on the way: at the start, each time so many samples were applied, and at the end.
+
+`RUN/snapshots/` holds one safetensors file a version, for plain `load_state_dict`, and an index of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from paceline.config import RunConfig
+from paceline.core.server import Server
+from paceline.errors import UserError
+from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.result import Trained, trained_tensors
+from paceline.runs.writing import Writer
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One snapshot in the index; `extra` marks the end of a run where none was due."""
+
+    version: int
+    samples: int
+    epochs: float
+    sha256: str
+    extra: bool = False
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.version:012d}.safetensors"
+
+
+class Snapshots:
+    """Takes the snapshots of one run, from where its server is now.
+
+    One is due after the update at which the samples applied first reach k / `per_epoch` epochs, k = 0, 1, 2, ...
+    """
+
+    def __init__(self, folder: RunFolder, per_epoch: float, server: Server, model: Trained, writer: Writer) -> None:
+        self._path, self._model, self._writer = folder.snapshots, model, writer
+        self._epoch_samples = server.budget.epoch_samples
+        self._rate = Fraction(str(per_epoch)) / self._epoch_samples
+        self._entries = read_index(folder) if folder.snapshots.is_dir() else []
+        self._last = self._entries[-1].version if self._entries else -1
+        self._due = 0 if not server.version and not self._entries else self._next_due(server.samples)
+
+    def _next_due(self, samples: int) -> int:
+        return math.ceil((math.floor(samples * self._rate) + 1) / self._rate)
+
+    def look(self, server: Server) -> None:
+        """After an input: take a snapshot if one is due. It costs one copy; another thread writes it."""
+        if server.samples >= self._due:
+            self._due = self._next_due(server.samples)
+            self._take(server, extra=False)
+
+    def end(self, server: Server) -> None:
+        """The weights training ended with, unless they were taken just now."""
+        if server.version != self._last:
+            self._take(server, extra=True)
+
+    def _take(self, server: Server, extra: bool) -> None:
+        version, samples = server.version, server.samples
+        tensors = trained_tensors(server, self._model)
+        self._last = version
+
+        def write() -> None:
+            content = save(tensors)
+            epochs = round(samples / self._epoch_samples, 6)
+            entry = Entry(version, samples, epochs, hashlib.sha256(content).hexdigest(), extra)
+            self._path.mkdir(exist_ok=True)
+            write_atomically(self._path / entry.file_name, content)
+            self._entries = [*self._entries, entry]
+            _write_index(self._path, self._entries)
+
+        self._writer.do(f"the snapshot of update {version}", write)
+
+
+def snapshots_of(
+    config: RunConfig, folder: RunFolder, server: Server, model: Trained, writer: Writer
+) -> Snapshots | None:
+    """What takes the run's snapshots; None where none are wanted."""
+    return Snapshots(folder, config.snapshots, server, model, writer) if config.snapshots is not None else None
+
+
+def go_back(folder: RunFolder, version: int) -> None:
+    """Forget what is after `version`, and an end that was none: a resumed run makes it again."""
+    if not folder.snapshots.is_dir():
+        return
+    kept = [entry for entry in read_index(folder) if entry.version <= version and not entry.extra]
+    _write_index(folder.snapshots, kept)
+    names = {entry.file_name for entry in kept}
+    for path in folder.snapshots.glob("*.safetensors"):
+        if path.name not in names:
+            path.unlink()
+
+
+def _write_index(path: Path, entries: list[Entry]) -> None:
+    rows = ",\n  ".join(json.dumps(asdict(entry)) for entry in entries)
+    write_atomically(path / "index.json", f'{{"snapshots": [\n  {rows}\n]}}\n'.encode())
+
+
+def read_index(folder: RunFolder) -> list[Entry]:
+    """The run's snapshots, oldest first; none where nothing was written yet."""
+    path = folder.snapshots / "index.json"
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["snapshots"]
+        return [Entry(**row) for row in rows]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove {path.parent} to go on without them") from None
+
+
+def read_snapshot(folder: RunFolder, entry: Entry) -> dict[str, Tensor]:
+    """The named tensors of one snapshot; a file that is not as it was written is a clear error."""
+    path = folder.snapshots / entry.file_name
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != entry.sha256:
+            raise ValueError("it is not as it was written")
+        return load(content)
+    except (OSError, ValueError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"snapshot {path} cannot be read ({why}): remove its line from index.json to go on") from None
