@@ -15,11 +15,12 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, unknown_name
+from paceline.rulebook import build_rule, check_rule, parse_rule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from paceline.core.optimizers import Optimizer
+    from paceline.core.optimizers import Optimizer, Prepared
     from paceline.interfaces import Layout, Policy, Rule
 
 MODELS = {"lenet5": "paceline.models.lenet:LeNet5", "cnn": "paceline.models.cnn:Cnn"}
@@ -35,8 +36,7 @@ STRATEGIES = {
 SIMULATED_STRATEGIES = ("allreduce", "local")
 ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), "local": ("H", 1)}
 """What stands behind a strategy's colon, and the least it can be."""
-RULES = {"plain": "one shared optimizer"}
-OPTIMIZERS = {"sgd": 0.005, "adam": 0.001}
+OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
@@ -158,7 +158,6 @@ def _anchored(task: str | None) -> str | None:
 
 def _check_names(config: RunConfig) -> None:
     named: list[tuple[str, str, Iterable[str]]] = [
-        ("rule", config.rule, RULES),
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("epoch mode", config.epoch_mode, EPOCH_MODES),
         ("device", config.device, DEVICES),
@@ -172,6 +171,7 @@ def _check_names(config: RunConfig) -> None:
     if config.fold is not None:
         parse_fold(config.fold)
     parse_schedule(config.schedule)
+    check_rule(config)
 
 
 def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
@@ -201,12 +201,14 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
 
 def make_policy(config: RunConfig) -> Policy:
     """The reply policy of the config's strategy."""
-    from paceline.core.policies import AtOnce, Bounded, Rounds
+    from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
 
-    strategy = parse_strategy(config.strategy)
+    strategy, (rule, number) = parse_strategy(config.strategy), parse_rule(config.rule)
     if strategy.in_rounds:
         return Rounds(spare=strategy.number if strategy.name == "backup" else 0)
-    return Bounded(strategy.number) if strategy.name == "bounded" else AtOnce()
+    if strategy.name == "bounded":
+        return Bounded(strategy.number)
+    return Fresh(number) if rule == "ringmaster" else AtOnce()
 
 
 def make_schedule(config: RunConfig) -> Schedule:
@@ -217,25 +219,29 @@ def make_schedule(config: RunConfig) -> Schedule:
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 
-def make_rule(config: RunConfig, layout: Layout) -> Rule:
-    """The update rule with its optimizer."""
-    from paceline.core.optimizers import Sgd
-    from paceline.core.rules.plain import Plain
+def make_rule(config: RunConfig, layout: Layout, places: int | None = None) -> Rule:
+    """The update rule, with rows for `places` workers (the config's, unless said) where it keeps some."""
 
-    if parse_strategy(config.strategy).name == "local":
-        return Plain(Sgd())
-    return Plain(make_optimizer(config, layout))
+    def prepared() -> Prepared:
+        from paceline.core.optimizers import Prepared
+
+        return Prepared(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
+
+    return build_rule(config, places or config.workers or 1, lambda: make_optimizer(config, layout), prepared)
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:
     """The optimizer that gradients are stepped with."""
-    from paceline.core.optimizers import Adam, Sgd
+    from paceline.core.optimizers import Adam, Lars, Sgd
 
     mask = _decay_mask(layout) if config.weight_decay else None
     optimizer: Optimizer
     if config.optimizer == "adam":
         beta1, beta2 = config.betas
         optimizer = Adam((beta1, beta2), weight_decay=config.weight_decay, clip=config.clip, decay_mask=mask)
+    elif config.optimizer == "lars":
+        decay, clip = config.weight_decay, config.clip
+        optimizer = Lars(layout, config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)
     else:
         optimizer = Sgd(
             config.momentum,

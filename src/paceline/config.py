@@ -92,10 +92,23 @@ class RunConfig:
     )
     strategy: str = setting("async", "pace", "classic, sync, async, backup:B or bounded:S")
     workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
-    rule: str = setting("plain", "pace", "how a push changes the weights: plain")
-    optimizer: str = setting("sgd", "optimizer", "sgd or adam, one shared by all workers, on the server")
-    lr: float | None = setting(None, "optimizer", "learning rate (default .005 for sgd, .001 for adam)", _positive)
-    momentum: float = setting(0.9, "optimizer", "momentum of sgd", _fraction)
+    rule: str = setting(
+        "plain",
+        "pace",
+        "how a push changes the weights: plain, damped, gap, compensated, dana, dana-slim, cached, ringleader, "
+        "ringmaster:R, buffered:K or foresight",
+    )
+    average: str = setting(
+        "auto",
+        "pace",
+        "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (on for async and "
+        "bounded with any rule but plain)",
+    )
+    optimizer: str = setting("sgd", "optimizer", "sgd, adam or lars, one shared by all workers, on the server")
+    lr: float | None = setting(
+        None, "optimizer", "learning rate (default .005 for sgd, .001 for adam, 1 for lars)", _positive
+    )
+    momentum: float = setting(0.9, "optimizer", "momentum of sgd and lars", _fraction)
     nesterov: bool = setting(False, "optimizer", "Nesterov momentum for sgd")
     betas: list[float] = setting([0.9, 0.999], "optimizer", "betas of adam", _betas, metavar="B1,B2")
     weight_decay: float = setting(0.0, "optimizer", "weight decay added to the gradient", _not_negative)
@@ -189,7 +202,7 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
             return [float(part) if item == "float" else part for part in value]
     elif wanted in _KINDS and _is_a(wanted, value):
         return float(value) if wanted == "float" else value
-    elif spec.name == "scale_lr" and _is_a("float", value):
+    elif spec.name in ("scale_lr", "average") and _is_a("float", value):
         return str(value)
     raise UserError(f"{spec.name} = {value!r} is not of type {wanted}")
 

@@ -26,8 +26,10 @@ from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.models.dropout import mix64
+from paceline.rulebook import rows_nbytes
 from paceline.tasks.local_steps import LocalSteps, SeveralBatches
 from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.transports.segment import require_memory
 
 _INITIAL = 0x1417
 MAIN_MODULE = "__paceline_main__"
@@ -146,6 +148,8 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
 
 def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
     """The server of a run, at its start."""
+    if config.device == "cpu":
+        require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
     return Server(
         task.initial(),
         make_rule(config, task.layout),

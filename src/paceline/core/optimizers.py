@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.interfaces import State
+from paceline.interfaces import Layout, State
 
 
 class Optimizer(Protocol):
@@ -120,3 +120,62 @@ class Adam(Prepared):
         step.mul_((1.0 - beta2**count).rsqrt().to(weights.dtype)).add_(self.eps)
         torch.div(mean, step, out=step)
         weights.addcmul_(step, (lr / (1.0 - beta1**count)).to(weights.dtype), value=-1.0)
+
+
+TRUST = 0.001
+
+
+class Lars(Prepared):
+    """LARS (arXiv 1708.03888): sgd with momentum whose step is, for each parameter, in proportion to its norm.
+
+    r = .001 |w| / (|g| + decay |w|) of each parameter, .001 where it is all zeros;
+    v = momentum v + lr r (g + decay w);  w -= v.  Reads the layout; gaps between parameters stay zero.
+
+    >>> from paceline.interfaces import pack
+    >>> layout = pack([("a", (2,), True)])
+    >>> weights, lars = torch.zeros(layout.size), Lars(layout)
+    >>> weights[:2] = torch.tensor([3.0, 4.0])
+    >>> lars.step(weights, lars.start(weights), weights / 5, torch.tensor(100.0))
+    >>> weights[:2].tolist()
+    [2.700000047683716, 3.5999999046325684]
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        momentum: float | Tensor = 0.0,
+        *,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+        decay_mask: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight_decay, clip, decay_mask)
+        self.momentum = torch.as_tensor(momentum, dtype=torch.float32)
+        self._spans = [slice(p.offset, p.offset + p.size) for p in layout.parameters]
+        starts = [*(p.offset for p in layout.parameters[1:]), layout.size]
+        self._owner = torch.zeros(layout.size, dtype=torch.int64)  # of every float, the number of its parameter
+        for number, (span, end) in enumerate(zip(self._spans, starts, strict=False)):
+            self._owner[span.start : end] = number
+        self._weight_decay = torch.tensor([weight_decay * p.decay for p in layout.parameters])
+
+    def start(self, weights: Tensor) -> State:
+        device = weights.device
+        self.momentum, self._owner = self.momentum.to(device), self._owner.to(device)
+        self._weight_decay = self._weight_decay.to(device)
+        return {"velocity": torch.zeros_like(weights)}
+
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
+        if self.clip is not None:
+            gradient = clipped(gradient, self.clip)
+        norms, slopes = self._norms(weights), self._norms(gradient)
+        ratios = torch.where(norms > 0, TRUST * norms / (slopes + self._weight_decay * norms).clamp(min=1e-30), TRUST)
+        if self._decay is not None:
+            self._decay = self._decay.to(weights.device)
+            gradient = torch.addcmul(gradient, weights, self._decay)
+        velocity = state["velocity"]
+        velocity.mul_(self.momentum).addcmul_(gradient, (ratios * lr).index_select(-1, self._owner))
+        weights.sub_(velocity)
+
+    def _norms(self, flat: Tensor) -> Tensor:
+        """The Euclidean norm of every parameter, [..., parameters]."""
+        return torch.stack([torch.linalg.vector_norm(flat[..., span], dim=-1) for span in self._spans], -1)

@@ -33,6 +33,24 @@ class AtOnce:
         pass
 
 
+class Fresh(AtOnce):
+    """`ringmaster:R` (arXiv 2501.16168): as `async`, but a push of staleness R or more is dropped.
+
+    Its worker starts again at the newest weights, on the same batch.
+
+    >>> Fresh(2).push(0, 1), Fresh(2).push(0, 2).dropped
+    (Decision(apply=(0,), release=(0,), dropped=False), True)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def push(self, worker: int, staleness: int) -> Decision:
+        if staleness >= self.limit:
+            return Decision(release=(worker,), dropped=True)
+        return super().push(worker, staleness)
+
+
 class Rounds:
     """`sync` and `backup`: a round closes when all live workers but `spare` have pushed.
 

@@ -205,7 +205,10 @@ class Replay:
     def _compare(self, cut: Cut) -> None:
         """Against a checkpoint of the run, when the log has come to where it was taken."""
         version = self.server.version
-        same = cut.version == version and same_bits(self.server.weights, cut.tensors["weights"])
+        here = {"weights": self.server.weights, **{f"rule.{k}": t for k, t in self.server.rule_state.items()}}
+        same = cut.version == version and all(
+            name in cut.tensors and same_bits(tensor, cut.tensors[name]) for name, tensor in here.items()
+        )
         if self.departure is None and not same:
             recorded = f"those of checkpoint {cut.version}"
             self.departure = Departure(version, None, None, "weights", recorded, "others")

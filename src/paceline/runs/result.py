@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.config import RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
+from paceline.rulebook import average_in_words
 from paceline.runs.folder import SCHEMA
 
 
@@ -38,9 +39,9 @@ def shared_state(server: Server, model: Trained) -> Tensor | None:
     return model.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
 
 
-def trained_tensors(server: Server, model: Trained) -> dict[str, Tensor]:
-    """What training came to, by name, as `load_state_dict` takes it."""
-    return model.state_dict(server.weights, shared_state(server, model))
+def trained_tensors(server: Server, model: Trained, live: bool = False) -> dict[str, Tensor]:
+    """What training came to, by name, as `load_state_dict` takes it: the evaluated weights, or the live ones."""
+    return model.state_dict(server.weights if live else server.evaluated, shared_state(server, model))
 
 
 def percentile(counts: Counter[int], share: float) -> int:
@@ -90,6 +91,7 @@ def summarise(
     return {
         "schema": SCHEMA,
         **{name: settings[name] for name in named},
+        "average": average_in_words(config),
         **({"dataset": None, "model": None} if config.task is not None else {}),
         "epochs": config.epochs,
         "epoch_mode": config.epoch_mode,

@@ -81,12 +81,12 @@ def available_memory() -> int:
     return max(free, 0)
 
 
-def require_memory(nbytes: int, purpose: str) -> None:
+def require_memory(nbytes: int, purpose: str, kind: str = "shared memory") -> None:
     """An error before anything is taken, when `nbytes` are more than there is."""
     free = available_memory()
     if nbytes > free:
         raise UserError(
-            f"the {purpose} needs {_mib(nbytes)} of shared memory, {_mib(free)} are free: "
+            f"the {purpose} needs {_mib(nbytes)} of {kind}, {_mib(free)} are free: "
             "use fewer workers, a smaller model or a smaller data set"
         )
 

@@ -66,3 +66,21 @@ class Live:
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
         return weights
+
+
+class Sent(Live):
+    """The half of a rule that remembers what each worker was sent last, one copy more a reply."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+
+    def start_sent(self, weights: Tensor) -> State:
+        """Before anything was sent, everybody has the first weights."""
+        return {"sent": weights.unsqueeze(-2).repeat_interleave(self.places, -2)}
+
+    def leave(self, state: State, worker: int) -> None:
+        read(state["sent"], worker).zero_()
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        write(state["sent"], worker, weights)
+        out.copy_(weights)

@@ -1,0 +1,55 @@
+"""Rule `buffered:K`: several pushes make one step (FedBuff, arXiv 2106.06639)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.optimizers import Prepared
+from paceline.core.rules.per_worker import Live
+from paceline.interfaces import Arrival, State
+
+
+class Buffered(Live):
+    """buffer += g; after every Kth push:  v = gamma v + buffer / K;  weights -= lr v;  buffer = 0
+
+    Each push counts as a version, though only every Kth moves the weights: lr, budget and staleness are in pushes, as
+    for every other rule. Plain momentum is inside; whether a push is the Kth is a factor, not a branch, which the steps
+    of other optimizers have no room for. Touches 4 tensors: g, the buffer, v, the weights.
+
+    >>> weights, rule = torch.zeros(1), Buffered(2, 0.0)
+    >>> state = rule.start(weights)
+    >>> for gradient in (1.0, 3.0):
+    ...     rule.apply(weights, state, torch.tensor([gradient]), Arrival(0, 0, torch.tensor(1.0), 1))
+    ...     print(weights.item())
+    0.0
+    -2.0
+    """
+
+    def __init__(self, size: int, momentum: float | Tensor, prepared: Prepared | None = None) -> None:
+        self.size, self.momentum = size, torch.as_tensor(momentum, dtype=torch.float32)
+        self.prepared = prepared or Prepared()
+
+    @property
+    def name(self) -> str:
+        return f"buffered:{self.size}"
+
+    def start(self, weights: Tensor) -> State:
+        self.momentum = self.momentum.to(weights.device)
+        count = weights.new_zeros((*weights.shape[:-1], 1))
+        return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        buffer = state["buffer"].add_(self.prepared.prepare(weights, update))
+        full = (state["buffered"].add_(1.0) >= self.size).to(weights.dtype)
+        step(weights, state["velocity"], buffer, full / self.size, full, self.momentum, arrival.lr)
+        buffer.mul_(1.0 - full)
+        state["buffered"].mul_(1.0 - full)
+
+
+def step(
+    weights: Tensor, velocity: Tensor, total: Tensor, share: Tensor, due: Tensor, momentum: Tensor, lr: Tensor
+) -> None:
+    """v = momentum v + share total;  weights -= lr v, where `due` is 1; nothing where it and `share` are 0."""
+    velocity.mul_(1.0 - due + due * momentum).addcmul_(total, share)
+    weights.addcmul_(velocity, lr * due, value=-1.0)

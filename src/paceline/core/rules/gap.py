@@ -1,0 +1,58 @@
+"""Rule `gap`: each coordinate of a push is scaled down by how far it has moved since its weights were sent.
+
+Gap-Aware (arXiv 1909.10802).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.optimizers import Optimizer
+from paceline.core.rules.per_worker import Sent, pusher, read
+from paceline.interfaces import Arrival, State
+
+REMEMBERED = 1000.0
+"""Steps the mean step size looks back over."""
+TINY = 1e-30
+
+
+class Gap(Sent):
+    """weights = optimizer(weights, g / (|weights - sent_i|/C + 1))
+
+    sent_i is what worker i was sent last, C the running mean of |step| of each coordinate: of all steps, later of about
+    the last thousand. Any optimizer may be inside. Touches 6 tensors and the optimizer's: g, sent_i, C, the weights,
+    the scaled push, the step.
+
+    >>> from paceline.core.optimizers import Sgd
+    >>> weights, rule = torch.zeros(1), Gap(Sgd(), places=2)
+    >>> state = rule.start(weights)
+    >>> for worker in (0, 1):
+    ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, worker, torch.tensor(1.0), 2))
+    ...     print(weights.item())
+    -1.0
+    -1.5
+    """
+
+    name = "gap"
+
+    def __init__(self, optimizer: Optimizer, places: int) -> None:
+        super().__init__(places)
+        self.optimizer = optimizer
+        self._scaled = self._step = torch.empty(0)
+
+    def start(self, weights: Tensor) -> State:
+        self._scaled, self._step = torch.empty_like(weights), torch.empty_like(weights)
+        count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        sizes = {"step_size": torch.full_like(weights, TINY), "steps": count}
+        return {**self.start_sent(weights), **sizes, **self.optimizer.start(weights)}
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        gap = torch.sub(weights, read(state["sent"], pusher(arrival)), out=self._scaled)
+        gap.abs_().div_(state["step_size"]).add_(1.0)
+        scaled = torch.div(update, gap, out=self._scaled)
+        self._step.copy_(weights)
+        self.optimizer.step(weights, state, scaled, arrival.lr)
+        step = self._step.sub_(weights).abs_()
+        share = state["steps"].add_(1.0).reciprocal().clamp_(min=1.0 / REMEMBERED)
+        state["step_size"].lerp_(step, share.to(weights.dtype)).clamp_(min=TINY)

@@ -1,0 +1,105 @@
+"""Rule `ringleader`: every worker's data counts alike, however fast it is: one step for each worker a round.
+
+Ringleader ASGD (arXiv 2509.22860).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.optimizers import Prepared
+from paceline.core.rules.buffered import step
+from paceline.core.rules.per_worker import Live, pusher, put_back, read, table
+from paceline.interfaces import Arrival, State
+
+
+class Ringleader(Live):
+    """A round: gather until every worker has a mean in the table, then each worker's next push makes one step.
+
+    G_i is the mean of worker i's pushes of this round.  Once all have one, the push that completed the table and then
+    the first of every other worker:  v = gamma v + (G_1 + ... + G_n)/n;  weights -= lr v
+    Who has made its step begins the mean of the next round; when all have, the next round is this round.
+
+    Nothing is dropped, and every push counts as a version, though not every push moves the weights. The row of a worker
+    that has made its step is free for its next mean, so one table is enough; who leaves then still counts until the
+    round ends. The paper has no momentum (gamma = 0); plain momentum may be inside, no other optimizer, for the same
+    reason as in `buffered`. Touches 6 tensors: g, G_i, this round's and the next round's sum, v, the weights.
+
+    >>> weights, rule = torch.zeros(1), Ringleader(0.0, places=2)
+    >>> state = rule.start(weights)
+    >>> for worker, gradient in [(0, 1.0), (0, 3.0), (1, 4.0), (0, 5.0)]:
+    ...     rule.apply(weights, state, torch.tensor([gradient]), Arrival(worker, 0, torch.tensor(1.0), 2))
+    ...     print(weights.item())
+    0.0
+    0.0
+    -3.0
+    -6.5
+    """
+
+    name = "ringleader"
+
+    def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
+        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float32), places
+        self.prepared = prepared or Prepared()
+
+    def start(self, weights: Tensor) -> State:
+        self.momentum = self.momentum.to(weights.device)
+        number = weights.new_zeros((*weights.shape[:-1], 1))
+        return {
+            "means": table(weights, self.places),
+            "pushes": table(number, self.places),
+            "stepped": table(number, self.places),
+            "total": torch.zeros_like(weights),
+            "next_total": torch.zeros_like(weights),
+            "parts": number,
+            "velocity": torch.zeros_like(weights),
+        }
+
+    def leave(self, state: State, worker: int) -> None:
+        mean, pushes, stepped = (read(state[name], worker) for name in ("means", "pushes", "stepped"))
+        known = (pushes > 0).to(mean.dtype)
+        state["total"].addcmul_(mean, known * (1.0 - stepped), value=-1.0)
+        state["next_total"].addcmul_(mean, known * stepped, value=-1.0)
+        state["parts"].sub_(known * (1.0 - stepped))
+        for row in (mean, pushes, stepped):
+            row.zero_()
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        worker = pusher(arrival)
+        stepped = read(state["stepped"], worker).clone()
+        self._gather(state, worker, self.prepared.prepare(weights, update), stepped)
+        heard = ((state["pushes"] > 0) | (state["stepped"] > 0)).sum(-2)
+        due = (heard >= arrival.num_live).to(weights.dtype) * (1.0 - stepped)
+        share = due / state["parts"].clamp(min=1.0)
+        step(weights, state["velocity"], state["total"], share, due, self.momentum, arrival.lr)
+        self._turn(state, worker, due, arrival)
+
+    @staticmethod
+    def _gather(state: State, worker: int | Tensor, update: Tensor, stepped: Tensor) -> None:
+        """The push into its worker's mean, and the mean into the sum of its round."""
+        mean, pushes = read(state["means"], worker), read(state["pushes"], worker)
+        known = (pushes > 0).to(mean.dtype)
+        state["parts"].add_((1.0 - known) * (1.0 - stepped))
+        pushes.add_(1.0)
+        for sign, weight in ((-1.0, known), (1.0, torch.ones_like(known))):
+            state["total"].addcmul_(mean, weight * (1.0 - stepped), value=sign)
+            state["next_total"].addcmul_(mean, weight * stepped, value=sign)
+            if sign < 0:
+                mean.lerp_(update, pushes.reciprocal())
+        put_back(state["means"], worker, mean)
+        put_back(state["pushes"], worker, pushes)
+
+    @staticmethod
+    def _turn(state: State, worker: int | Tensor, due: Tensor, arrival: Arrival) -> None:
+        """Who has made its step begins anew; when all have, the next round is this round."""
+        stepped, pushes = read(state["stepped"], worker), read(state["pushes"], worker)
+        stepped.add_(due)
+        pushes.mul_(1.0 - due)
+        put_back(state["stepped"], worker, stepped)
+        put_back(state["pushes"], worker, pushes)
+        over = (state["stepped"].sum(-2) >= arrival.num_live).to(due.dtype)
+        state["total"].lerp_(state["next_total"], over)
+        state["next_total"].mul_(1.0 - over)
+        state["parts"].lerp_((state["pushes"] > 0).sum(-2).to(due.dtype), over)
+        state["stepped"].mul_((1.0 - over).unsqueeze(-2))

@@ -1,0 +1,168 @@
+"""The rules by name: what each can be combined with, and how it is built. Importing this file imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.config import RunConfig
+from paceline.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from paceline.core.optimizers import Optimizer, Prepared
+    from paceline.interfaces import Rule
+
+IN_ROUNDS = ("sync", "backup", "allreduce", "local")
+ON_ARRIVAL = ("async", "bounded")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What there is to know of a rule before it is built."""
+
+    text: str
+    letter: str = ""
+    """What stands for the number behind its colon."""
+    knows_workers: bool = False
+    """Keeps something of each worker, so it cannot step on the mean of a round."""
+    steps_itself: bool = False
+    """Brings its own momentum, so no other optimizer can be inside."""
+    drops: bool = False
+
+
+RULES = {
+    "plain": Traits("one shared optimizer stepped on each push"),
+    "damped": Traits("lr / staleness"),
+    "gap": Traits("each coordinate divided by how far it has moved since", knows_workers=True),
+    "compensated": Traits("stale gradients carried to the newest weights", knows_workers=True),
+    "dana": Traits("each worker's momentum, and a look ahead by all of it", knows_workers=True, steps_itself=True),
+    "dana-slim": Traits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
+    "cached": Traits("the mean of everybody's latest gradient", knows_workers=True),
+    "ringleader": Traits("one step for each worker a round", knows_workers=True, steps_itself=True),
+    "ringmaster": Traits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
+    "buffered": Traits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
+    "foresight": Traits("cached, and weights of the time a push counts", knows_workers=True, steps_itself=True),
+}
+
+
+def parse_rule(text: str) -> tuple[str, int]:
+    """`dana` or `buffered:4`, as (name, number); a clear error for anything else.
+
+    >>> parse_rule("buffered:4")
+    ('buffered', 4)
+    """
+    name, colon, argument = text.partition(":")
+    if name not in RULES:
+        raise unknown_name("rule", name, RULES)
+    letter = RULES[name].letter
+    if bool(letter) != bool(colon):
+        raise UserError(f"rule '{text}': write {f'{name}:{letter}' if letter else name}")
+    if letter and (not argument.isdecimal() or int(argument) < 1):
+        raise UserError(f"rule '{text}': the number after the colon must be a whole number of at least 1")
+    return name, int(argument or 0)
+
+
+def check_rule(config: RunConfig) -> None:
+    """Refuse a rule that the chosen strategy or optimizer cannot be combined with, naming both."""
+    traits = RULES[parse_rule(config.rule)[0]]
+    strategy = config.strategy.partition(":")[0]
+    if strategy == "local" and config.rule != "plain":
+        raise UserError(f"strategy {config.strategy} averages drifts as they are: use --rule plain, not {config.rule}")
+    if strategy in IN_ROUNDS and (traits.knows_workers or traits.drops):
+        raise UserError(
+            f"rule {config.rule} needs to know whose push it applies, and strategy {config.strategy} hands it the mean "
+            "of many: use --rule plain, or --strategy async"
+        )
+    if traits.drops and strategy != "async":
+        raise UserError(f"rule {config.rule} answers every push at once: use --strategy async, not {config.strategy}")
+    if traits.steps_itself and config.optimizer != "sgd":
+        raise UserError(
+            f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} has no place in: "
+            f"use --optimizer sgd, or --rule cached with {config.optimizer}"
+        )
+    if traits.steps_itself and config.nesterov:
+        raise UserError(f"rule {config.rule} has its own way to step, and --nesterov another: leave out one of the two")
+    average_horizon(config)
+
+
+def average_horizon(config: RunConfig) -> float | None:
+    """How many updates the averaged weights look back over: None without averaging, inf for a share of all so far.
+
+    `auto` averages where pushes are applied as they come, unless the rule is `plain`.
+    """
+    if config.average == "auto":
+        return math.inf if config.strategy.partition(":")[0] in ON_ARRIVAL and config.rule != "plain" else None
+    if config.average in ("none", "on"):
+        return math.inf if config.average == "on" else None
+    try:
+        horizon = float(config.average)
+    except ValueError:
+        horizon = 0.0
+    if not 1.0 <= horizon < math.inf:
+        raise UserError(f"--average '{config.average}': give auto, none, on or a number of updates, at least 1")
+    return horizon
+
+
+def average_in_words(config: RunConfig) -> str:
+    """What `auto` came to: none, on or the horizon."""
+    horizon = average_horizon(config)
+    return "none" if horizon is None else "on" if math.isinf(horizon) else f"{horizon:g}"
+
+
+def rows_nbytes(config: RunConfig, num_floats: int) -> int:
+    """What a rule's rows, one a worker, take on the server."""
+    return 4 * num_floats * (config.workers or 1) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
+
+
+def build_rule(
+    config: RunConfig, places: int, optimizer: Callable[[], Optimizer], prepared: Callable[[], Prepared]
+) -> Rule:
+    """The rule of the config for so many workers, with its optimizer or with momentum of its own, perhaps averaged."""
+    from paceline.core.rules.averaged import Averaged
+
+    if config.strategy.startswith("local"):
+        from paceline.core.optimizers import Sgd
+        from paceline.core.rules.plain import Plain
+
+        rule: Rule = Plain(Sgd())
+    elif RULES[parse_rule(config.rule)[0]].steps_itself:
+        rule = _stepping_itself(config, places, prepared())
+    else:
+        rule = _around(config, places, optimizer())
+    horizon = average_horizon(config)
+    return rule if horizon is None else Averaged(rule, horizon if math.isfinite(horizon) else None)
+
+
+def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
+    """A rule around an optimizer."""
+    from paceline.core.rules.cached import Cached
+    from paceline.core.rules.compensated import Compensated
+    from paceline.core.rules.damped import Damped
+    from paceline.core.rules.gap import Gap
+    from paceline.core.rules.plain import Plain
+
+    rules: dict[str, Callable[[], Rule]] = {
+        "plain": lambda: Plain(optimizer),
+        "ringmaster": lambda: Plain(optimizer),  # its policy drops the stale ones
+        "damped": lambda: Damped(optimizer),
+        "gap": lambda: Gap(optimizer, places),
+        "compensated": lambda: Compensated(optimizer, places),
+        "cached": lambda: Cached(optimizer, places),
+    }
+    return rules[parse_rule(config.rule)[0]]()
+
+
+def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
+    from paceline.core.rules.buffered import Buffered
+    from paceline.core.rules.dana import Dana, DanaSlim
+    from paceline.core.rules.foresight import Foresight
+    from paceline.core.rules.ringleader import Ringleader
+
+    name, number = parse_rule(config.rule)
+    if name == "buffered":
+        return Buffered(number, config.momentum, prepared)
+    rules: dict[str, Callable[[float, int, Prepared], Rule]]
+    rules = {"dana": Dana, "dana-slim": DanaSlim, "ringleader": Ringleader, "foresight": Foresight}
+    return rules[name](config.momentum, places, prepared)
