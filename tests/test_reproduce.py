@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import importlib.util
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline import reproduce
+from paceline import many_runs
 from paceline.assemble import resolve
 from paceline.cli import main
-from paceline.data.datasets import locate
+from paceline.config import RunConfig
+from paceline.data.datasets import load, locate
 from paceline.errors import UserError
+from paceline.lab.rows import Finished, run_rows
 from paceline.published.optml import choose_rows, published_rows
+from paceline.reports import charts
+from paceline.reproduce import Reproduced, markdown
+from paceline.runs.several import Several
 
 
 def test_the_table_has_all_its_rows() -> None:
@@ -39,19 +50,117 @@ def test_rows_that_do_not_exist_are_named(text: str, words: str) -> None:
         choose_rows(text)
 
 
-@pytest.mark.real
-def test_rows_run_once_and_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def small_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first images of the built-in sample, for every data set."""
     sample = locate("fashion-mnist-sample", None)
-    monkeypatch.setattr(reproduce, "locate_data", lambda config: sample)
-    flags = ["reproduce", "optml", "--rows", "1,2,20", "--epochs", "0.02", "--runs", str(tmp_path / "optml")]
-    assert main(flags) == 0
+    whole = load(sample)
+    small = dataclasses.replace(
+        whole,
+        train_images=whole.train_images[:256],
+        train_labels=whole.train_labels[:256],
+        test_images=whole.test_images[:50],
+        test_labels=whole.test_labels[:50],
+    )
+    monkeypatch.setattr(many_runs, "locate_data", lambda config: sample)
+    monkeypatch.setattr(many_runs, "load", lambda location: small)
+
+
+def flags(runs: Path, *more: str) -> list[str]:
+    return ["reproduce", "optml", "--rows", "1,2,20", "--epochs", "0.5", "--runs", str(runs), *more]
+
+
+@pytest.mark.usefixtures("small_data")
+def test_rows_run_once_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "optml"
+    assert main(flags(runs)) == 0
     first = capsys.readouterr()
     assert "01-classic-1-full-lenet5-sgd" in first.out and "89.20" in first.out
-    table = (tmp_path / "optml" / "table.csv").read_text()
-    assert table.count("\n") == 4 and "finished" in table
-    assert main(flags) == 0
+    assert "\x1b" not in first.err and "0 of 3 runs done" in first.err
+    (row, *_) = csv.DictReader((runs / "table.csv").read_text().splitlines())
+    assert row["published_test_accuracy"] == "89.2" and float(row["test_accuracy_mean"]) > 0
+    assert row["test_accuracy_spread"] == "" and row["automatic_test_accuracy_mean"] == ""
+    assert (runs / "runs.csv").read_text().count("finished") == 3
+    assert main(flags(runs)) == 0
     assert capsys.readouterr().out == first.out
-    assert main([*flags[:-4], "--epochs", "0.04", *flags[-2:]]) == 2
-    assert "was made with 0.02 epochs" in capsys.readouterr().err
+    assert main([*flags(runs), "--epochs", "0.25"]) == 2
+    assert "was made with epochs = 0.5, not 0.25: use another --runs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_data")
+def test_what_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str | None] = []
+
+    def one_only(configs: list[RunConfig], *rest: Any) -> Iterator[Finished]:
+        if made:
+            raise KeyboardInterrupt
+        made.extend(config.name for config in configs)
+        yield from run_rows(configs, *rest)
+
+    monkeypatch.setattr(many_runs, "run_rows", one_only)
+    runs = tmp_path / "optml"
+    assert main(flags(runs)) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        said == f"paceline: interrupted: 1 of 3 runs are done and kept in {runs}; the same command goes on from there"
+    )
+    half_made = runs / "02-sync-2-full-lenet5-sgd-seed0"
+    half_made.mkdir()
+    shutil.copy(runs / str(made[0]) / "config.toml", half_made)
+    text = (half_made / "config.toml").read_text().replace(str(made[0]), half_made.name).replace("classic", "sync")
+    (half_made / "config.toml").write_text(text.replace("workers = 1", "workers = 2"))
+    (runs / "20-async-2-full-lenet5-sgd-seed0").mkdir()
+    monkeypatch.setattr(many_runs, "run_rows", run_rows)
+    kept = (runs / str(made[0]) / "result.json").stat().st_mtime_ns
+    assert main(flags(runs)) == 0
+    assert "1 of 3 runs are there already" in capsys.readouterr().err
+    assert (half_made / "result.json").exists()
+    assert (runs / str(made[0]) / "result.json").stat().st_mtime_ns == kept
+
+
+@pytest.mark.usefixtures("small_data")
+def test_seeds_give_mean_and_spread_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "optml"
+    assert main([*flags(runs), "--rows", "1", "--seeds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" ± ") == 4
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (runs / "figure.png").stat().st_size > 5000
+
+
+@pytest.mark.usefixtures("small_data")
+def test_without_matplotlib_the_table_is_made_and_the_extra_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    assert main([*flags(tmp_path / "optml"), "--rows", "1"]) == 0
+    assert "pip install paceline[report]" in capsys.readouterr().err
+    assert (tmp_path / "optml" / "table.md").exists() and not (tmp_path / "optml" / "figure.png").exists()
+
+
+def test_a_folder_that_is_no_run_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strange = tmp_path / "01-classic-1-full-lenet5-sgd-seed0"
+    strange.mkdir()
+    (strange / "notes").write_text("keep me")
+    assert main([*flags(tmp_path), "--rows", "1"]) == 2
+    assert "is in the way and is no run folder" in capsys.readouterr().err
+    assert (strange / "notes").read_text() == "keep me"
+
+
+def result(accuracy: float | None, status: str = "finished") -> dict[str, Any]:
+    figures = {"train_accuracy": accuracy, "test_accuracy": accuracy, "train_loss": 0.5, "test_loss": 0.5}
+    return {"status": status, "lab_seconds": 12.0, **figures}
+
+
+def test_a_diverged_run_is_counted_and_left_out_of_the_mean() -> None:
+    row = choose_rows("20")[0]
+    mixed = Several([result(80.0), result(None, "diverged"), result(82.0)])
+    one = Reproduced(row, mixed, automatic=Several([result(91.0)]))
+    line = markdown([one]).splitlines()[-1]
+    assert "81.00 ± 1.41 (1 of 3 NaN)" in line and "| 91.00 |" in line
+    assert one.difference == pytest.approx(81.0 - 89.71)
+    lost = Reproduced(row, Several([result(None, "diverged")]))
+    cells = [cell.strip() for cell in markdown([lost]).splitlines()[-1].split("|")]
+    assert cells[5:8] == ["NaN", "", "-"]

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.machine import data_verb, doctor_verb
-from paceline.verbs.simulating import plan_verb, reproduce_verb, simulate_verb, soak_verb
+from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
+from paceline.verbs.studies import reproduce_verb
 from paceline.verbs.training import compare_verb, replay_verb, resume_verb, run_verb, train_verb
 
 DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.

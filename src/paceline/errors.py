@@ -5,6 +5,7 @@
     │   └── DataError        a data file is missing, truncated or corrupted
     ├── Diverged             training produced numbers that are not finite: exit code 3
     ├── RunFailed            a process of ours died or the machine ran out of something: exit code 1
+    ├── Interrupted          Ctrl-C or SIGTERM among many runs, with what was kept: exit code 130
     └── ProtocolError        the other side of a transport sent what it must not: its fault, never ours
 
 A message says what was asked, what was found and what to do. A lost worker is an event, not an exception.
@@ -40,6 +41,12 @@ class Diverged(PacelineError):
 
 class RunFailed(PacelineError):
     """The run could not go on, through no fault of its settings."""
+
+
+class Interrupted(PacelineError):
+    """Somebody stopped it; what had ended is kept."""
+
+    exit_code = 130
 
 
 class ProtocolError(PacelineError):

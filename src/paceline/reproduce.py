@@ -4,55 +4,36 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import save
-
-from paceline.assemble import resolve
-from paceline.config import RunConfig
-from paceline.data.datasets import load
-from paceline.errors import UserError
-from paceline.lab.rows import Finished, run_rows
-from paceline.launch import facts_of, locate_data, require_device
+from paceline.many_runs import result_of, run_missing, settle
 from paceline.published.optml import PublishedRow
+from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
-from paceline.runs.environment import environment
-from paceline.runs.folder import RunFolder, write_atomically
-from paceline.runs.result import weights_sha256
+from paceline.runs.several import Several
 
 FIGURES = ("train_accuracy", "train_loss", "test_accuracy", "test_loss")
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One published row and our runs of it, one a seed."""
+    """One published row, our runs of it, one a seed, and where it was made our best automatic setting."""
 
     published: PublishedRow
-    results: list[dict[str, Any]]
-
-    def mean(self, figure: str) -> float | None:
-        """Over the seeds that did not diverge."""
-        values = [result[figure] for result in self.results if result["status"] == "finished"]
-        return statistics.fmean(values) if values else None
-
-    def spread(self, figure: str) -> float:
-        values = [result[figure] for result in self.results if result["status"] == "finished"]
-        return statistics.stdev(values) if len(values) > 1 else 0.0
+    ours: Several
+    automatic: Several | None = None
 
     @property
     def difference(self) -> float | None:
         """Ours minus theirs in test accuracy, where both have one."""
-        ours, theirs = self.mean("test_accuracy"), self.published.test_accuracy
+        ours, theirs = self.ours.mean("test_accuracy"), self.published.test_accuracy
         return ours - theirs if ours is not None and theirs is not None else None
 
     @property
-    def num_diverged(self) -> int:
-        return sum(result["status"] == "diverged" for result in self.results)
+    def lab_seconds(self) -> float:
+        """Until the last of its runs was there, all rows side by side."""
+        return max(float(result["lab_seconds"]) for result in self.ours.results)
 
 
 def reproduce(
@@ -66,100 +47,101 @@ def reproduce(
     compiled: bool,
 ) -> list[Reproduced]:
     """Run every row that has no result yet, and gather them all."""
-    configs = [row.config(seed, epochs, data_dir, str(folder)) for row in rows for seed in range(seeds)]
-    resolved = [resolve(config) for config in configs]
-    require_device(RunConfig(device=device))
-    todo = [config for config in resolved if not _done(config)]
-    if todo:
-        location = locate_data(todo[0])
-        if location is not None and location.sample:
-            console.note("using the built-in sample: figures are not comparable; 'paceline data get fashion-mnist'")
-        assert location is not None
-        if len(todo) < len(resolved):
-            console.note(f"{len(resolved) - len(todo)} of {len(resolved)} runs are there already")
-        began = time.perf_counter()
-
-        def progress(text: str, share: float) -> None:
-            left = (time.perf_counter() - began) * (1 - share) / share if share > 0.02 else None
-            later = f", about {left:.0f} s left" if left is not None else ""
-            console.report({"kind": "working", "text": f"{100 * share:3.0f} %  {text}{later}"})
-
-        dataset = load(location)
-        for finished in run_rows(todo, dataset, torch.device(device), progress, compiled):
-            _keep(finished, facts_of(finished.config, location))
-    by_name = {config.name: _result(config) for config in resolved}
-    return [Reproduced(row, [by_name[f"{row.name}-seed{seed}"] for seed in range(seeds)]) for row in rows]
+    asked = [row.config(seed, epochs, data_dir, str(folder)) for row in rows for seed in range(seeds)]
+    configs = settle(asked, console)
+    run_missing(configs, device, console, compiled)
+    by_name = {config.name: result_of(config) for config in configs}
+    runs = [Several([by_name[f"{row.name}-seed{seed}"] for seed in range(seeds)]) for row in rows]
+    return [Reproduced(row, ours) for row, ours in zip(rows, runs, strict=True)]
 
 
-def _done(config: RunConfig) -> bool:
-    folder = RunFolder(Path(config.runs) / (config.name or ""))
-    if not folder.config_file.exists():
-        return False
-    if folder.result() is None:
-        raise UserError(f"{folder.path} holds a half-made run: remove it to make it again")
-    then = folder.config()
-    if (then.epochs, then.seed, then.lr) != (config.epochs, config.seed, config.lr):
-        raise UserError(f"{folder.path} was made with {then.epochs:g} epochs: use another --runs, or remove it")
-    return True
+HEAD = (
+    *("row", "train %", "ours", "test %", "ours", "difference", "automatic"),
+    *("train loss", "ours", "test loss", "ours", "their seconds", "in our lab"),
+)
 
 
-def _keep(finished: Finished, facts: dict[str, Any]) -> None:
-    """Write a row's run folder; the result comes last."""
-    folder = RunFolder.create(finished.config)
-    tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
-    write_atomically(folder.weights_file, save(tensors))
-    extra = {
-        "weights_sha256": weights_sha256(tensors),
-        "num_parameters": finished.layout.num_parameters,
-        "reason": None,
-    }
-    folder.write_result({**finished.result, **extra, "lab": True, **facts, "environment": environment()})
-
-
-def _result(config: RunConfig) -> dict[str, Any]:
-    result = RunFolder(Path(config.runs) / (config.name or "")).result()
-    assert result is not None, f"{config.name} was made a moment ago"
-    return result
+def markdown(found: list[Reproduced]) -> str:
+    """The table: theirs, ours, and the difference in test accuracy."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    for one in found:
+        theirs = one.published
+        cells = [
+            theirs.name,
+            _cell(theirs.train_accuracy),
+            one.ours.text("train_accuracy"),
+            "NaN" if theirs.diverged else _cell(theirs.test_accuracy),
+            _accuracy(one.ours),
+            _cell(one.difference, "+.2f"),
+            _accuracy(one.automatic) if one.automatic is not None else "-",
+            "" if theirs.diverged else _cell(theirs.train_loss, ".4f"),
+            one.ours.text("train_loss", ".4f"),
+            "" if theirs.diverged else _cell(theirs.test_loss, ".4f"),
+            one.ours.text("test_loss", ".4f"),
+            _cell(theirs.seconds, ",.0f"),
+            f"{one.lab_seconds:,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
-def markdown(found: list[Reproduced], seeds: int) -> str:
-    """The table: theirs, ours, and the difference in test accuracy."""
-    head = ["row", "train %", "ours", "test %", "ours", "difference", "test loss", "ours", "their seconds"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for one in found:
-        theirs, accuracy = one.published, one.mean("test_accuracy")
-        note = f" ({one.num_diverged} of {seeds} NaN)" if one.num_diverged else ""
-        spread = f" ± {one.spread('test_accuracy'):.2f}" if seeds > 1 and accuracy is not None else ""
-        cells = [
-            theirs.name,
-            _cell(theirs.train_accuracy),
-            _cell(one.mean("train_accuracy")),
-            "NaN" if theirs.diverged else _cell(theirs.test_accuracy),
-            f"{_cell(accuracy)}{spread}{note}" if accuracy is not None else f"NaN{note}",
-            _cell(one.difference, "+.2f"),
-            "" if theirs.diverged else _cell(theirs.test_loss, ".4f"),
-            _cell(one.mean("test_loss"), ".4f"),
-            _cell(theirs.seconds, ",.0f"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def _accuracy(runs: Several) -> str:
+    """Mean and spread of the test accuracy; NaN where all runs diverged, and how many of several did."""
+    total, diverged = len(runs.results), runs.num_diverged
+    if diverged == total:
+        return "NaN"
+    return runs.text("test_accuracy") + (f" ({diverged} of {total} NaN)" if diverged else "")
 
 
 def as_csv(found: list[Reproduced]) -> str:
+    """One line a row: theirs, and our means and spreads."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    ours = [f"{name}_{part}" for name in FIGURES for part in ("mean", "spread")]
+    head = ["row", *(f"published_{name}" for name in FIGURES), "published_seconds", *ours]
+    writer.writerow([*head, "runs", "diverged", "automatic_test_accuracy_mean", "lab_seconds"])
+    for one in found:
+        theirs = [getattr(one.published, name) for name in (*FIGURES, "seconds")]
+        measured = [value for name in FIGURES for value in (one.ours.mean(name), one.ours.spread(name))]
+        automatic = one.automatic.mean("test_accuracy") if one.automatic is not None else None
+        counts = [len(one.ours.results), one.ours.num_diverged]
+        writer.writerow([one.published.name, *theirs, *measured, *counts, automatic, one.lab_seconds])
+    return text.getvalue()
+
+
+def runs_as_csv(found: list[Reproduced]) -> str:
     """One line a run."""
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["row", "seed", *(f"published_{name}" for name in FIGURES), *FIGURES, "status", "updates"])
+    writer.writerow(["row", "seed", *FIGURES, "status", "updates", "lab_seconds"])
     for one in found:
-        theirs = [getattr(one.published, name) for name in FIGURES]
-        for result in one.results:
-            ours = [result[name] for name in FIGURES]
-            writer.writerow([one.published.name, result["seed"], *theirs, *ours, result["status"], result["updates"]])
+        for result in one.ours.results:
+            named = [result[name] for name in (*FIGURES, "status", "updates", "lab_seconds")]
+            writer.writerow([one.published.name, result["seed"], *named])
     return text.getvalue()
+
+
+def draw(found: list[Reproduced], path: Path) -> str | None:
+    """Test accuracy by row, published against ours; returns why not where there is no figure."""
+    published = [
+        Point(None if one.published.diverged else one.published.test_accuracy, None, one.published.diverged)
+        for one in found
+    ]
+    series = [Series("published", published), Series("ours", [_point(one.ours) for one in found])]
+    if any(one.automatic is not None for one in found):
+        automatic = [_point(one.automatic) if one.automatic is not None else Point(None) for one in found]
+        series.append(Series("ours, automatic", automatic))
+    seeds = max(len(one.ours.results) for one in found)
+    title = "The published table, run again" + (f" ({seeds} seeds, bars: standard deviation)" if seeds > 1 else "")
+    return draw_rows(path, title, "test accuracy, %", [one.published.name for one in found], series)
+
+
+def _point(runs: Several) -> Point:
+    return Point(runs.mean("test_accuracy"), runs.spread("test_accuracy"), runs.num_diverged > 0)
 
 
 def summary(found: list[Reproduced]) -> list[str]:
@@ -169,7 +151,7 @@ def summary(found: list[Reproduced]) -> list[str]:
         rows = [one for one in found if one.published.mode == mode and one.published.test_accuracy is not None]
         same = [one for one in rows if not one.published.diverged]
         near = [one for one in same if one.difference is not None and abs(one.difference) <= within]
-        both = sum(one.published.diverged and bool(one.num_diverged) for one in rows)
+        both = sum(one.published.diverged and bool(one.ours.num_diverged) for one in rows)
         if rows:
             nan = f"; {both} diverged there and here" if both else ""
             lines.append(f"{mode}: {len(near)} of {len(same)} rows within {within:g} of the published accuracy{nan}")

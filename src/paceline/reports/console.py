@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_SECONDS = 10.0
+FRAME_SECONDS = 0.1
 
 
 class Console:
@@ -39,7 +40,7 @@ class Console:
             case "progress":
                 self._progress(row)
             case "working":
-                self._working(row["text"])
+                self._working(row["text"], row.get("fraction"), row.get("seconds_left"))
             case "note":
                 self.note(row["text"])
             case "scoring":
@@ -54,18 +55,25 @@ class Console:
 
     def _progress(self, row: dict[str, Any]) -> None:
         if self._fancy:
-            self._draw(row)
+            self._draw(row["fraction"], _figures(row))
         elif not self._quiet and time.monotonic() >= self._next_line and row["updates"]:
             self._next_line = time.monotonic() + PLAIN_SECONDS
             self.note(f"{100 * row['fraction']:3.0f} %  update {row['updates']}  {_figures(row)}")
 
-    def _working(self, text: str) -> None:
-        """Where long work other than one run is: a line now and then, oftener for somebody who is looking."""
-        if not self._quiet and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + (PLAIN_SECONDS / 5 if self._fancy else PLAIN_SECONDS)
-            self.note(text)
+    def _working(self, text: str, fraction: float | None, seconds_left: float | None) -> None:
+        """Where long work other than one run is: the bar where its share is known, else a line now and then."""
+        if self._quiet or time.monotonic() < self._next_line:
+            return
+        if self._fancy and fraction is not None:
+            self._next_line = time.monotonic() + FRAME_SECONDS
+            self._draw(fraction, text)
+            return
+        self._next_line = time.monotonic() + (PLAIN_SECONDS / 5 if self._fancy else PLAIN_SECONDS)
+        share = f"{100 * fraction:3.0f} %  " if fraction is not None else ""
+        left = f", about {seconds_left:.0f} s left" if seconds_left is not None else ""
+        self.note(share + text + left)
 
-    def _draw(self, row: dict[str, Any]) -> None:
+    def _draw(self, fraction: float, figures: str) -> None:
         if self._bar is None:
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -82,7 +90,7 @@ class Console:
             self._task = self._bar.add_task("", total=1.0, figures="")
             self._bar.start()
         assert self._task is not None
-        self._bar.update(self._task, completed=row["fraction"], figures=_figures(row))
+        self._bar.update(self._task, completed=fraction, figures=figures)
         self._bar.refresh()
 
     def _scoring(self, which: str) -> None:

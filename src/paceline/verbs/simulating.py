@@ -1,4 +1,4 @@
-"""Verbs that simulate, plan, soak and reproduce."""
+"""Verbs that simulate, plan and soak."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator
   paceline soak --seeds 2000
   paceline soak --seeds 1 --first 4711                      one seed again
   paceline soak --seeds 1 --first 4711 --faults faults.toml   with another table of faults"""
-
-REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs, all rows side by side on one GPU.
-
-  paceline reproduce optml --device cuda --data-dir DIR
-  paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1"""
 
 
 def simulate_verb(arguments: list[str]) -> int:
@@ -76,33 +71,6 @@ def plan_verb(arguments: list[str]) -> int:
     with Console() as console:
         plan = make_plan(config, console)
     print(json.dumps(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan)))
-    return 0
-
-
-def reproduce_verb(arguments: list[str]) -> int:
-    parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml [flags]")
-    parser.add_argument("table", choices=("optml",), help="which published table")
-    parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
-    parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
-    parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
-    parser.add_argument("--runs", metavar="DIR", default="runs/optml", help="a run folder a row goes here [runs/optml]")
-    parsed = parser.parse_strictly(arguments)
-    if parsed.seeds < 1 or not parsed.epochs > 0:
-        raise UserError(f"--seeds {parsed.seeds} --epochs {parsed.epochs:g}: both must be above zero")
-    from paceline.published.optml import choose_rows
-    from paceline.reproduce import as_csv, markdown, reproduce, summary
-
-    rows, folder = choose_rows(parsed.rows), Path(parsed.runs)
-    with Console() as console:
-        found = reproduce(
-            rows, parsed.seeds, parsed.epochs, parsed.device, parsed.data_dir, folder, console, parsed.device == "cuda"
-        )
-    table = markdown(found, parsed.seeds)
-    (folder / "table.md").write_text(table)
-    (folder / "table.csv").write_text(as_csv(found))
-    print(table + "\n" + "\n".join(summary(found)) + f"\n{folder}/table.md, {folder}/table.csv")
     return 0
 
 

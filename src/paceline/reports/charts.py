@@ -1,0 +1,150 @@
+"""Figures of many runs: one row a setting, or one line over a setting. Shape and place tell what colour tells, too."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NO_MATPLOTLIB = "no figure: matplotlib is not here; 'pip install paceline[report]' brings it, then run this again"
+COLOURS = ("#404040", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D00", "#7A3E9D")
+CROSSES = ("x", "X", "+", "1")
+MARKERS = ("o", "D", "s", "^", "v", "P", "*", "h")
+DASHES = ("-", "--", "-.", ":")
+FAR_BELOW = 20.0
+"""Accuracies more than so many points below the lower quartile are drawn at the edge, with their number."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting's figure: None where all of its runs diverged or nothing is known."""
+
+    mean: float | None
+    spread: float | None = None
+    diverged: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """What is drawn with one marker."""
+
+    name: str
+    points: list[Point]
+
+
+def save_figure(path: Path, draw: Callable[[Any], None], size: tuple[float, float]) -> str | None:
+    """Draw into a new figure and save it; where matplotlib is missing, returns the line that says so."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return NO_MATPLOTLIB
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=120)
+    return None
+
+
+def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: Sequence[Series]) -> str | None:
+    """One row a name, one marker a series, bars for the spread; diverged ones stand in a strip of their own."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        edge, right = _limits(series)
+        strip = edge - 0.07 * (right - edge)
+        lost = any(point.diverged for one in series for point in one.points)
+        for number, one in enumerate(series):
+            shift = 0.0 if len(series) == 1 else 0.36 * (number / (len(series) - 1) - 0.5)
+            for place, point in enumerate(one.points):
+                _draw_point(axes, point, place + shift, number, edge, strip)
+            style: dict[str, Any] = {"color": COLOURS[number], "linestyle": "none"}
+            fill = "none" if number == 0 else COLOURS[number]
+            axes.plot([], [], label=one.name, marker=MARKERS[number], markerfacecolor=fill, **style)
+            if any(point.diverged for point in one.points):
+                axes.plot([], [], label=f"{one.name}: diverged", marker=CROSSES[number], **style)
+        axes.set_xlim(strip - 0.03 * (right - edge) if lost else edge, right)
+        ticks = [tick for tick in axes.get_xticks() if edge <= tick <= right]
+        labels = [f"{tick:g}" for tick in ticks]
+        if lost:
+            axes.axvline(edge, color="#999999", linewidth=0.8)
+            ticks, labels = [strip, *ticks], ["diverged", *labels]
+        axes.set_xticks(ticks, labels, fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.grid(axis="both", color="#e6e6e6", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_xlabel(unit)
+        figure.suptitle(title, fontsize=10)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+
+    return save_figure(path, draw, (8.0, 1.6 + 0.24 * max(3, len(names))))
+
+
+def _limits(series: Sequence[Series]) -> tuple[float, float]:
+    """From a little below the lowest figure that is not far below the others, to a little above the highest."""
+    means = sorted(point.mean for one in series for point in one.points if point.mean is not None)
+    if not means:
+        return 0.0, 1.0
+    quartile = means[len(means) // 4]
+    usual = [mean for mean in means if mean >= quartile - FAR_BELOW]
+    room = max(0.5, 0.06 * (usual[-1] - usual[0]))
+    return usual[0] - room, usual[-1] + room
+
+
+def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, strip: float) -> None:
+    colour, marker = COLOURS[number], MARKERS[number]
+    if point.diverged:
+        axes.plot(strip, y, marker=CROSSES[number], color=colour, markersize=5)
+    if point.mean is None:
+        return
+    fill = "none" if number == 0 else colour
+    if point.mean < edge:
+        axes.plot(edge, y, marker="<", color=colour, markerfacecolor=fill, markersize=5, clip_on=False)
+        axes.annotate(f"{point.mean:.1f}", (edge, y), (6, 0), "data", "offset points", va="center", fontsize=7)
+        return
+    axes.errorbar(
+        point.mean, y, xerr=point.spread, fmt=marker, color=colour, markerfacecolor=fill, markersize=4.5, capsize=2
+    )
+
+
+def draw_lines(
+    path: Path, title: str, unit: str, setting: str, values: Sequence[float], series: Sequence[Series]
+) -> str | None:
+    """One line a series over the values of a setting; where all runs diverged, a cross at the lower edge."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, one in enumerate(series):
+            style = {
+                "color": COLOURS[number % len(COLOURS)],
+                "marker": MARKERS[number % len(MARKERS)],
+                "linestyle": DASHES[number % len(DASHES)],
+            }
+            means = [math.nan if point.mean is None else point.mean for point in one.points]
+            spreads = [point.spread or 0.0 for point in one.points]
+            axes.errorbar(values, means, yerr=spreads, label=one.name, markersize=5, capsize=3, **style)
+        if min(values) > 0 and max(values) >= 10 * min(values):
+            axes.set_xscale("log")
+        axes.set_xticks(values, [f"{value:g}" for value in values], minor=False)
+        axes.minorticks_off()
+        lost = [
+            (value, n)
+            for n, one in enumerate(series)
+            for value, p in zip(values, one.points, strict=True)
+            if p.diverged
+        ]
+        for value, number in lost:
+            mark = axes.get_xaxis_transform()
+            colour, height = COLOURS[number % len(COLOURS)], 0.02 + 0.03 * number
+            axes.plot(value, height, marker="x", color=colour, transform=mark, clip_on=False)
+        if lost:
+            axes.plot([], [], "kx", label="diverged")
+        axes.grid(color="#e6e6e6", linewidth=0.6)
+        axes.set_xlabel(setting)
+        axes.set_ylabel(unit)
+        figure.suptitle(title, fontsize=10)
+        if len(series) > 1 or lost:
+            figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+
+    return save_figure(path, draw, (7.0, 4.2 + 0.12 * len(series)))
