@@ -13,7 +13,8 @@ from paceline.config import RunConfig
 from paceline.crew import make_task
 from paceline.data.datasets import Dataset
 from paceline.division import held_out
-from paceline.lab.rows import run_rows
+from paceline.errors import UserError
+from paceline.lab.rows import check_rows, run_rows
 
 SETTINGS = RunConfig(strategy="async", workers=2, batch_size=4, steps=6, lr=0.05)
 
@@ -44,3 +45,18 @@ def test_a_diverged_row_has_no_figures(make_dataset: Callable[..., Dataset]) -> 
     (one,) = run_rows([config], make_dataset(), torch.device("cpu"), lambda text, share: None)
     assert one.result["status"] == "diverged"
     assert one.result["test_loss"] is None and one.result["train_accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rule": "dana"}, "not rule dana"),
+        ({"average": "on"}, "--average on"),
+        ({"optimizer": "lars"}, "with lars"),
+        ({"snapshots": 1.0}, "--snapshots"),
+        ({"strategy": "local:4"}, "no local steps"),
+    ],
+)
+def test_what_the_lab_cannot_do_is_said_first(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_rows([resolve(RunConfig(**settings))])

@@ -23,6 +23,7 @@ from paceline.lab.family import Family, Images, Row
 from paceline.lab.feed import Feed, feed_of
 from paceline.lab.scoring import scores_of
 from paceline.lab.trace import Trace, trace_of
+from paceline.rulebook import average_horizon
 from paceline.runs.result import summarise
 
 ROOM = 0.6
@@ -67,6 +68,13 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
             )
+        if config.rule != "plain" or average_horizon(config) is not None or config.optimizer not in ("sgd", "adam"):
+            raise UserError(
+                f"the lab has rule plain with sgd or adam and live weights so far, not rule {config.rule} with "
+                f"{config.optimizer} and --average {config.average}"
+            )
+        if config.snapshots is not None:
+            raise UserError("the lab keeps no weights on the way: leave out --snapshots")
 
 
 def run_rows(
