@@ -1,0 +1,52 @@
+"""Averaging on the server: the mean of the weights of all updates, beside live weights that know nothing of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from courses import GAP, Course, Walk, courses
+from hypothesis import given, settings
+
+from paceline.core.optimizers import Sgd
+from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.foresight import Foresight
+from paceline.core.rules.plain import Plain
+
+
+def slow_average(path: list[list[float]], horizon: float | None) -> list[float]:
+    """Every share worked back from the last: what is left of the whole after those that came later."""
+    left, average = 1.0, [0.0] * len(path[0])
+    for t in range(len(path), 0, -1):
+        share = 9 / (t + 8) if horizon is None else max(2 / (t + 1), 1 / horizon)
+        average = [a + left * share * w for a, w in zip(average, path[t - 1], strict=True)]
+        left *= 1 - share
+    assert left < 1e-9, "the first update has all of the weight"
+    return average
+
+
+@pytest.mark.parametrize("horizon", [None, 1.0, 7.0, 500.0])
+@given(along=courses)
+@settings(max_examples=10)
+def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float | None, along: Course) -> None:
+    walk = Walk(Averaged(Foresight(0.9, along.places), horizon), along)
+    path = walk.to_the_end()
+    found = walk.rule.evaluated(walk.weights, walk.state)
+    torch.testing.assert_close(found, torch.tensor(slow_average(path, horizon)), rtol=1e-4, atol=1e-5)
+    assert found[GAP] == 0
+
+
+@given(along=courses)
+@settings(max_examples=10)
+def test_the_live_weights_do_not_know_that_they_are_averaged(along: Course) -> None:
+    averaged = Walk(Averaged(Foresight(0.9, along.places)), along)
+    assert averaged.to_the_end() == Walk(Foresight(0.9, along.places), along).to_the_end()
+
+
+def test_before_the_first_update_the_average_is_where_training_starts() -> None:
+    weights = torch.tensor([1.0, 2.0])
+    rule = Averaged(Plain(Sgd()))
+    state = rule.start(weights)
+    assert torch.equal(rule.evaluated(weights, state), weights)
+    assert rule.evaluated(weights, state) is not weights
+    plain = Plain(Sgd())
+    assert plain.evaluated(weights, plain.start(weights)) is weights

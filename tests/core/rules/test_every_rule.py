@@ -1,0 +1,131 @@
+"""What holds for every rule: many runs are each alone, and a state that was saved goes on bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from courses import MakeRule, Walk, course, walk_together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.optimizers import Adam, Prepared, Sgd
+from paceline.core.policies import AtOnce
+from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.buffered import Buffered
+from paceline.core.rules.cached import Cached
+from paceline.core.rules.compensated import Compensated
+from paceline.core.rules.damped import Damped
+from paceline.core.rules.dana import Dana, DanaSlim
+from paceline.core.rules.foresight import Foresight
+from paceline.core.rules.gap import Gap
+from paceline.core.rules.plain import Plain
+from paceline.core.rules.ringleader import Ringleader
+from paceline.core.schedules import Budget, Schedule
+from paceline.core.server import Server
+from paceline.errors import UserError
+from paceline.interfaces import Rule, State
+from paceline.runs.checkpoint import read_cut, restore, take_cut, write_cut
+
+RULES: dict[str, MakeRule] = {
+    "plain": lambda places: Plain(Sgd(0.9)),
+    "damped": lambda places: Damped(Adam()),
+    "gap": lambda places: Gap(Sgd(0.9), places),
+    "compensated": lambda places: Compensated(Sgd(0.5), places),
+    "dana": lambda places: Dana(0.9, places),
+    "dana-slim": lambda places: DanaSlim(0.9, places),
+    "cached": lambda places: Cached(Adam(), places),
+    "ringleader": lambda places: Ringleader(0.5, places),
+    "buffered": lambda places: Buffered(3, 0.9),
+    "foresight": lambda places: Foresight(0.9, places, Prepared(0.01, 5.0)),
+    "averaged": lambda places: Averaged(Foresight(0.9, places)),
+    "horizon": lambda places: Averaged(Dana(0.9, places), 10.0),
+}
+some = settings(max_examples=4)
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(seeds=st.lists(st.integers(0, 2**32), min_size=1, max_size=3))
+@some
+def test_runs_side_by_side_are_each_alone(name: str, seeds: list[int]) -> None:
+    several = [course(seed, places=3, length=20) for seed in seeds]
+    together = walk_together(RULES[name](3), several)
+    for run, along in enumerate(several):
+        alone = torch.tensor(Walk(RULES[name](3), along).to_the_end())
+        torch.testing.assert_close(together[:, run], alone, rtol=1e-5, atol=1e-6)
+
+
+def server_with(rule: Rule, weights: torch.Tensor) -> Server:
+    return Server(weights, rule, AtOnce(), Budget(10**6, 10), Schedule(0.1), 3)
+
+
+def through_a_checkpoint(walk: Walk, folder: Path, fresh: Rule) -> tuple[torch.Tensor, State]:
+    """Written and read back, into the state of a rule that has seen nothing."""
+    before = server_with(fresh, walk.weights)
+    before.rule_state = walk.state
+    path = write_cut(folder, take_cut(before, {}, 0, 0.0))
+    after = server_with(fresh, torch.zeros_like(walk.weights))
+    restore(after, read_cut(path))
+    return after.weights, after.rule_state
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("seed", [5, 11])
+def test_a_state_saved_in_mid_run_goes_on_bit_for_bit(name: str, seed: int, tmp_path: Path) -> None:
+    along = course(seed, places=3, length=40)
+    walk, again = Walk(RULES[name](3), along), Walk(RULES[name](3), along)
+    for turn in along.turns[:20]:
+        walk.turn(turn)
+        again.turn(turn)
+    fresh = RULES[name](3)
+    again.weights, again.state = through_a_checkpoint(again, tmp_path, fresh)
+    again.rule = fresh
+    for turn in along.turns[20:]:
+        walk.turn(turn)
+        again.turn(turn)
+        assert torch.equal(walk.weights, again.weights)
+        assert all(torch.equal(tensor, again.state[key]) for key, tensor in walk.state.items())
+    assert torch.equal(*(one.rule.evaluated(one.weights, one.state) for one in (walk, again)))
+
+
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"plain", "damped", "buffered"}))
+def test_who_leaves_leaves_nothing_behind(name: str) -> None:
+    """When everybody has gone, no row holds anything and no sum counts anybody."""
+    along = course(3, places=3, length=30)
+    walk = Walk(RULES[name](3), along)
+    for turn in along.turns:
+        walk.turn(turn)
+    for worker in range(3):
+        walk.rule.leave(walk.state, worker)
+    for key, tensor in walk.state.items():
+        if tensor.dim() > 1:
+            assert not tensor.any(), key
+    if "total" in walk.state and name != "ringleader":  # there who leaves after its step counts until the round ends
+        torch.testing.assert_close(walk.state["total"], torch.zeros_like(walk.weights), rtol=0.0, atol=1e-4)
+
+
+OTHERS = [("foresight", "dana"), ("averaged", "foresight"), ("plain", "damped"), ("dana", "cached")]
+
+
+@pytest.mark.parametrize(("then", "now"), OTHERS)
+def test_a_checkpoint_of_another_rule_is_refused_naming_both(then: str, now: str) -> None:
+    cut = take_cut(server_with(RULES[then](3), torch.ones(4)), {}, 0, 0.0)
+    server = server_with(RULES[now](3), torch.zeros(4))
+    with pytest.raises(UserError) as error:
+        restore(server, cut)
+    text = str(error.value)
+    assert f"made by rule {RULES[then](3).name} (" in text and f"this run has rule {RULES[now](3).name} (" in text
+    assert "\n" not in text
+    assert not server.weights.any(), "nothing was restored"
+
+
+def test_a_checkpoint_of_another_size_is_refused_naming_both() -> None:
+    cut = take_cut(server_with(Foresight(0.9, 3), torch.ones(4)), {}, 0, 0.0)
+    with pytest.raises(UserError, match=r"cache \[3, 4\].*cache \[4, 4\]"):
+        restore(server_with(Foresight(0.9, 4), torch.ones(4)), cut)
+    with pytest.raises(UserError, match=r"weights \[4\].*weights \[6\]"):
+        restore(server_with(Foresight(0.9, 3), torch.ones(6)), cut)
+    unnamed = dataclasses.replace(cut, facts={key: value for key, value in cut.facts.items() if key != "rule"})
+    restore(server_with(Foresight(0.9, 3), torch.zeros(4)), unnamed)  # as written before rules had names

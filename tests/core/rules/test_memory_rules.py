@@ -1,0 +1,140 @@
+"""Rules that remember every worker's gradient: `cached`, `foresight`, `ringleader`."""
+
+from __future__ import annotations
+
+import pytest
+from courses import SIZE, START, Course, courses, require_the_oracles_way
+from hypothesis import given, settings
+from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
+
+from paceline.core.rules.cached import Cached
+from paceline.core.rules.foresight import Foresight
+from paceline.core.rules.ringleader import Ringleader
+
+
+class SlowCached:
+    """The mean over the live workers of each one's latest gradient, computed anew from all of them every time."""
+
+    def __init__(self, optimizer: SlowOptimizer) -> None:
+        self.weights = list(START)
+        self.optimizer = optimizer
+        self.latest: dict[int, list[float]] = {}
+
+    def leave(self, worker: int) -> None:
+        self.latest.pop(worker, None)
+
+    def mean(self, num_live: int) -> list[float]:
+        return [sum(gradient[place] for gradient in self.latest.values()) / num_live for place in range(SIZE)]
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        self.latest[worker] = gradient
+        self.weights = self.optimizer.step(self.weights, self.mean(num_live), lr)
+
+    def sent(self, worker: int) -> list[float]:
+        return list(self.weights)
+
+
+class SlowForesight(SlowCached):
+    """The look ahead as the sum of the next steps, one after another, were the mean gradient to stay as it is."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__(SlowSgd())
+        self.momentum = momentum
+        self.velocity = [0.0] * SIZE
+        self.u = [0.0] * SIZE
+        self.interval: dict[int, float] = {}
+        self.gamma = self.lr = 0.0
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self.interval.pop(worker, None)
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        self.latest[worker] = gradient
+        self.num_live = num_live
+        self.interval[worker] = 0.9 * self.interval.get(worker, num_live) + 0.1 * (staleness + 1)
+        self.gamma = self.momentum ** (1 / max(self.interval.values()))
+        self.lr = lr * (1 - self.gamma) / (1 - self.momentum)
+        self.u = self.mean(num_live)
+        self.velocity = [self.gamma * v + u for v, u in zip(self.velocity, self.u, strict=True)]
+        self.weights = [w - self.lr * v for w, v in zip(self.weights, self.velocity, strict=True)]
+
+    def sent(self, worker: int) -> list[float]:
+        ahead = 1.5 * max(self.interval.get(worker, 1.0) - 1, 0.0)
+        u = self.mean(self.num_live) if self.latest else [0.0] * SIZE
+        kept = self.gamma * (1 - self.gamma**ahead) / (1 - self.gamma)
+        return [
+            w - self.lr * (kept * v + (ahead - kept) / (1 - self.gamma) * g)
+            for w, v, g in zip(self.weights, self.velocity, u, strict=True)
+        ]
+
+
+def test_the_look_ahead_is_the_sum_of_the_next_steps() -> None:
+    """For a whole number of steps, the closed form is what the recursion gives."""
+    slow = SlowForesight(0.5)
+    for worker in (0, 1, 2):
+        slow.push(worker, [1.0, -2.0, 3.0, 0.5, 0.0], 2, 0.1, 3)
+    velocity, weights = list(slow.velocity), list(slow.weights)
+    for _ in range(3):  # 1.5 (3 - 1)
+        velocity = [slow.gamma * v + u for v, u in zip(velocity, slow.u, strict=True)]
+        weights = [w - slow.lr * v for w, v in zip(weights, velocity, strict=True)]
+    assert slow.sent(0) == pytest.approx(weights)
+
+
+class SlowRingleader:
+    """Lists of gradients, averaged anew every time."""
+
+    def __init__(self, momentum: float) -> None:
+        self.weights = list(START)
+        self.optimizer = SlowSgd(momentum)
+        self.table: dict[int, list[list[float]]] = {}
+        self.coming: dict[int, list[list[float]]] = {}
+        self.gone: list[list[list[float]]] = []  # of this round, by who has left since its step
+        self.stepped: set[int] = set()
+
+    def leave(self, worker: int) -> None:
+        pushes = self.table.pop(worker, None)
+        if worker in self.stepped and pushes:
+            self.gone.append(pushes)
+        self.stepped.discard(worker)
+        self.coming.pop(worker, None)
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        if worker in self.stepped:
+            self.coming.setdefault(worker, []).append(gradient)
+        else:
+            self.table.setdefault(worker, []).append(gradient)
+            if len(self.table) >= num_live:
+                rows = [*self.table.values(), *self.gone]
+                means = [[sum(column) / len(row) for column in zip(*row, strict=True)] for row in rows]
+                mean = [sum(column) / len(means) for column in zip(*means, strict=True)]
+                self.weights = self.optimizer.step(self.weights, mean, lr)
+                self.stepped.add(worker)
+        if len(self.stepped) >= num_live:
+            self.table, self.coming, self.gone = self.coming, {}, []
+            self.stepped = set()
+
+    def sent(self, worker: int) -> list[float]:
+        return list(self.weights)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@given(along=courses)
+@settings(max_examples=12)
+def test_cached(optimizer: str, along: Course) -> None:
+    fast, slow = BOTH[optimizer]
+    require_the_oracles_way(Cached(fast(), along.places), SlowCached(slow()), along)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@given(along=courses)
+@settings(max_examples=20)
+def test_foresight(momentum: float, along: Course) -> None:
+    require_the_oracles_way(Foresight(momentum, along.places), SlowForesight(momentum), along)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@given(along=courses)
+@settings(max_examples=25)
+def test_ringleader(momentum: float, along: Course) -> None:
+    require_the_oracles_way(Ringleader(momentum, along.places), SlowRingleader(momentum), along)

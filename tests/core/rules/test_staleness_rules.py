@@ -1,0 +1,116 @@
+"""Rules that look at how stale a push is: `damped`, `gap`, `compensated`; and `buffered`, which averages it away."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from courses import SIZE, START, Course, courses, require_the_oracles_way
+from hypothesis import given, settings
+from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
+
+from paceline.core.rules.buffered import Buffered
+from paceline.core.rules.compensated import Compensated
+from paceline.core.rules.damped import Damped
+from paceline.core.rules.gap import Gap
+
+
+class SlowDamped:
+    def __init__(self, optimizer: SlowOptimizer) -> None:
+        self.weights = list(START)
+        self.optimizer = optimizer
+
+    def leave(self, worker: int) -> None:
+        pass
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        self.weights = self.optimizer.step(self.weights, gradient, lr / max(1, staleness))
+
+    def sent(self, worker: int) -> list[float]:
+        return list(self.weights)
+
+
+class SlowGap(SlowDamped):
+    """Every step that was ever made is kept, and averaged anew: courses are shorter than a thousand."""
+
+    def __init__(self, optimizer: SlowOptimizer) -> None:
+        super().__init__(optimizer)
+        self.steps: list[list[float]] = []
+        self.had: dict[int, list[float]] = {}
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        scaled = []
+        for place in range(SIZE):
+            moved = abs(self.weights[place] - self.had[worker][place])
+            usual = sum(step[place] for step in self.steps) / len(self.steps) if self.steps else 0.0
+            scaled.append(gradient[place] / ((moved / usual if moved else 0.0) + 1))
+        before = self.weights
+        self.weights = self.optimizer.step(before, scaled, lr)
+        self.steps.append([abs(new - old) for new, old in zip(self.weights, before, strict=True)])
+
+    def sent(self, worker: int) -> list[float]:
+        self.had[worker] = list(self.weights)
+        return list(self.weights)
+
+
+class SlowCompensated(SlowDamped):
+    def __init__(self, optimizer: SlowOptimizer) -> None:
+        super().__init__(optimizer)
+        self.square = [0.0] * SIZE
+        self.had: dict[int, list[float]] = {}
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        self.square = [0.95 * s + 0.05 * g * g for s, g in zip(self.square, gradient, strict=True)]
+        carried = []
+        for place, g in enumerate(gradient):
+            strength = 2.0 / math.sqrt(self.square[place] + 1e-7)
+            carried.append(g + strength * g * g * (self.weights[place] - self.had[worker][place]))
+        self.weights = self.optimizer.step(self.weights, carried, lr)
+
+    def sent(self, worker: int) -> list[float]:
+        self.had[worker] = list(self.weights)
+        return list(self.weights)
+
+
+class SlowBuffered(SlowDamped):
+    def __init__(self, size: int, momentum: float) -> None:
+        super().__init__(SlowSgd(momentum))
+        self.size, self.waiting = size, list[list[float]]()
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        self.waiting.append(gradient)
+        if len(self.waiting) == self.size:
+            mean = [sum(column) / self.size for column in zip(*self.waiting, strict=True)]
+            self.weights = self.optimizer.step(self.weights, mean, lr)
+            self.waiting = []
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@given(along=courses)
+@settings(max_examples=8)
+def test_damped(optimizer: str, along: Course) -> None:
+    fast, slow = BOTH[optimizer]
+    require_the_oracles_way(Damped(fast()), SlowDamped(slow()), along)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@given(along=courses)
+@settings(max_examples=10)
+def test_gap(optimizer: str, along: Course) -> None:
+    fast, slow = BOTH[optimizer]
+    require_the_oracles_way(Gap(fast(), along.places), SlowGap(slow()), along)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@given(along=courses)
+@settings(max_examples=10)
+def test_compensated(optimizer: str, along: Course) -> None:
+    fast, slow = BOTH[optimizer]
+    require_the_oracles_way(Compensated(fast(), along.places), SlowCompensated(slow()), along)
+
+
+@pytest.mark.parametrize(("size", "momentum"), [(1, 0.9), (3, 0.0), (4, 0.9)])
+@given(along=courses)
+@settings(max_examples=8)
+def test_buffered(size: int, momentum: float, along: Course) -> None:
+    require_the_oracles_way(Buffered(size, momentum), SlowBuffered(size, momentum), along)
