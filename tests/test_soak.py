@@ -20,6 +20,7 @@ from paceline.core.rules.plain import Plain
 from paceline.core.server import Member, Server
 from paceline.faults import read_faults
 from paceline.interfaces import Decision
+from paceline.rulebook import RULES
 from paceline.runs.replay import Replay
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.speeds import StepTimes
@@ -46,6 +47,7 @@ def test_a_few_hundred_seeds_keep_every_promise() -> None:
     assert set(summary.faults) == {"crash", "cut", "duplicate", "lose", "pause", "reorder", "server", "slow"}
     assert set(summary.strategies) == {"allreduce", "async", "backup", "bounded", "sync"}
     assert set(summary.optimizers) == {"adam", "momentum", "nesterov", "sgd"}
+    assert set(summary.rules) == set(RULES)
     assert summary.restarts > 50 and summary.pushes > 10_000 and summary.unfinished < 30 and summary.diverged > 2
 
 

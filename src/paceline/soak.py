@@ -1,4 +1,4 @@
-"""`paceline soak`: random clusters, policies, optimizers and faults under the simulator; every promise is checked."""
+"""`paceline soak`: random clusters, policies, rules and faults under the simulator; every promise is checked."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from paceline.core.schedules import Budget
 from paceline.data.randomness import rng
 from paceline.faults import Fault, faults_toml, random_faults, read_faults
+from paceline.rulebook import RULES
 from paceline.runtimes.network import Link
 from paceline.runtimes.oracle import EPS
 from paceline.runtimes.promises import Broken
@@ -51,7 +52,8 @@ def draw(seed: int) -> Trial:
         cluster = replace(cluster, faults=_on_the_beat(faults) if chance.integers(2) else faults)
     cuts = _pick(chance, (0.0, 0.05, 0.3))
     poison = (int(chance.integers(workers)), int(chance.integers(10))) if chance.integers(16) == 0 else None
-    return Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster, poison)
+    rule = _rule(rng(seed, "soak rule"), strategy)
+    return Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster, poison, rule)
 
 
 def _on_the_beat(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
@@ -81,6 +83,16 @@ def _strategy(chance: np.random.Generator, workers: int) -> str:
     if name == "backup":
         return f"backup:{chance.integers(1, workers)}" if workers > 1 else "sync"
     return f"bounded:{chance.integers(4)}" if name == "bounded" else name
+
+
+def _rule(chance: np.random.Generator, strategy: str) -> str:
+    """Half of all trials have the plain rule, and those in rounds no rule that has to know whose push it is."""
+    name = _pick(chance, tuple(RULES)) if chance.integers(2) else "plain"
+    traits = RULES[name]
+    text = f"{name}:{chance.integers(1, 5)}" if traits.letter else name
+    in_rounds = strategy.startswith(("sync", "backup", "allreduce"))
+    fits = strategy == "async" if traits.drops else not (in_rounds and traits.knows_workers)
+    return text if fits else "plain"
 
 
 def _budget(
@@ -197,6 +209,7 @@ class Summary:
     faults: Counter[str] = field(default_factory=Counter)
     strategies: Counter[str] = field(default_factory=Counter)
     optimizers: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)
     failure: Failure | None = None
     interrupted: bool = False
 
@@ -209,6 +222,7 @@ class Summary:
         self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
         self.strategies[trial.strategy.partition(":")[0]] += 1
         self.optimizers[trial.optimizer] += 1
+        self.rules[trial.rule.partition(":")[0]] += 1
 
     def progress(self) -> str:
         seconds = time.monotonic() - self.began
@@ -227,6 +241,7 @@ class Summary:
             f"faults: {_counts(self.faults)}",
             f"strategies: {_counts(self.strategies)}",
             f"optimizers: {_counts(self.optimizers)}",
+            f"rules: {_counts(self.rules)}",
             *([] if self.failure is None else ["", *self.failure.lines()]),
         ]
 

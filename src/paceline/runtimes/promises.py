@@ -77,6 +77,8 @@ class Witness:
     def __init__(self, trial: Trial) -> None:
         self._strategy = parse_strategy(trial.strategy)
         self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
+        self._looks_ahead = trial.rule in ("dana", "foresight")
+        self._plain = trial.rule.partition(":")[0] in ("plain", "ringmaster")
         self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
         self._weights = [torch.zeros(len(ANSWER))]
         self._scratch = torch.zeros(len(ANSWER))
@@ -84,6 +86,7 @@ class Witness:
         self._accepted: Counter[int] = Counter()
         self._applied: set[tuple[int, int, int]] = set()
         self._told: dict[int, Reply] = {}
+        self._sent: dict[int, Tensor] = {}
         self._here: dict[int, int] = {}
         self._dead: set[tuple[int, int]] = set()
         self._clocks: dict[int, int] = {}
@@ -105,6 +108,8 @@ class Witness:
         self._weights.append(server.weights.clone())
         finite = math.isfinite(sum(server.weights.tolist()))
         require(finite, "finite", "update {} gives {}", version, server.weights)
+        if not self._plain:
+            return  # each of these rules has an oracle of its own in the tests
         expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
         near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(ANSWER[0]))
         require(near, "weights", "update {} gives {}, alone it gives {}", version, found, expected)
@@ -121,12 +126,18 @@ class Witness:
         assert told is not None
         if self._strategy.in_rounds:
             require(told.version == version, "bound", "a round of version {} holds a push from {}", version, told)
-        gradient = gradient_at(self._weights[told.version], push.worker, told.batch, self._scratch)
+        gradient = gradient_at(self._sent[push.worker], push.worker, told.batch, self._scratch)
         finite = (push.worker, told.batch) != self._poison
         require(finite, "finite", "push {} is applied though it holds a NaN", identity)
         same = torch.equal(gradient, push.update)
         require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, told.batch, told.version)
         return Part(told.version, push.samples, curvature(push.worker, told.batch))
+
+    def sent(self, worker: int, weights: Tensor) -> None:
+        """These weights went along with an answer: those of its version, unless the rule looks ahead."""
+        same = self._looks_ahead or same_bits(weights, self._weights[-1])
+        require(same, "weights", "worker {} is sent {}, not {}", worker, weights, self._weights[-1])
+        self._sent[worker] = weights.clone()
 
     def saw(self, message: Input, outcome: Outcome, server: Server) -> None:
         """An input was taken, and these are the answers."""
@@ -207,6 +218,8 @@ class Witness:
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
             require(self._budget.spent(self._samples, version), "budget", "over after {} samples", self._samples)
+        if not self._plain:
+            return
         for found, answer in zip(server.weights.tolist(), ANSWER, strict=True):
             left, allowed = abs(found - answer), self._oracle.tolerance(abs(answer)) + ROUNDING
             require(left <= allowed, "optimum", "{} is {} from the answer, {} is allowed", found, left, allowed)

@@ -10,15 +10,15 @@ from random import Random
 import torch
 from torch import Tensor
 
-from paceline.assemble import parse_strategy
+from paceline.assemble import make_policy
+from paceline.config import RunConfig
 from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
-from paceline.core.optimizers import Adam, Optimizer, Sgd
-from paceline.core.policies import AtOnce, Bounded, Rounds
-from paceline.core.rules.plain import Plain
+from paceline.core.optimizers import Adam, Optimizer, Prepared, Sgd
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.interfaces import Policy
+from paceline.interfaces import Policy, Rule
+from paceline.rulebook import build_rule
 from paceline.runs.arrivals import Record
 from paceline.runs.checkpoint import Cut, take_cut
 from paceline.runs.replay import Replay
@@ -50,6 +50,7 @@ class Trial:
     cluster: Cluster
     poison: tuple[int, int] | None = None
     """The worker and the batch whose gradient holds a NaN."""
+    rule: str = "plain"
 
     @property
     def workers(self) -> int:
@@ -60,11 +61,12 @@ class Trial:
             return Adam(BETAS, eps=EPS)
         return Sgd(self.momentum, nesterov=self.optimizer == "nesterov")
 
+    def make_rule(self) -> Rule:
+        config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum)
+        return build_rule(config, self.workers, self.make_optimizer, Prepared)
+
     def make_policy(self) -> Policy:
-        strategy = parse_strategy(self.strategy)
-        if strategy.in_rounds:
-            return Rounds(spare=strategy.number)
-        return Bounded(strategy.number) if strategy.name == "bounded" else AtOnce()
+        return make_policy(RunConfig(strategy=self.strategy, rule=self.rule))
 
     def make_seat(self, join: Join) -> Seat:
         worker, batch = self.poison or (None, None)
@@ -127,7 +129,7 @@ class Stage:
 
     def _new_server(self) -> WatchedServer:
         trial = self.trial
-        weights, rule = torch.zeros(len(ANSWER)), Plain(trial.make_optimizer())
+        weights, rule = torch.zeros(len(ANSWER)), trial.make_rule()
         return WatchedServer(weights, rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
 
     def _watched(self, server: WatchedServer) -> WatchedServer:
@@ -166,6 +168,7 @@ class Stage:
         for reply in outcome.replies:
             if outcome.verdict != Verdict.REPEATED:
                 self.server.weights_for(reply.worker, self.memories[reply.worker])
+                self.witness.sent(reply.worker, self.memories[reply.worker])
             self.send(reply)
         if self.trial.cuts and self.server.can_be_cut and self._chance.random() < self.trial.cuts:
             live = {w: self.memories[w] for w, m in self.server.members.items() if m.live and not m.done}
