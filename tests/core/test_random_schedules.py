@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
 
+from paceline.assemble import make_rule
+from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
+from paceline.interfaces import pack
+from paceline.rulebook import RULES
 
 LONG = Budget(samples=10**9, epoch_samples=100)
 LENGTH = 120
@@ -107,7 +112,7 @@ def test_every_push_is_applied_once_or_counted_as_dropped(policy: str, num_worke
     cluster.play(schedule)
     server = cluster.server
     applied = sum(len(update.workers) for update in cluster.rule.updates)
-    held = 0 if policy.startswith(("async", "bounded")) else len(cluster.held_back())
+    held = len(cluster.held_back()) if policy.startswith(("sync", "backup")) else 0
     counted = cluster.pushes(Verdict.TAKEN, Verdict.DROPPED)
     assert applied + server.dropped + held == len(counted)
     assert sum(member.pushes for member in server.members.values()) == len(counted)
@@ -257,6 +262,27 @@ def test_a_server_restored_from_its_facts_goes_on_identically(
     assert cluster.twin.over == cluster.server.over
     if cluster.server.can_be_cut:
         assert cluster.twin.facts() == cluster.server.facts()
+
+
+@pytest.mark.parametrize("rule", [name for name, traits in RULES.items() if not traits.drops])
+@given(num_workers=sizes, bound=st.sampled_from(["async", "bounded:2"]), first=schedules, then=schedules)
+@settings(max_examples=10)
+def test_every_rule_knows_who_is_here_and_goes_on_identically_from_its_saved_state(
+    rule: str, num_workers: int, bound: str, first: list[int], then: list[int]
+) -> None:
+    config = RunConfig(rule=f"{rule}:3" if RULES[rule].letter else rule, average="none", momentum=0.5)
+    cluster = ToyCluster(
+        bound, num_workers, LONG, make_rule=lambda places: make_rule(config, pack([("a", (places,), True)]), places)
+    )
+    for worker in range(num_workers):
+        cluster.join(worker)
+    cluster.play(first)
+    cluster.fork()
+    cluster.play(then)
+    assert torch.isfinite(cluster.server.evaluated).all()
+    for worker in list(cluster.live):
+        cluster.leave(worker)
+    assert not cluster.rule.here
 
 
 @given(policy=policies, num_workers=sizes, order=st.randoms(use_true_random=False), lost=st.sets(st.integers(0, 4)))

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Bounded, Rounds
+from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
-from paceline.interfaces import Arrival, Policy, State
+from paceline.interfaces import Arrival, Policy, Rule, State
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "async": AtOnce,
+    "ringmaster:2": lambda: Fresh(2),
     "sync": Rounds,
     "backup:1": lambda: Rounds(spare=1),
     "backup:2": lambda: Rounds(spare=2),
@@ -41,15 +43,27 @@ class Update:
     alone: int | None
 
 
-class Ledger(Plain):
-    """The plain rule that also writes down what it applies."""
+class Ledger(Averaged):
+    """Any rule, averaged, that also writes down what it applies and who it thinks is here."""
 
-    def __init__(self) -> None:
-        super().__init__(Sgd(0.5))
+    def __init__(self, rule: Rule) -> None:
+        super().__init__(rule)
         self.updates: list[Update] = []
+        self.here: set[int] = set()
+
+    def join(self, state: State, worker: int) -> None:
+        assert worker not in self.here, f"the rule is told twice that {worker} joined"
+        self.here.add(worker)
+        super().join(state, worker)
+
+    def leave(self, state: State, worker: int) -> None:
+        assert worker in self.here, f"the rule is told that {worker} left, who was not here"
+        self.here.discard(worker)
+        super().leave(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         workers = frozenset(int(place) for place in update.nonzero().flatten())
+        assert len(self.here) == arrival.num_live and workers <= self.here
         self.updates.append(Update(workers, arrival.staleness, arrival.num_live, arrival.worker))
         super().apply(weights, state, update, arrival)
 
@@ -108,14 +122,15 @@ class ToyCluster:
     history: list[Happened] = field(default_factory=list)
     batches: dict[int, list[int]] = field(default_factory=dict)
     twin: Server | None = None
+    make_rule: Callable[[int], Rule] = lambda places: Plain(Sgd(0.5))
 
     def __post_init__(self) -> None:
-        self.rule = Ledger()
+        self.rule = Ledger(self.make_rule(self.num_workers))
         self.server = self._new_server(self.rule)
         self._incarnations: Counter[int] = Counter()
         self._batch_of: dict[int, int] = {}
 
-    def _new_server(self, rule: Plain) -> Server:
+    def _new_server(self, rule: Rule) -> Server:
         policy = POLICIES[self.policy]()
         return Server(torch.zeros(self.num_workers), rule, policy, self.budget, Schedule(0.25), self.num_workers)
 
@@ -127,6 +142,9 @@ class ToyCluster:
         if self.twin is not None:
             assert self.twin.handle(message) == outcome
             assert torch.equal(self.twin.weights, self.server.weights)
+            assert torch.equal(self.twin.evaluated, self.server.evaluated)
+        if outcome.verdict != Verdict.REPEATED:
+            self._hand_out(outcome.replies)
         updates = tuple(self.rule.updates[known:])
         assert self.server.version == version + len(updates)
         for update in updates:
@@ -137,6 +155,17 @@ class ToyCluster:
         working = frozenset(worker for worker, toy in self.live.items() if not toy.over)
         self.history.append(Happened(message, outcome, updates, working))
         return outcome
+
+    def _hand_out(self, replies: Sequence[Reply]) -> None:
+        """What each is sent, by both servers."""
+        for reply in replies:
+            sent = torch.full((self.num_workers,), torch.nan)
+            self.server.weights_for(reply.worker, sent)
+            assert torch.isfinite(sent).all()
+            if self.twin is not None:
+                again = torch.empty_like(sent)
+                self.twin.weights_for(reply.worker, again)
+                assert torch.equal(again, sent)
 
     def _deliver(self, reply: Reply, verdict: Verdict) -> None:
         toy = self.live[reply.worker]
@@ -182,7 +211,7 @@ class ToyCluster:
     def fork(self) -> None:
         """From now on a second server, restored from this one's facts as JSON, is fed the same inputs."""
         facts = json.loads(json.dumps(self.server.facts()))
-        self.twin = self._new_server(Plain(Sgd(0.5)))
+        self.twin = self._new_server(Averaged(self.make_rule(self.num_workers)))
         rule_state = {name: tensor.clone() for name, tensor in self.server.rule_state.items()}
         self.twin.restore(facts, self.server.weights.clone(), rule_state)
 

@@ -130,10 +130,11 @@ class Server:
         self._num_live = None
         was_started = self.started
         self._awaited.discard(join.worker)
+        if not member.done:
+            self.rule.join(self.rule_state, join.worker)
         if self.over or member.done:
             return Outcome(Verdict.TAKEN, (self._answer(join.worker, over=True), *self._start(was_started)))
         self.policy.join(join.worker)
-        self.rule.join(self.rule_state, join.worker)
         if was_started:
             return Outcome(Verdict.TAKEN, (self._answer(join.worker),))
         return Outcome(Verdict.TAKEN, self._start(was_started))
