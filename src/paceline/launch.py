@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.advice import advice
 from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_per_update, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
@@ -133,6 +134,8 @@ def hint(config: RunConfig, location: Location | None, console: Console) -> None
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
             "--scale-lr auto scales it, with warm-up"
         )
+    for line in advice(config):
+        console.note(line)
 
 
 def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:

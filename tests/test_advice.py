@@ -1,0 +1,68 @@
+"""Warnings: said where they help, silent where there is nothing to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.advice import advice
+from paceline.assemble import resolve
+from paceline.config import RunConfig
+
+
+def lines(**settings: Any) -> list[str]:
+    found = advice(resolve(RunConfig(**settings)))
+    assert all("\n" not in line and "--rule foresight" in line for line in found), "one line each, with a way out"
+    return found
+
+
+@pytest.mark.parametrize("rule", ["damped", "gap", "ringmaster:8"])
+@pytest.mark.parametrize("split", ["labels", "dirichlet:0.1"])
+def test_rules_that_starve_slow_workers_are_named_where_labels_are_skewed(rule: str, split: str) -> None:
+    (line,) = lines(rule=rule, split=split, workers=10)
+    assert f"rule {rule}" in line and f"--split {split}" in line and "starved" in line
+    assert ("drops" in line) == rule.startswith("ringmaster")
+
+
+@pytest.mark.parametrize("rule", ["damped", "gap", "ringmaster:8"])
+@pytest.mark.parametrize("split", ["iid", "full", "dirichlet:10"])
+def test_on_even_data_the_same_rules_pass_in_silence(rule: str, split: str) -> None:
+    assert lines(rule=rule, split=split, workers=10) == []
+
+
+@pytest.mark.parametrize(("workers", "momentum"), [(10, 0.9), (30, 0.9), (10, 0.8), (5, 0.9), (64, 0.1)])
+def test_momentum_that_adds_to_that_of_asynchrony_is_named_with_a_smaller_one(workers: int, momentum: float) -> None:
+    (line,) = lines(rule="plain", workers=workers, momentum=momentum)
+    assert f"momentum {momentum:g} with {workers} workers" in line and "diverge" in line
+    offered = float(line.partition("--momentum ")[2].split()[0])
+    assert offered < momentum
+    assert lines(rule="plain", workers=workers, momentum=offered) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"workers": 2},
+        {"workers": 4},
+        {"workers": 10, "momentum": 0.0},
+        {"workers": 10, "rule": "foresight", "split": "labels"},
+        {"workers": 10, "rule": "dana"},
+        {"workers": 10, "strategy": "sync", "split": "labels", "optimizer": "adam"},
+        {"workers": 10, "optimizer": "adam"},
+        {"workers": 10, "rule": "cached", "optimizer": "adam", "split": "labels"},
+        {"workers": 1000, "timing_only": True},
+        {"strategy": "classic"},
+    ],
+    ids=str,
+)
+def test_nothing_is_said_where_nothing_is_wrong(settings: dict[str, Any]) -> None:
+    assert lines(**settings) == []
+
+
+def test_adam_on_skewed_labels_is_named() -> None:
+    (line,) = lines(rule="plain", optimizer="adam", split="labels", workers=5)
+    assert "adam" in line and "--split labels" in line
+    both = lines(rule="damped", optimizer="adam", split="labels", workers=5)
+    assert len(both) == 2 and "starved" in both[0]
+    assert lines(rule="plain", optimizer="adam", split="labels", workers=5, strategy="bounded:2") == [line]
