@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
+from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb
@@ -81,6 +82,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
     "replay": (replay_verb, "execute a run again from its log and compare"),
     "compare": (compare_verb, "several runs in one table"),
+    "landscape": (landscape_verb, "the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),
     "doctor": (doctor_verb, "what this machine has and lacks"),
 }

@@ -1,0 +1,159 @@
+"""The picture of a loss landscape with the paths of training on it, from what landscape.json and the grid hold."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UserError
+
+LEVELS = 16
+LABELLED = 3
+"""Every so many contour lines carry their loss."""
+STYLES = (
+    ("#d62728", "-", "o"),
+    ("#111111", "--", "s"),
+    ("#ff9d0a", "-.", "^"),
+    ("#c2189b", ":", "D"),
+    ("#8c564b", (0, (5, 1, 1, 1, 1, 1)), "v"),
+    ("#5b2a86", (0, (1, 1)), "P"),
+)
+"""Colour, line and marker of each run, so that runs can be told apart without colour."""
+OFFSETS = ((5, 6), (5, -12), (-11, 6), (-11, -12))
+"""Where each run's epochs are written, beside their snapshots."""
+
+
+def draw(facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]], path: Path) -> None:
+    """Write the picture to `path`; without matplotlib, a UserError that names the extra."""
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+        layout = importlib.import_module("matplotlib.layout_engine").ConstrainedLayoutEngine
+    except ModuleNotFoundError:
+        raise UserError(
+            "the picture needs matplotlib, which is not installed: pip install 'paceline[report]'; "
+            f"its numbers are in {path.parent}/landscape.csv and landscape.json"
+        ) from None
+    width, height = _size(x, y)
+    figure = figures.Figure(figsize=(width, height), dpi=150, layout=layout(compress=True))
+    axes = figure.add_subplot()
+    _draw_surface(figure, axes, facts, x, y, losses)
+    for number, run in enumerate(facts["runs"]):
+        _draw_path(axes, run, number, labels=_labels(facts["runs"]))
+    first, second = facts["explained"]
+    axes.set_xlabel(f"first principal direction ({100 * first:.1f} % of the variance)")
+    axes.set_ylabel(f"second ({100 * second:.1f} %)")
+    axes.set_aspect("equal")
+    axes.set_xlim(x[0], x[-1])
+    axes.set_ylim(y[0], y[-1])
+    axes.set_title(f"{facts['trained']}, {facts['on']} loss of {facts['samples']:,} samples\n", fontsize=10)
+    axes.text(0.5, 1.02, _faithfulness(facts), transform=axes.transAxes, ha="center", fontsize=7.5, color="#444444")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False, handlelength=4)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def _faithfulness(facts: dict[str, Any]) -> str:
+    """How far the plane is from the truth, in one line."""
+    points = [point for run in facts["runs"] for point in run["path"]]
+    known = [p for p in points if p["loss"] is not None and p["loss_in_plane"] is not None]
+    gap = max((abs(p["loss"] - p["loss_in_plane"]) for p in known), default=math.nan)
+    far = max(point["distance_from_plane"] for point in points)
+    return f"snapshots lie up to {_short(far)} off this plane; their true loss differs by up to {_short(gap)}"
+
+
+def _size(x: list[float], y: list[float]) -> tuple[float, float]:
+    """Inches, so that one unit is as long across as it is up."""
+    return 7.5, min(9.0, 5.9 * (y[-1] - y[0]) / (x[-1] - x[0]) + 1.7)
+
+
+def _draw_surface(
+    figure: Any, axes: Any, facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]]
+) -> None:
+    levels, norm = _levels([loss for row in losses for loss in row])
+    ticker = importlib.import_module("matplotlib.ticker")
+    shown = [[loss if math.isfinite(loss) else levels[-1] * 2 for loss in row] for row in losses]
+    beyond = "neither" if shown == losses else "max"
+    filled = axes.contourf(x, y, shown, levels=levels, norm=norm, cmap="YlGnBu_r", extend=beyond, alpha=0.75)
+    lines = axes.contour(x, y, shown, levels=levels, norm=norm, colors="white", linewidths=0.6)
+    labels = axes.clabel(lines, levels=levels[1::LABELLED], fmt=_short, fontsize=7, colors="#08306b")
+    for label in labels:
+        label.set_path_effects([_outline(2.0)])
+    bar = figure.colorbar(filled, ax=axes, pad=0.02, format=ticker.FuncFormatter(lambda v, _: _short(v)))
+    bar.set_ticks(levels[1::LABELLED])
+    bar.ax.minorticks_off()
+    bar.set_label(f"{facts['on']} loss", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+
+
+def _levels(losses: list[float]) -> tuple[list[float], Any]:
+    """Contours evenly spaced in the logarithm of the loss; in the loss itself where it is not positive."""
+    colors = importlib.import_module("matplotlib.colors")
+    finite = sorted(loss for loss in losses if math.isfinite(loss))
+    if not finite:
+        raise UserError("no place of the grid has a finite loss: use a smaller --margin")
+    low, high = finite[0], finite[-1]
+    if low <= 0.0:
+        span = (high - low) * 1.001 or 1.0
+        levels = [low + span * number / LEVELS for number in range(LEVELS + 1)]
+        return levels, colors.Normalize(levels[0], levels[-1])
+    low, high = low * 0.999, high * 1.001  # so that no place is outside by rounding
+    ratio = high / low
+    levels = [low * ratio ** (number / LEVELS) for number in range(LEVELS + 1)]
+    return levels, colors.LogNorm(levels[0], levels[-1])
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _labels(runs: list[dict[str, Any]]) -> list[str]:
+    """Strategy, workers and split tell most runs apart; where they do not, the folder's name is added."""
+    plain = [_label(run) for run in runs]
+    names = [Path(run["run"]).name for run in runs]
+    return [text if plain.count(text) == 1 else f"{text} ({name})" for text, name in zip(plain, names, strict=True)]
+
+
+def _label(run: dict[str, Any]) -> str:
+    workers = run["workers"] or 1
+    text = run["strategy"] if workers == 1 else f"{run['strategy']}, {workers} workers, {run['split']}"
+    return text if run["rule"] == "plain" else f"{text}, {run['rule']}"
+
+
+def _draw_path(axes: Any, run: dict[str, Any], number: int, labels: list[str]) -> None:
+    color, line, marker = STYLES[number % len(STYLES)]
+    path = run["path"]
+    xs, ys = [point["x"] for point in path], [point["y"] for point in path]
+    loss = path[-1]["loss"]
+    ending = f", ends at {loss:.3f}" if loss is not None else ""
+    style = {"color": color, "linestyle": line, "marker": marker, "markersize": 4, "linewidth": 1.5}
+    axes.plot(xs, ys, color="white", linewidth=3.0, alpha=0.8, zorder=2.9 + 0.1 * number)
+    axes.plot(xs, ys, **style, label=labels[number] + ending, zorder=2.95 + 0.1 * number)
+    axes.plot(xs[0], ys[0], marker="o", markersize=9, color="white", markeredgecolor=color, zorder=4)
+    axes.plot(xs[-1], ys[-1], marker="*", markersize=15, color=color, markeredgecolor="white", zorder=5)
+    offset = OFFSETS[number % len(OFFSETS)]
+    if number == 0:
+        _write(axes, "start", (xs[0], ys[0]), color, (-8, -17))
+    for index, epoch in _whole_epochs(path):
+        _write(axes, str(epoch), (xs[index], ys[index]), color, offset)
+
+
+def _whole_epochs(path: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The first snapshot of each whole epoch, as (place in the path, epoch); no more than a dozen."""
+    found: list[tuple[int, int]] = []
+    for index, point in enumerate(path):
+        epoch = math.floor(point["epochs"] + 1e-9)
+        if epoch > (found[-1][1] if found else 0):
+            found.append((index, epoch))
+    every = math.ceil(len(found) / 12) or 1
+    return [pair for pair in found if pair[1] % every == 0]
+
+
+def _write(axes: Any, text: str, place: tuple[float, float], color: str, offset: tuple[int, int]) -> None:
+    style = {"fontsize": 8, "color": color, "path_effects": [_outline(2.5)], "zorder": 6}
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", **style)
+
+
+def _outline(width: float) -> Any:
+    """White around letters, so that they can be read on any ground."""
+    return importlib.import_module("matplotlib.patheffects").withStroke(linewidth=width, foreground="white")
