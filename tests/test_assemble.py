@@ -21,12 +21,14 @@ from paceline.assemble import (
 )
 from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
-from paceline.core.policies import AtOnce, Bounded, Rounds
+from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Schedule
 from paceline.division import divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
+from paceline.rulebook import RULES, average_in_words, rows_nbytes
 
 LABELS = np.arange(100) % 10
 
@@ -72,6 +74,24 @@ def refused(**settings: Any) -> str:
         ({"split": "dirichlet:0"}, ["dirichlet:0", "positive number"]),
         ({"split": "iid:2"}, ["iid:2"]),
         ({"shard_weights": [1.0], "workers": 2}, ["1 weights", "2 workers"]),
+        ({"rule": "buffered:0"}, ["buffered:0", "at least 1"]),
+        ({"rule": "buffered"}, ["buffered:K"]),
+        ({"rule": "buffered:two"}, ["buffered:two", "whole number"]),
+        ({"rule": "ringmaster:0"}, ["ringmaster:0", "at least 1"]),
+        ({"rule": "ringmaster:-1"}, ["ringmaster:-1", "at least 1"]),
+        ({"rule": "dana:2"}, ["dana:2", "write dana"]),
+        ({"rule": "foresight", "strategy": "sync"}, ["rule foresight", "strategy sync", "--rule plain"]),
+        ({"rule": "cached", "strategy": "backup:1", "workers": 3}, ["rule cached", "strategy backup:1"]),
+        ({"rule": "dana", "strategy": "allreduce"}, ["rule dana", "strategy allreduce"]),
+        ({"rule": "buffered:2", "strategy": "local:4"}, ["strategy local:4", "buffered:2"]),
+        ({"rule": "ringmaster:4", "strategy": "sync"}, ["rule ringmaster:4", "strategy sync"]),
+        ({"rule": "ringmaster:4", "strategy": "bounded:2"}, ["rule ringmaster:4", "bounded:2", "async"]),
+        ({"rule": "foresight", "optimizer": "adam"}, ["rule foresight", "optimizer adam", "--rule cached"]),
+        ({"rule": "buffered:3", "optimizer": "lars"}, ["rule buffered:3", "optimizer lars"]),
+        ({"rule": "dana", "nesterov": True}, ["rule dana", "--nesterov"]),
+        ({"average": "often"}, ["--average 'often'", "auto, none, on"]),
+        ({"average": "0"}, ["--average '0'", "at least 1"]),
+        ({"average": "inf"}, ["--average 'inf'"]),
     ],
     ids=str,
 )
@@ -89,6 +109,8 @@ def test_a_mistake_is_one_line_that_says_what_was_asked(settings: dict[str, Any]
         ({"model": "lenet"}, "lenet5"),
         ({"dataset": "fashion_mnist"}, "fashion-mnist"),
         ({"rule": "plane"}, "plain"),
+        ({"rule": "forsight"}, "foresight"),
+        ({"rule": "bufered:2"}, "buffered"),
         ({"optimizer": "adams"}, "adam"),
         ({"schedule": "cosin"}, "cosine"),
         ({"epoch_mode": "share"}, "shared"),
@@ -166,6 +188,45 @@ def test_the_rule_gets_the_optimizer_that_was_asked_for() -> None:
     assert isinstance(adam, Plain)
     assert isinstance(adam.optimizer, Adam)
     assert adam.optimizer.betas == (0.99, 0.9)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
+    config = resolve(RunConfig(rule=f"{name}:4" if RULES[name].letter else name, workers=3, average="none"))
+    rule, weights = make_rule(config, pack([("a", (3,), True)])), torch.zeros(16)
+    rows = [tensor for tensor in rule.start(weights).values() if tensor.dim() > 1]
+    assert bool(rows) == RULES[name].knows_workers
+    assert all(len(tensor) == 3 for tensor in rows)
+    assert isinstance(make_policy(config), Fresh) == (name == "ringmaster")
+    assert rule.name == ("plain" if name == "ringmaster" else config.rule)
+    assert rows_nbytes(config, 100) == (1200 if RULES[name].knows_workers else 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "average"),
+    [
+        ({"rule": "plain"}, "none"),
+        ({"rule": "foresight"}, "on"),
+        ({"rule": "foresight", "average": "auto"}, "on"),
+        ({"rule": "damped", "strategy": "bounded:2"}, "on"),
+        ({"rule": "damped", "strategy": "sync"}, "none"),
+        ({"rule": "buffered:2", "strategy": "classic"}, "none"),
+        ({"rule": "plain", "average": "on"}, "on"),
+        ({"rule": "plain", "average": 500, "strategy": "sync"}, "500"),
+        ({"rule": "dana", "average": "none"}, "none"),
+        ({"strategy": "local:2", "average": "20"}, "20"),
+    ],
+    ids=str,
+)
+def test_weights_are_averaged_where_pushes_come_one_by_one_unless_the_rule_is_plain(
+    settings: dict[str, Any], average: str
+) -> None:
+    config = resolve(RunConfig(**settings))
+    assert average_in_words(config) == average
+    rule = make_rule(config, pack([("a", (3,), True)]))
+    assert isinstance(rule, Averaged) == (average != "none")
+    if isinstance(rule, Averaged):
+        assert rule.horizon == (None if average == "on" else float(average))
 
 
 def test_weight_decay_spares_what_the_layout_says() -> None:

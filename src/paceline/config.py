@@ -98,11 +98,11 @@ class RunConfig:
         "how a push changes the weights: plain, damped, gap, compensated, dana, dana-slim, cached, ringleader, "
         "ringmaster:R, buffered:K or foresight",
     )
-    average: str = setting(
-        "auto",
+    average: str | None = setting(
+        None,
         "pace",
-        "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (on for async and "
-        "bounded with any rule but plain)",
+        "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (default: on for "
+        "async and bounded with any rule but plain)",
     )
     optimizer: str = setting("sgd", "optimizer", "sgd, adam or lars, one shared by all workers, on the server")
     lr: float | None = setting(

@@ -92,12 +92,12 @@ def average_horizon(config: RunConfig) -> float | None:
 
     `auto` averages where pushes are applied as they come, unless the rule is `plain`.
     """
-    if config.average == "auto":
+    if config.average in (None, "auto"):
         return math.inf if config.strategy.partition(":")[0] in ON_ARRIVAL and config.rule != "plain" else None
     if config.average in ("none", "on"):
         return math.inf if config.average == "on" else None
     try:
-        horizon = float(config.average)
+        horizon = float(config.average or "")
     except ValueError:
         horizon = 0.0
     if not 1.0 <= horizon < math.inf:

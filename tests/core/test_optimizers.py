@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Adam, Optimizer, Sgd, clipped
+from paceline.core.optimizers import Adam, Lars, Optimizer, Sgd, clipped
+from paceline.interfaces import pack
 
 SIZE, STEPS = 50, 60
 
@@ -160,3 +162,65 @@ def test_a_saved_state_goes_on_bit_for_bit(make: Any) -> None:
         optimizer.step(weights, state, gradient_at(weights, step), torch.tensor(0.1))
         fresh.step(copied, saved, gradient_at(copied, step), torch.tensor(0.1))
     assert torch.equal(weights, copied)
+
+
+LAYERS = pack([("weight", (5, 3), True), ("bias", (7,), False), ("zeros", (2,), True)])
+
+
+def lars_written_out(momentum: float, decay: float, clip: float | None) -> dict[str, list[float]]:
+    """LARS of each parameter on its own, on lists of Python floats."""
+    weights = {name: view.flatten().tolist() for name, view in LAYERS.views(layered()).items()}
+    velocities = {name: [0.0] * len(values) for name, values in weights.items()}
+    decays = {p.name: decay if p.decay else 0.0 for p in LAYERS.parameters}
+    for step in range(STEPS):
+        flat = layered_gradient(torch.tensor([w for values in weights.values() for w in values]), step)
+        norm = math.sqrt(sum(g * g for g in flat))
+        scale = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+        at = 0
+        for name, values in weights.items():
+            gradient = [g * scale for g in flat[at : at + len(values)]]
+            at += len(values)
+            size, slope = math.sqrt(sum(w * w for w in values)), math.sqrt(sum(g * g for g in gradient))
+            ratio = 0.001 * size / (slope + decays[name] * size) if size else 0.001
+            velocities[name] = [
+                momentum * v + 100 * lr_at(step) * ratio * (g + decays[name] * w)
+                for v, g, w in zip(velocities[name], gradient, values, strict=True)
+            ]
+            weights[name] = [w - v for w, v in zip(values, velocities[name], strict=True)]
+    return weights
+
+
+def layered() -> Tensor:
+    """Weights in their layout, one parameter all zeros."""
+    flat, values = torch.zeros(LAYERS.size), start()
+    for view in list(LAYERS.views(flat).values())[:2]:
+        view.copy_(values[: view.numel()].view(view.shape))
+    return flat
+
+
+def layered_gradient(weights: Tensor, step: int) -> list[float]:
+    return gradient_at(weights.float(), step).tolist()
+
+
+@pytest.mark.parametrize(("momentum", "decay", "clip"), [(0.0, 0.0, None), (0.9, 0.0, 1.0), (0.9, 0.01, None)])
+def test_lars_scales_each_parameter_by_its_own_norms(momentum: float, decay: float, clip: float | None) -> None:
+    mask = torch.zeros(LAYERS.size)
+    LAYERS.views(mask)["weight"].fill_(1.0)
+    LAYERS.views(mask)["zeros"].fill_(1.0)
+    weights, lars = layered(), Lars(LAYERS, momentum, weight_decay=decay, clip=clip, decay_mask=mask)
+    several = torch.stack([weights, weights])
+    state, states = lars.start(weights), lars.start(several)
+    for step in range(STEPS):
+        packed = torch.cat([view.flatten() for view in LAYERS.views(weights).values()])
+        gradient, values = torch.zeros(LAYERS.size), torch.tensor(layered_gradient(packed, step))
+        for view in LAYERS.views(gradient).values():
+            view.copy_(values[: view.numel()].view(view.shape))
+            values = values[view.numel() :]
+        lars.step(weights, state, gradient, torch.tensor(100 * lr_at(step)))
+        lars.step(several, states, torch.stack([gradient, gradient]), torch.full((2, 1), 100 * lr_at(step)))
+    for name, expected in lars_written_out(momentum, decay, clip).items():
+        found = LAYERS.views(weights)[name].flatten()
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(several, torch.stack([weights, weights]), rtol=1e-5, atol=1e-6)
+    lying = torch.cat([view.flatten() for view in LAYERS.views(weights.clone()).values()])
+    assert weights.count_nonzero() == lying.count_nonzero(), "gaps stay zero"
