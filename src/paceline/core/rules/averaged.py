@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.rules.scalars import at_least, load, move_towards
 from paceline.interfaces import Arrival, Rule, State
 
 GROWTH = 9.0
@@ -48,12 +49,12 @@ class Averaged:
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.rule.apply(weights, state, update, arrival)
-        count = state["averaged_updates"].add_(1.0)
+        count = load(state["averaged_updates"].add_(1.0))
         if self.horizon is None:
             share = GROWTH / (count + (GROWTH - 1.0))
         else:
-            share = (2.0 / (count + 1.0)).clamp_(min=1.0 / self.horizon)
-        state["average"].lerp_(weights, share.to(weights.dtype))
+            share = at_least(2.0 / (count + 1.0), 1.0 / self.horizon)
+        move_towards(state["average"], weights, share)
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         self.rule.weights_for(weights, state, worker, out)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.cached import forget, remember
-from paceline.core.rules.per_worker import Live, pusher, put_back, read, table
+from paceline.core.rules.per_worker import Live, keep_row, pusher, read, table
+from paceline.core.rules.scalars import Scalar, add_scaled, at_least, keep, load, scale
 from paceline.interfaces import Arrival, State
 
 HORIZON = 1.5
@@ -49,21 +50,22 @@ class Foresight(Live):
         horizon: float = HORIZON,
         smoothing: float = SMOOTHING,
     ) -> None:
-        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float64), places
+        self.momentum, self.places = momentum, places
         self.prepared = prepared or Prepared()
         self.horizon, self.smoothing = horizon, smoothing
 
     def start(self, weights: Tensor) -> State:
-        self.momentum = self.momentum.to(weights.device)
-        numbers = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        if isinstance(self.momentum, Tensor):
+            self.momentum = self.momentum.to(weights.device, torch.float64)
+        number = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
         return {
             "cache": table(weights, self.places),
             "total": torch.zeros_like(weights),
             "velocity": torch.zeros_like(weights),
-            "interval": table(numbers, self.places),
-            "decay": numbers.clone(),
-            "step": numbers.clone(),
-            "share": numbers,
+            "interval": table(number, self.places),
+            "decay": number.clone(),
+            "step": number.clone(),
+            "share": number,
         }
 
     def leave(self, state: State, worker: int) -> None:
@@ -72,29 +74,32 @@ class Foresight(Live):
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         worker = pusher(arrival)
-        self._measure(state, worker, arrival)
+        decay, step, share = self._measure(state, worker, arrival)
         remember(state, worker, self.prepared.prepare(weights, update))
-        decay, step, share = (state[name].to(weights.dtype) for name in ("decay", "step", "share"))
         velocity = state["velocity"]
-        velocity.mul_(decay).addcmul_(state["total"], share)
-        weights.addcmul_(velocity, step, value=-1.0)
+        scale(velocity, decay)
+        add_scaled(velocity, state["total"], share)
+        add_scaled(weights, velocity, -step)
 
-    def _measure(self, state: State, worker: int | Tensor, arrival: Arrival) -> None:
+    def _measure(self, state: State, worker: int | Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
         """How far apart the worker's arrivals are, and what the longest such interval makes of momentum and step."""
-        interval = read(state["interval"], worker)
-        interval.add_((interval == 0) * arrival.num_live)
-        interval.mul_(1.0 - self.smoothing).add_(arrival.staleness + 1, alpha=self.smoothing)
-        put_back(state["interval"], worker, interval)
-        longest = state["interval"].amax(-2)
-        torch.pow(self.momentum, longest.reciprocal_(), out=state["decay"])
-        torch.mul((1.0 - state["decay"]) / (1.0 - self.momentum), arrival.lr, out=state["step"])
-        state["share"].copy_(torch.as_tensor(arrival.num_live, dtype=torch.float64)).reciprocal_()
+        interval = load(read(state["interval"], worker))
+        interval = interval + (interval == 0) * arrival.num_live
+        interval = interval + self.smoothing * (arrival.staleness + 1 - interval)
+        keep_row(state["interval"], worker, interval)
+        longest = load(state["interval"].amax(-2))
+        decay: Scalar = self.momentum ** (1.0 / longest)
+        step = load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum)
+        share = 1.0 / arrival.num_live
+        for name, value in (("decay", decay), ("step", step), ("share", share)):
+            keep(state[name], value)
+        return decay, step, share
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        decay, step = state["decay"], state["step"]
-        ahead = (read(state["interval"], worker) - 1.0).clamp_(min=0.0).mul_(self.horizon)
+        decay, step, share = load(state["decay"]), load(state["step"]), load(state["share"])
+        ahead = self.horizon * at_least(load(read(state["interval"], worker)) - 1.0, 0.0)
         kept = 1.0 - decay
         of_velocity = decay * (1.0 - decay**ahead) / kept
-        of_mean = (ahead - of_velocity) / kept * state["share"]
-        torch.addcmul(weights, state["velocity"], (of_velocity * step).to(weights.dtype), value=-1.0, out=out)
-        out.addcmul_(state["total"], (of_mean * step).to(weights.dtype), value=-1.0)
+        of_mean = (ahead - of_velocity) / kept
+        add_scaled(weights, state["velocity"], -step * of_velocity, out=out)
+        add_scaled(out, state["total"], -step * of_mean * share)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, arange
 
+from paceline.core.rules.scalars import Scalar, keep
 from paceline.interfaces import Arrival, State
 
 
@@ -39,6 +40,15 @@ def put_back(rows: Tensor, worker: int | Tensor, row: Tensor) -> None:
     """Keep what was read and then changed in place: a view needs nothing more."""
     if isinstance(worker, Tensor):
         write(rows, worker, row)
+
+
+def keep_row(rows: Tensor, worker: int | Tensor, value: Scalar) -> None:
+    """The worker's number, in a table of one number a row."""
+    if isinstance(worker, Tensor):
+        assert isinstance(value, Tensor)
+        write(rows, worker, value)
+    else:
+        keep(rows[worker], value)
 
 
 def _places(rows: Tensor, worker: Tensor) -> Tensor:

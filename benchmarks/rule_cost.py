@@ -1,0 +1,107 @@
+"""What a rule costs an update, in copies of the weights: `apply` and the hand-out, for each tensor that it must touch.
+
+One thread, private memory, pushes of 4 workers in turn. A copy reads one vector and writes another; each pair of times,
+the rule's and the copy's, is taken together, and the median of the ratios is printed.
+
+    python benchmarks/rule_cost.py            # 1.2 M and 11 M floats
+    python benchmarks/rule_cost.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.assemble import make_rule, resolve
+from paceline.config import RunConfig
+from paceline.interfaces import Arrival, pack
+
+WORKERS = 4
+MOST_COPIES = 2.5
+TOUCHED = {
+    "plain": ("g", "weights", "v", "sent"),
+    "damped": ("g", "weights", "v", "sent"),
+    "gap": ("g", "weights", "v", "sent", "sent_i", "C", "scaled", "step"),
+    "compensated": ("g", "weights", "v", "sent", "sent_i", "s", "drift", "sum"),
+    "dana": ("g", "weights", "v_i", "total", "sent"),
+    "dana-slim": ("g", "weights", "v_i", "sent"),
+    "cached": ("g", "weights", "v", "c_i", "total", "mean", "sent"),
+    "ringleader": ("g", "weights", "v", "G_i", "total", "next total", "sent"),
+    "buffered:4": ("g", "weights", "v", "buffer", "sent"),
+    "foresight": ("g", "weights", "v", "c_i", "total", "sent"),
+    "foresight, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
+}
+"""The vectors of each rule; `sent` is the worker's memory."""
+
+
+def updates(name: str, size: int) -> Callable[[], None]:
+    """One push taken and one reply handed out, each time of the next worker."""
+    rule_name, _, averaged = name.partition(", ")
+    config = resolve(RunConfig(rule=rule_name, workers=WORKERS, average="on" if averaged else "none"))
+    layout = pack([("all", (size,), True)])
+    rule, weights = make_rule(config, layout), torch.randn(layout.size)
+    state = rule.start(weights)
+    pushes = [torch.randn(layout.size) * 1e-3 for _ in range(WORKERS)]
+    memories = [torch.empty(layout.size) for _ in range(WORKERS)]
+    lr, turn = torch.tensor(1e-4), 0
+
+    def update() -> None:
+        nonlocal turn
+        worker = turn % WORKERS
+        turn += 1
+        rule.apply(weights, state, pushes[worker], Arrival(worker, WORKERS - 1, lr, WORKERS))
+        rule.weights_for(weights, state, worker, memories[worker])
+
+    return update
+
+
+def copies(size: int) -> Callable[[], None]:
+    """A copy of one of several vectors into another, so that no cache holds what an update would not find there."""
+    vectors: list[Tensor] = [torch.randn(size) for _ in range(8)]
+    turn = 0
+
+    def copy() -> None:
+        nonlocal turn
+        turn += 1
+        vectors[(2 * turn + 1) % 8].copy_(vectors[2 * turn % 8])
+
+    return copy
+
+
+def seconds(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small size and a fifth of the pairs")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    print(
+        f"{'rule':<21}{'floats':>12}{'tensors':>9}{'ms':>9}{'copies':>9}{'a tensor':>10}   goal: at most {MOST_COPIES}"
+    )
+    for size, pairs in ((1_200_000, 40 if quick else 200), *(() if quick else ((11_000_000, 30),))):
+        for name, touched in TOUCHED.items():
+            update, copy = updates(name, size), copies(size)
+            for _ in range(2 * WORKERS):
+                update()
+                copy()
+            times = [(seconds(update), seconds(copy)) for _ in range(pairs)]
+            ratio = statistics.median(one / other for one, other in times)
+            middle = 1e3 * statistics.median(one for one, _ in times)
+            share = ratio / len(touched)
+            verdict = "" if share <= MOST_COPIES else "   above the goal"
+            print(
+                f"{name:<21}{size:>12,}{len(touched):>9}{middle:>9.2f}{ratio:>9.2f}{share:>10.2f}{verdict}", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A run's own numbers: a float where there is one run, a tensor [runs, 1] where there are many.
+
+Formulas are written once over both. A float costs a small model's update far less than a tensor of one element.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Scalar: TypeAlias = float | Tensor
+
+
+def load(kept: Tensor) -> Scalar:
+    """A number of the state: [1] or [] is one run's, [runs, 1] stays where it is."""
+    return float(kept.item()) if kept.dim() < 2 else kept
+
+
+def keep(place: Tensor, value: Scalar) -> None:
+    """Into the state."""
+    if isinstance(value, Tensor):
+        place.copy_(value)
+    else:
+        place.fill_(value)
+
+
+def at_least(value: Scalar, least: float) -> Scalar:
+    """The larger of the two.
+
+    >>> at_least(0.5, 1.0), at_least(torch.tensor([[0.5], [2.0]]), 1.0).tolist()
+    (1.0, [[1.0], [2.0]])
+    """
+    return value.clamp(min=least) if isinstance(value, Tensor) else max(value, least)
+
+
+def add_scaled(vector: Tensor, other: Tensor, factor: Scalar, out: Tensor | None = None) -> None:
+    """vector + factor other, into `out` or in place."""
+    out = vector if out is None else out
+    if isinstance(factor, Tensor):
+        torch.addcmul(vector, other, factor.to(vector.dtype), out=out)
+    else:
+        torch.add(vector, other, alpha=factor, out=out)
+
+
+def scale(vector: Tensor, factor: Scalar) -> None:
+    """vector *= factor"""
+    vector.mul_(factor.to(vector.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def move_towards(vector: Tensor, other: Tensor, share: Scalar) -> None:
+    """vector += share (other - vector)"""
+    vector.lerp_(other, share.to(vector.dtype) if isinstance(share, Tensor) else share)
