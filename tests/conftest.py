@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from paceline.data.datasets import DATASETS, Dataset, Location
+from paceline.data import datasets, idx
+from paceline.data.datasets import DATASETS, SAMPLE, Dataset, Location, load, locate
 
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("paceline")
 
 collect_ignore_glob = ["*conftest.py"]  # they hold no doctests, and two of one name cannot be collected as modules
 
+SMALL_TRAIN, SMALL_TEST = 240, 40
 MakeDataset = Callable[..., Dataset]
 
 
@@ -48,3 +51,26 @@ def make_dataset() -> MakeDataset:
         return Dataset(info, location, images(num_train), labels(num_train), images(num_test), labels(num_test))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def small_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first images of the built-in sample as idx files."""
+    folder, whole = tmp_path_factory.mktemp("sample"), load(locate(SAMPLE, None))
+    parts = {"train": (whole.train_images, whole.train_labels), "t10k": (whole.test_images, whole.test_labels)}
+    for split, (images, labels) in parts.items():
+        count = SMALL_TRAIN if split == "train" else SMALL_TEST
+        pixels = struct.pack(">IIII", 0x0803, count, 28, 28) + images[:count].tobytes()
+        (folder / idx.IMAGES.format(split)).write_bytes(pixels)
+        classes = struct.pack(">II", 0x0801, count) + labels[:count].astype(np.uint8).tobytes()
+        (folder / idx.LABELS.format(split)).write_bytes(classes)
+    return folder
+
+
+@pytest.fixture
+def small_sample(small_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in sample is small, and no other data set is to be found."""
+    monkeypatch.setattr(datasets, "BUILTIN_FOLDER", small_files)
+    monkeypatch.delenv("PACELINE_DATA", raising=False)
+    monkeypatch.setenv("PACELINE_SYSTEM_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nowhere"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import importlib.util
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from paceline import many_runs
 from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
-from paceline.data.datasets import load, locate
 from paceline.errors import UserError
 from paceline.lab.rows import Finished, run_rows
 from paceline.published.optml import choose_rows, published_rows
@@ -50,27 +48,11 @@ def test_rows_that_do_not_exist_are_named(text: str, words: str) -> None:
         choose_rows(text)
 
 
-@pytest.fixture
-def small_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first images of the built-in sample, for every data set."""
-    sample = locate("fashion-mnist-sample", None)
-    whole = load(sample)
-    small = dataclasses.replace(
-        whole,
-        train_images=whole.train_images[:256],
-        train_labels=whole.train_labels[:256],
-        test_images=whole.test_images[:50],
-        test_labels=whole.test_labels[:50],
-    )
-    monkeypatch.setattr(many_runs, "locate_data", lambda config: sample)
-    monkeypatch.setattr(many_runs, "load", lambda location: small)
-
-
 def flags(runs: Path, *more: str) -> list[str]:
     return ["reproduce", "optml", "--rows", "1,2,20", "--epochs", "0.5", "--runs", str(runs), *more]
 
 
-@pytest.mark.usefixtures("small_data")
+@pytest.mark.usefixtures("small_sample")
 def test_rows_run_once_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "optml"
     assert main(flags(runs)) == 0
@@ -87,7 +69,7 @@ def test_rows_run_once_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "was made with epochs = 0.5, not 0.25: use another --runs" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("small_data")
+@pytest.mark.usefixtures("small_sample")
 def test_what_was_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +102,7 @@ def test_what_was_interrupted_goes_on(
     assert (runs / str(made[0]) / "result.json").stat().st_mtime_ns == kept
 
 
-@pytest.mark.usefixtures("small_data")
+@pytest.mark.usefixtures("small_sample")
 def test_seeds_give_mean_and_spread_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "optml"
     assert main([*flags(runs), "--rows", "1", "--seeds", "2"]) == 0
@@ -130,7 +112,7 @@ def test_seeds_give_mean_and_spread_and_a_figure(tmp_path: Path, capsys: pytest.
         assert (runs / "figure.png").stat().st_size > 5000
 
 
-@pytest.mark.usefixtures("small_data")
+@pytest.mark.usefixtures("small_sample")
 def test_without_matplotlib_the_table_is_made_and_the_extra_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
-from paceline.verbs.studies import reproduce_verb
+from paceline.verbs.studies import reproduce_verb, sweep_verb
 from paceline.verbs.training import compare_verb, replay_verb, resume_verb, run_verb, train_verb
 
 DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
@@ -77,6 +77,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "simulate": (simulate_verb, "train or time on a cluster that does not exist"),
     "plan": (plan_verb, "which strategy and how many workers fit a cluster"),
     "soak": (soak_verb, "try random clusters and faults, and check every promise"),
+    "sweep": (sweep_verb, "a grid of settings, all runs in one table"),
     "reproduce": (reproduce_verb, "a published table, ours beside theirs"),
     "run": (run_verb, "run your own training loop on several workers"),
     "resume": (resume_verb, "go on with a run that was stopped or killed"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,19 @@ AT_ONCE = {"cpu": 1, "cuda": 256}
 SAMPLE_NOTE = "using the built-in sample: figures are not comparable; 'paceline data get fashion-mnist' fetches all"
 
 
-def settle(configs: Iterable[RunConfig], console: Console) -> list[RunConfig]:
-    """Resolved, with the cluster and the data named that they will have: what is compared with a folder's config."""
-    settled, sample = [], False
-    for config in configs:
-        config = resolve(config)
-        if config.speeds is None and config.like is None:
-            config = replace(config, speeds=DEFAULT_SPEED)
-        location = locate_data(config)
-        if location is not None and location.sample and config.dataset != SAMPLE:
-            config, sample = replace(config, dataset=SAMPLE), True
-        settled.append(config)
-    if sample:
+def settle(config: RunConfig) -> RunConfig:
+    """Resolved, with the cluster and the data named that it will have: what is compared with a folder's config."""
+    config = resolve(config)
+    if config.speeds is None and config.like is None:
+        config = replace(config, speeds=DEFAULT_SPEED)
+    location = locate_data(config)
+    return replace(config, dataset=SAMPLE) if location is not None and location.sample else config
+
+
+def note_sample(asked: list[RunConfig], settled: list[RunConfig], console: Console) -> None:
+    """Say once that the sample stands in for the whole."""
+    if any(had.dataset != has.dataset for had, has in zip(asked, settled, strict=True)):
         console.note(SAMPLE_NOTE)
-    return settled
 
 
 def why_not_in_the_lab(config: RunConfig) -> str | None:
@@ -143,6 +142,8 @@ def _run_in_lab(configs: list[RunConfig], device: str, watch: _Watch, compiled: 
         dataset = load(location)
         for start in range(0, len(part), AT_ONCE[device]):
             together = part[start : start + AT_ONCE[device]]
+            if device == "cpu":
+                torch.set_num_threads(together[0].threads or 1)  # as the simulator does
             for finished in run_rows(together, dataset, torch.device(device), watch.part(len(together)), compiled):
                 _keep(finished, {**facts_of(finished.config, location), "lab_device": device})
                 watch.num_done += 1
@@ -182,7 +183,7 @@ class _Watch:
         before = self.num_done
 
         def progress(text: str, share: float) -> None:
-            self.show(text, (before + share * size) / self._total)
+            self.show(text if size > 1 else "training", (before + share * size) / self._total)
 
         return progress
 

@@ -7,7 +7,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.many_runs import result_of, run_missing, settle
+from paceline.many_runs import note_sample, result_of, run_missing, settle
 from paceline.published.optml import PublishedRow
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
@@ -48,7 +48,8 @@ def reproduce(
 ) -> list[Reproduced]:
     """Run every row that has no result yet, and gather them all."""
     asked = [row.config(seed, epochs, data_dir, str(folder)) for row in rows for seed in range(seeds)]
-    configs = settle(asked, console)
+    configs = [settle(config) for config in asked]
+    note_sample(asked, configs, console)
     run_missing(configs, device, console, compiled)
     by_name = {config.name: result_of(config) for config in configs}
     runs = [Several([by_name[f"{row.name}-seed{seed}"] for seed in range(seeds)]) for row in rows]

@@ -1,7 +1,9 @@
-"""Verbs that run many settings and make one table of them: reproduce."""
+"""Verbs that run many settings and make one table of them: reproduce and sweep."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 from paceline.errors import UserError
@@ -13,6 +15,14 @@ REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs, all 
 
   paceline reproduce optml --device cuda --data-dir DIR
   paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1"""
+
+SWEEP_DESCRIPTION = """Every combination of some settings, in one table: in the lab, or simulated where the lab cannot.
+
+  paceline sweep examples/sweep.toml
+  paceline sweep grid.toml --device cuda --data-dir DIR
+
+The file has settings under [run] and lists of settings under [grid]; folds = 5 above them is cross-validation.
+The same command goes on where it was stopped; what is done is not run again."""
 
 
 def reproduce_verb(arguments: list[str]) -> int:
@@ -41,6 +51,52 @@ def reproduce_verb(arguments: list[str]) -> int:
         if why_not is not None:
             console.note(why_not)
     print(table + "\n" + "\n".join([*summary(found), *made, *([] if why_not else [f"{folder}/figure.png"])]))
+    return 0
+
+
+def sweep_verb(arguments: list[str]) -> int:
+    parser = parser_for("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
+    parser.add_argument("file", metavar="FILE.toml", help="what to try")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="the sweep's folder, NAME, goes here [runs]")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and run none")
+    parser.add_argument("--yes", action="store_true", help="more than 1,000 runs are meant")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.grid import read_grid
+
+    grid = read_grid(Path(parsed.file))
+    folder = Path(parsed.runs) / grid.name
+    from paceline.many_runs import is_done, why_not_in_the_lab
+    from paceline.reports import sweep_table
+    from paceline.sweep import prepare, sweep
+
+    with Console() as console:
+        configs = prepare(grid, folder, parsed.device, parsed.data_dir, parsed.yes, console)
+        if parsed.dry_run:
+            for config in configs:
+                where = "simulated" if why_not_in_the_lab(config) else "in the lab"
+                print(f"{folder}/{config.name}  {'done' if is_done(config) else where}")
+            print(f"{len(configs)} runs")
+            return 0
+        results = sweep(grid, configs, folder, parsed.device, console)
+        swept = sweep_table.gather(grid, results)
+        rows = sweep_table.rows_of(swept)
+        files = {
+            "table.md": sweep_table.markdown(swept),
+            "table.csv": sweep_table.as_csv(rows),
+            "runs.csv": sweep_table.runs_as_csv(grid, configs, results),
+        }
+        made = write(folder, files)
+        why_not = sweep_table.draw(grid, swept, folder / "figure.png")
+        if why_not is not None:
+            console.note(why_not)
+    lines = [sweep_table.plain(swept), "", *made, *([] if why_not else [f"{folder}/figure.png"])]
+    print("\n".join([*lines, sweep_table.verdict(swept)]), file=sys.stderr if parsed.json else sys.stdout)
+    if parsed.json:
+        best = rows[0] if swept.best is not None else None
+        print(json.dumps({"name": grid.name, "score": swept.score, "settings": rows, "best": best}, indent=2))
     return 0
 
 
