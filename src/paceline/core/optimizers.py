@@ -42,11 +42,14 @@ class Prepared:
             mask = torch.ones(()) if decay_mask is None else decay_mask
             self._decay = mask * weight_decay
 
+    def move_to(self, device: torch.device) -> None:
+        """Once, at the start, so that no update has to."""
+        self._decay = self._decay.to(device) if self._decay is not None else None
+
     def prepare(self, weights: Tensor, gradient: Tensor) -> Tensor:
         if self.clip is not None:
             gradient = clipped(gradient, self.clip)
         if self._decay is not None:
-            self._decay = self._decay.to(weights.device)
             gradient = torch.addcmul(gradient, weights, self._decay)
         return gradient
 
@@ -72,6 +75,7 @@ class Sgd(Prepared):
         self._moving = bool((self.momentum != 0).any())
 
     def start(self, weights: Tensor) -> State:
+        self.move_to(weights.device)
         self.momentum = self.momentum.to(weights.device)
         return {"velocity": torch.zeros_like(weights)} if self._moving else {}
 
@@ -105,6 +109,7 @@ class Adam(Prepared):
         self._scratch = torch.empty(0)
 
     def start(self, weights: Tensor) -> State:
+        self.move_to(weights.device)
         self._scratch = torch.empty_like(weights)
         count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
         return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "count": count}
@@ -160,6 +165,7 @@ class Lars(Prepared):
 
     def start(self, weights: Tensor) -> State:
         device = weights.device
+        self.move_to(device)
         self.momentum, self._owner = self.momentum.to(device), self._owner.to(device)
         self._weight_decay = self._weight_decay.to(device)
         return {"velocity": torch.zeros_like(weights)}
@@ -170,7 +176,6 @@ class Lars(Prepared):
         norms, slopes = self._norms(weights), self._norms(gradient)
         ratios = torch.where(norms > 0, TRUST * norms / (slopes + self._weight_decay * norms).clamp(min=1e-30), TRUST)
         if self._decay is not None:
-            self._decay = self._decay.to(weights.device)
             gradient = torch.addcmul(gradient, weights, self._decay)
         velocity = state["velocity"]
         velocity.mul_(self.momentum).addcmul_(gradient, (ratios * lr).index_select(-1, self._owner))

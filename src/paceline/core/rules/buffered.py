@@ -35,6 +35,7 @@ class Buffered(Live):
         return f"buffered:{self.size}"
 
     def start(self, weights: Tensor) -> State:
+        self.prepared.move_to(weights.device)
         self.momentum = self.momentum.to(weights.device)
         count = weights.new_zeros((*weights.shape[:-1], 1))
         return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}

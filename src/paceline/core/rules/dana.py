@@ -32,6 +32,7 @@ class Dana(Live):
         self.prepared = prepared or Prepared()
 
     def start(self, weights: Tensor) -> State:
+        self.prepared.move_to(weights.device)
         self.momentum = self.momentum.to(weights.device)
         return {
             "velocities": table(weights, self.places),
@@ -82,6 +83,7 @@ class DanaSlim(Live):
         self.prepared = prepared or Prepared()
 
     def start(self, weights: Tensor) -> State:
+        self.prepared.move_to(weights.device)
         self.momentum = self.momentum.to(weights.device)
         return {"velocities": table(weights, self.places)}
 

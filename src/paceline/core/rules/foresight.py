@@ -55,6 +55,7 @@ class Foresight(Live):
         self.horizon, self.smoothing = horizon, smoothing
 
     def start(self, weights: Tensor) -> State:
+        self.prepared.move_to(weights.device)
         if isinstance(self.momentum, Tensor):
             self.momentum = self.momentum.to(weights.device, torch.float64)
         number = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)

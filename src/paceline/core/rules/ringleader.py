@@ -44,6 +44,7 @@ class Ringleader(Live):
         self.prepared = prepared or Prepared()
 
     def start(self, weights: Tensor) -> State:
+        self.prepared.move_to(weights.device)
         self.momentum = self.momentum.to(weights.device)
         number = weights.new_zeros((*weights.shape[:-1], 1))
         return {
