@@ -76,20 +76,22 @@ def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: S
         axes.set_axisbelow(True)
         axes.set_xlabel(unit)
         figure.suptitle(title, fontsize=10)
-        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        if len(series) > 1:
+            figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
     return save_figure(path, draw, (8.0, 1.6 + 0.24 * max(3, len(names))))
 
 
 def _limits(series: Sequence[Series]) -> tuple[float, float]:
     """From a little below the lowest figure that is not far below the others, to a little above the highest."""
-    means = sorted(point.mean for one in series for point in one.points if point.mean is not None)
-    if not means:
+    known = [(point.mean, point.spread or 0.0) for one in series for point in one.points if point.mean is not None]
+    if not known:
         return 0.0, 1.0
-    quartile = means[len(means) // 4]
-    usual = [mean for mean in means if mean >= quartile - FAR_BELOW]
-    room = max(0.5, 0.06 * (usual[-1] - usual[0]))
-    return usual[0] - room, usual[-1] + room
+    least = sorted(mean for mean, _ in known)[len(known) // 4] - FAR_BELOW
+    lowest = min(max(mean - spread, least) for mean, spread in known if mean >= least)
+    highest = max(mean + spread for mean, spread in known)
+    room = 0.04 * (highest - lowest) or 1.0
+    return lowest - room, highest + room
 
 
 def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, strip: float) -> None:
@@ -111,40 +113,60 @@ def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, str
 def draw_lines(
     path: Path, title: str, unit: str, setting: str, values: Sequence[float], series: Sequence[Series]
 ) -> str | None:
-    """One line a series over the values of a setting; where all runs diverged, a cross at the lower edge."""
+    """One line a series over the values of a setting; a crossed marker at the lower edge where a run diverged."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
+        logarithmic = min(values) > 0 and max(values) >= 10 * min(values)
+        axes.set_xscale("log" if logarithmic else "linear")
+        lost = False
         for number, one in enumerate(series):
-            style = {
-                "color": COLOURS[number % len(COLOURS)],
-                "marker": MARKERS[number % len(MARKERS)],
-                "linestyle": DASHES[number % len(DASHES)],
-            }
-            means = [math.nan if point.mean is None else point.mean for point in one.points]
-            spreads = [point.spread or 0.0 for point in one.points]
-            axes.errorbar(values, means, yerr=spreads, label=one.name, markersize=5, capsize=3, **style)
-        if min(values) > 0 and max(values) >= 10 * min(values):
-            axes.set_xscale("log")
+            _draw_line(axes, _aside(values, number - (len(series) - 1) / 2, logarithmic), one, number)
+            for value, point in zip(values, one.points, strict=True):
+                if point.diverged:
+                    lost = True
+                    _draw_lost(axes, value, number)
         axes.set_xticks(values, [f"{value:g}" for value in values], minor=False)
         axes.minorticks_off()
-        lost = [
-            (value, n)
-            for n, one in enumerate(series)
-            for value, p in zip(values, one.points, strict=True)
-            if p.diverged
-        ]
-        for value, number in lost:
-            mark = axes.get_xaxis_transform()
-            colour, height = COLOURS[number % len(COLOURS)], 0.02 + 0.03 * number
-            axes.plot(value, height, marker="x", color=colour, transform=mark, clip_on=False)
-        if lost:
-            axes.plot([], [], "kx", label="diverged")
         axes.grid(color="#e6e6e6", linewidth=0.6)
         axes.set_xlabel(setting)
         axes.set_ylabel(unit)
         figure.suptitle(title, fontsize=10)
+        if lost:
+            low, high = axes.get_ylim()
+            axes.set_ylim(low - 0.06 * len(series) * (high - low), high)
+            axes.plot([], [], "kx", label="on a marker at the lower edge: diverged")
         if len(series) > 1 or lost:
             figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
     return save_figure(path, draw, (7.0, 4.2 + 0.12 * len(series)))
+
+
+def _aside(values: Sequence[float], places: float, logarithmic: bool) -> list[float]:
+    """The values moved a little to the side, so that bars do not hide each other."""
+    if logarithmic:
+        return [value * (max(values) / min(values)) ** (0.006 * places) for value in values]
+    return [value + 0.006 * places * (max(values) - min(values)) for value in values]
+
+
+def _draw_line(axes: Any, values: Sequence[float], one: Series, number: int) -> None:
+    axes.errorbar(
+        values,
+        [math.nan if point.mean is None else point.mean for point in one.points],
+        yerr=[point.spread or 0.0 for point in one.points],
+        label=one.name,
+        color=COLOURS[number],
+        marker=MARKERS[number],
+        linestyle=DASHES[number % len(DASHES)],
+        linewidth=1.2,
+        markersize=5,
+        capsize=3,
+    )
+
+
+def _draw_lost(axes: Any, value: float, number: int) -> None:
+    """The series' marker, hollow and crossed, above the axis; one height a series."""
+    where = {"transform": axes.get_xaxis_transform(), "color": COLOURS[number], "linestyle": "none", "zorder": 5}
+    height = 0.03 + 0.05 * number
+    axes.plot(value, height, marker=MARKERS[number], markersize=9, markerfacecolor="none", **where)
+    axes.plot(value, height, marker="x", markersize=5, **where)
