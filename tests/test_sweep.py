@@ -96,9 +96,9 @@ def test_what_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_dry_run_says_where_each_would_run_and_runs_none(capsys: pytest.CaptureFixture[str]) -> None:
-    write(SETTINGS + '[grid]\nrule = ["plain", "dana"]\n')
+    write(SETTINGS + '[grid]\nstrategy = ["async", "local:2"]\n')
     assert main(["sweep", "try.toml", "--dry-run"]) == 0
-    lines = ["runs/try/rule=plain  in the lab", "runs/try/rule=dana  simulated", "2 runs"]
+    lines = ["runs/try/strategy=async  in the lab", "runs/try/strategy=local2  simulated", "2 runs"]
     assert capsys.readouterr().out.splitlines() == lines
     assert not Path("runs").exists()
 
