@@ -37,6 +37,7 @@ def test_rows_are_chosen_by_number_and_by_words() -> None:
     assert [row.number for row in choose_rows("2,5-7")] == [2, 5, 6, 7]
     chosen = choose_rows("async cnn labels")
     assert chosen and all(row.mode == "async" and row.split == "labels" and row.model == "cnn" for row in chosen)
+    assert [row.number for row in choose_rows("3,1-3")] == [3, 1, 2]
     assert len(choose_rows(None)) == 55
 
 
@@ -118,7 +119,7 @@ def test_without_matplotlib_the_table_is_made_and_the_extra_named(
 ) -> None:
     monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
     assert main([*flags(tmp_path / "optml"), "--rows", "1"]) == 0
-    assert "pip install paceline[report]" in capsys.readouterr().err
+    assert "pip install 'paceline[report]'" in capsys.readouterr().err
     assert (tmp_path / "optml" / "table.md").exists() and not (tmp_path / "optml" / "figure.png").exists()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,26 @@ def test_a_folder_of_something_else_is_not_touched(capsys: pytest.CaptureFixture
     write(SETTINGS + "[grid]\nmomentum = [0.1]\n")
     assert main(["sweep", "try.toml"]) == 2
     assert "with grid over ['lr'], not ['momentum']" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_fill_one_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    write(SETTINGS + "[grid]\nlr = [0.1]\n")
+    Path("runs/try").mkdir(parents=True)
+    other = os.open("runs/try", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        assert main(["sweep", "try.toml"]) == 2
+        assert "runs/try is being filled by another command" in capsys.readouterr().err
+    finally:
+        os.close(other)
+    assert main(["sweep", "try.toml"]) == 0
+
+
+def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    write(SETTINGS + "[grid]\nlr = [0.1]\n")
+    Path("file").write_text("")
+    assert main(["sweep", "try.toml", "--runs", "file"]) == 2
+    assert "sweep folder file/try cannot be written: Not a directory" in capsys.readouterr().err
 
 
 def test_names_keep_apart_what_differs() -> None:

@@ -4,6 +4,9 @@ lab cannot. Used by `paceline reproduce` and `paceline sweep`.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -96,6 +99,29 @@ def result_of(config: RunConfig) -> dict[str, Any]:
 def run_missing(configs: list[RunConfig], device: str, console: Console, compiled: bool = False) -> None:
     """Run every settled config whose result is not there yet; each result is kept as soon as it is there."""
     require_device(RunConfig(device=device))
+    with _alone_in(Path(configs[0].runs)):
+        _run_those_missing(configs, device, console, compiled)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other commands from running the same rows meanwhile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"folder {folder} cannot be written: {error.strerror}; try --runs DIR") from None
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is being filled by another command: wait for it, or stop it first") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _run_those_missing(configs: list[RunConfig], device: str, console: Console, compiled: bool) -> None:
     todo = [config for config in configs if not is_done(config)]
     if len(todo) < len(configs):
         console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")

@@ -106,7 +106,8 @@ def choose_rows(text: str | None) -> list[PublishedRow]:
     if text is None:
         return rows
     if all(part.strip().replace("-", "", 1).isdecimal() for part in text.split(",")):
-        return [_numbered(rows, number) for part in text.split(",") for number in _range(part)]
+        numbers = dict.fromkeys(number for part in text.split(",") for number in _range(part))
+        return [_numbered(rows, number) for number in numbers]
     words = text.replace(",", " ").split()
     names = {word for row in rows for word in row.name.split("-")}
     for word in words:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NO_MATPLOTLIB = "no figure: matplotlib is not here; 'pip install paceline[report]' brings it, then run this again"
+NO_MATPLOTLIB = "no figure: matplotlib is not installed: pip install 'paceline[report]', then the same command draws it"
 COLOURS = ("#404040", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D00", "#7A3E9D")
 CROSSES = ("x", "X", "+", "1")
 MARKERS = ("o", "D", "s", "^", "v", "P", "*", "h")

@@ -96,7 +96,8 @@ def sweep_verb(arguments: list[str]) -> int:
     print("\n".join([*lines, sweep_table.verdict(swept)]), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         best = rows[0] if swept.best is not None else None
-        print(json.dumps({"name": grid.name, "score": swept.score, "settings": rows, "best": best}, indent=2))
+        found = {"folder": str(folder), "score": swept.score, "settings": rows, "best": best}
+        print(json.dumps(found, indent=2))
     return 0
 
 
