@@ -266,7 +266,7 @@ def test_a_server_restored_from_its_facts_goes_on_identically(
 
 @pytest.mark.parametrize("rule", [name for name, traits in RULES.items() if not traits.drops])
 @given(num_workers=sizes, bound=st.sampled_from(["async", "bounded:2"]), first=schedules, then=schedules)
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_every_rule_knows_who_is_here_and_goes_on_identically_from_its_saved_state(
     rule: str, num_workers: int, bound: str, first: list[int], then: list[int]
 ) -> None:
