@@ -93,5 +93,5 @@ def sweep(grid: Grid, configs: list[RunConfig], folder: Path, device: str, conso
         write_atomically(folder / MARKER, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
         raise UserError(f"sweep folder {folder} cannot be written: {error.strerror}; try --runs DIR") from None
-    run_missing(configs, device, console, device == "cuda")
+    run_missing(configs, device, console)
     return [result_of(config) for config in configs]

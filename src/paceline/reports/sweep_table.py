@@ -55,7 +55,8 @@ def gather(grid: Grid, results: list[dict[str, Any]]) -> Swept:
         folds = grid.folds or 1
         setting.runs.results.extend(results[number * folds : (number + 1) * folds])
     finished = [result for result in results if result["status"] == "finished"]
-    part = "validation" if finished and all(r["validation_loss"] is not None for r in finished) else "test"
+    held_out = bool(finished) and all(result["validation_loss"] is not None for result in finished)
+    part = "validation" if grid.folds is not None or held_out else "test"
     measure = "accuracy" if all(r[f"{part}_accuracy"] is not None for r in finished) else "loss"
     sign = -1.0 if measure == "accuracy" else 1.0
 
@@ -70,7 +71,7 @@ def verdict(swept: Swept) -> str:
     """The last line: the best setting, and whether the next is told apart from it."""
     best = swept.best
     if best is None:
-        return "no best setting: of every one some run diverged or was stopped; try a lower lr"
+        return "no best setting: of every one some run diverged (try a lower lr) or was stopped"
     unit = f"% {swept.part} accuracy" if swept.measure == "accuracy" else f"{swept.part} loss"
     form = ".2f" if swept.measure == "accuracy" else ".4f"
     line = f"best: {in_words(best.values)}: {best.runs.text(swept.score, form)} {unit}"
