@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE, Command, run
+from commands import PATIENCE, Command, result_of, run
 
 pytestmark = pytest.mark.real
 
@@ -55,6 +55,25 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, strategy: str, number: int) -> 
     assert f"{len(kept)} of 4 runs are there already" in again.err
     assert {path: path.stat().st_mtime_ns for path in kept} == made
     assert again.out.splitlines()[-1].startswith("best: the only setting: ")
+
+
+def test_a_fold_is_a_setting_of_any_run(tmp_path: Path) -> None:
+    flags = (
+        "--dataset",
+        "fashion-mnist-sample",
+        "--fold",
+        "2/5",
+        "--steps",
+        "20",
+        "--workers",
+        "2",
+        "--name",
+        "folded",
+    )
+    assert run("train", *flags, cwd=tmp_path).process.returncode == 0
+    result = result_of(tmp_path / "runs/folded")
+    assert (result["train_total"], result["validation_total"], result["test_total"]) == (9600, 2400, None)
+    assert "identical to the run" in run("replay", "runs/folded", cwd=tmp_path).out
 
 
 def test_a_terminal_sees_a_bar(tmp_path: Path) -> None:
