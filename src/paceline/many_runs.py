@@ -22,7 +22,7 @@ from paceline.clusters import DEFAULT_SPEED
 from paceline.config import FIELDS, RunConfig
 from paceline.data.datasets import SAMPLE, load
 from paceline.errors import Interrupted, UserError
-from paceline.lab.rows import Finished, Progress, check_rows, run_rows
+from paceline.lab.rows import Finished, Progress, Spent, check_rows, run_rows
 from paceline.launch import facts_of, locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.environment import environment
@@ -96,11 +96,11 @@ def result_of(config: RunConfig) -> dict[str, Any]:
     return result
 
 
-def run_missing(configs: list[RunConfig], device: str, console: Console, compiled: bool = False) -> None:
+def run_missing(configs: list[RunConfig], device: str, console: Console) -> None:
     """Run every settled config whose result is not there yet; each result is kept as soon as it is there."""
     require_device(RunConfig(device=device))
     with _alone_in(Path(configs[0].runs)):
-        _run_those_missing(configs, device, console, compiled)
+        _run_those_missing(configs, device, console)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _run_those_missing(configs: list[RunConfig], device: str, console: Console, compiled: bool) -> None:
+def _run_those_missing(configs: list[RunConfig], device: str, console: Console) -> None:
     todo = [config for config in configs if not is_done(config)]
     if len(todo) < len(configs):
         console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
@@ -129,7 +129,7 @@ def _run_those_missing(configs: list[RunConfig], device: str, console: Console, 
         _remove_half_made(folder_of(config))
     watch = _Watch(console, len(todo))
     try:
-        _run_all(todo, device, console, watch, compiled)
+        _run_all(todo, device, console, watch)
     except KeyboardInterrupt:
         num_done = len(configs) - len(todo) + watch.num_done
         raise Interrupted(
@@ -138,13 +138,15 @@ def _run_those_missing(configs: list[RunConfig], device: str, console: Console, 
         ) from None
 
 
-def _run_all(todo: list[RunConfig], device: str, console: Console, watch: _Watch, compiled: bool) -> None:
+def _run_all(todo: list[RunConfig], device: str, console: Console, watch: _Watch) -> None:
     """In the lab what the lab can do; the rest simulated, one by one."""
     reasons = {config.name: why_not_in_the_lab(config) for config in todo}
     simulated = [config for config in todo if reasons[config.name] is not None]
     if simulated and device != "cpu":
         console.note(f"{len(simulated)} of {len(todo)} runs are simulated on the CPU: {reasons[simulated[0].name]}")
-    _run_in_lab([config for config in todo if reasons[config.name] is None], device, watch, compiled)
+    spent = _run_in_lab([config for config in todo if reasons[config.name] is None], device, watch)
+    if spent.num_rows > 1:
+        console.note(f"the lab on {device}: {spent.line()}")
     for config in simulated:
         _, result = simulate(config, _Inner(watch))
         if result["reason"] in (INTERRUPTED, TERMINATED):
@@ -161,7 +163,8 @@ def _remove_half_made(folder: RunFolder) -> None:
         shutil.rmtree(folder.path)
 
 
-def _run_in_lab(configs: list[RunConfig], device: str, watch: _Watch, compiled: bool) -> None:
+def _run_in_lab(configs: list[RunConfig], device: str, watch: _Watch) -> Spent:
+    spent = Spent()
     for part in _same_data(configs):
         location = locate_data(part[0])
         assert location is not None, "the lab takes no tasks of one's own"
@@ -170,9 +173,10 @@ def _run_in_lab(configs: list[RunConfig], device: str, watch: _Watch, compiled: 
             together = part[start : start + AT_ONCE[device]]
             if device == "cpu":
                 torch.set_num_threads(together[0].threads or 1)  # as the simulator does
-            for finished in run_rows(together, dataset, torch.device(device), watch.part(len(together)), compiled):
+            for finished in run_rows(together, dataset, torch.device(device), watch.part(len(together)), spent):
                 _keep(finished, {**facts_of(finished.config, location), "lab_device": device})
                 watch.num_done += 1
+    return spent
 
 
 def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
@@ -187,6 +191,9 @@ def _keep(finished: Finished, facts: dict[str, Any]) -> None:
     folder = RunFolder.create(finished.config)
     tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
     write_atomically(folder.weights_file, save(tensors))
+    if not torch.equal(finished.weights, finished.live):
+        live = {name: view.clone() for name, view in finished.layout.views(finished.live).items()}
+        write_atomically(folder.live_weights_file, save(live))
     diverged = finished.result["status"] == "diverged"
     extra = {
         "weights_sha256": weights_sha256(tensors),

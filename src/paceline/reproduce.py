@@ -44,13 +44,12 @@ def reproduce(
     data_dir: str | None,
     folder: Path,
     console: Console,
-    compiled: bool,
 ) -> list[Reproduced]:
     """Run every row that has no result yet, and gather them all."""
     asked = [row.config(seed, epochs, data_dir, str(folder)) for row in rows for seed in range(seeds)]
     configs = [settle(config) for config in asked]
     note_sample(asked, configs, console)
-    run_missing(configs, device, console, compiled)
+    run_missing(configs, device, console)
     by_name = {config.name: result_of(config) for config in configs}
     runs = [Several([by_name[f"{row.name}-seed{seed}"] for seed in range(seeds)]) for row in rows]
     return [Reproduced(row, ours) for row, ours in zip(rows, runs, strict=True)]

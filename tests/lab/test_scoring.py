@@ -50,9 +50,6 @@ def test_a_diverged_row_has_no_figures(make_dataset: Callable[..., Dataset]) -> 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rule": "dana"}, "not rule dana"),
-        ({"average": "on"}, "--average on"),
-        ({"optimizer": "lars"}, "with lars"),
         ({"snapshots": 1.0}, "--snapshots"),
         ({"strategy": "local:4"}, "no local steps"),
     ],

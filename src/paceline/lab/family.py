@@ -1,12 +1,11 @@
 """Runs that make the same kind of step, side by side: weights [R, P], every update one pass over all of them.
 
-On a GPU the update is captured once as a graph and replayed; a counter on the device says which row is next.
+On a GPU updates are captured as graphs and replayed; a counter on the device says which update is next.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,17 @@ from torch import Tensor
 
 from paceline.assemble import make_rule
 from paceline.config import RunConfig
-from paceline.interfaces import Arrival, Layout
+from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.per_worker import Live
+from paceline.interfaces import Arrival, Layout, Rule
 from paceline.lab.batched import BATCHED, DROPOUT_LAYERS
 from paceline.lab.feed import Feed, mix64
+from paceline.lab.steps import Gradients, Images, Inputs, gradients_for, views
 from paceline.lab.trace import NOBODY, Trace
+
+WARM_UP = 3
+UNROLL = 10
+"""Updates of the longer graph: one launch by the host for so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,141 +40,104 @@ class Row:
     layout: Layout
 
 
-@dataclass(frozen=True)
-class Images:
-    """A data set on the device, as bytes."""
-
-    images: Tensor  # uint8 [N, H, W, C]
-    labels: Tensor  # int64 [N]
-    scale: Tensor
-    shift: Tensor
-
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised images and labels of the samples `rows`, whatever its shape."""
-        flat = rows.flatten()
-        images = torch.addcmul(self.shift, self.images.index_select(0, flat).to(torch.float32), self.scale)
-        return images.view(*rows.shape, *images.shape[1:]), self.labels.index_select(0, flat).view(rows.shape)
-
-
 class Family:
-    """Rows that share model, optimizer and pushes an update, from update `begin` until the first of them ends."""
+    """Rows that share model, rule, optimizer and pushes an update, from update `begin` until the first of them ends."""
 
-    def __init__(self, rows: list[Row], data: Images, begin: int = 0) -> None:
+    def __init__(self, rows: list[Row], data: Images, begin: int = 0, places: int | None = None) -> None:
         config, layout = rows[0].config, rows[0].layout
         self.rows, self.layout, self.data = rows, layout, data
         device = data.images.device
         self.weights = torch.stack([row.initial for row in rows]).to(device)
-        self.rule = make_rule(config, layout)
-        self.state = self.rule.start(self.weights)
         self._begin, self.end = begin, min(len(row.trace) for row in rows)
         self.num_updates = self.end - begin
-        self._logits, self._layers = BATCHED[config.model], DROPOUT_LAYERS[config.model]
-        pushes = max(row.trace.workers.shape[1] for row in rows)
-        self._in_rounds = pushes > 1
-        places = max(row.config.workers or 1 for row in rows)
-        self.snapshots = self.weights if self._in_rounds else self.weights[:, None].repeat(1, places, 1)
-        self._feed(rows, pushes, places, device)
-        self._read = torch.empty_like(self.weights)
+        self._in_rounds = rows[0].trace.workers.shape[1] > 1
+        self._several = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
+        self.places = places or max(row.config.workers or 1 for row in rows) + self._several
+        self.rule: Rule = make_rule(config, layout, self.places)
+        self.state = self.rule.start(self.weights)
+        self._ahead = None if hands_out_live(self.rule) else torch.empty_like(self.weights)
         self._gradient = torch.zeros_like(self.weights)
-        self._leaves = {name: view.requires_grad_() for name, view in _views(layout, self._read).items()}
-        self._targets = _views(layout, self._gradient)
-        self._at = torch.zeros(1, dtype=torch.int64, device=device)
-        self._done = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._begin_after_this()
         self.losses = torch.zeros(len(rows), device=device)
-        self._loss: Callable[..., Tensor] = self._plain_loss
-        self.compiled = False
+        self.held = self.weights if self._in_rounds else self.weights.repeat_interleave(self.places, 0)
+        self._inputs = self._bring(device)
+        self._find_gradients: Gradients = gradients_for(config.model, self._inputs, layout, self._gradient, self.losses)
+        self._leaves = self._find_leaves()
+        self._done = 0
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._queued: list[torch.cuda.Event] = []
+        self._begin_after_this()
 
-    def _feed(self, rows: list[Row], pushes: int, places: int, device: torch.device) -> None:
-        """Bring what the rows read onto the device, one row an update."""
-        span = slice(self._begin, self.end)
+    def _bring(self, device: torch.device) -> Inputs:
+        """What the rows read onto the device, one entry an update."""
+        rows, span = self.rows, slice(self._begin, self.end)
+        pushes = max(row.trace.workers.shape[1] for row in rows)
 
         def stacked(arrays: list[NDArray[Any]], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.stack(arrays, 1)).to(device, dtype)
 
-        self._samples = stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32)
-        self._sample_weights = stacked([_wide(row.feed.weights[span], pushes) for row in rows], torch.float32)
-        self._lr = stacked([row.trace.lr[span] for row in rows], torch.float32)
-        self._staleness = stacked([row.trace.staleness[span] for row in rows], torch.int32)
-        self._live = stacked([row.trace.num_live[span] for row in rows], torch.int32)
-        self._keys = []
-        for layer in self._layers:
-            keys = [_wide(mix64(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
-            both = torch.from_numpy(np.stack(keys, 1)).to(device)
-            self._keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
-        base = np.arange(len(rows))[None] * places
+        traces = [row.trace for row in rows]
+        numbers = [np.stack([one.staleness[span], one.lr[span], one.num_live[span]], 1) for one in traces]
+        self._numbers = stacked(numbers, torch.float32)
+        keys = []
+        for layer in DROPOUT_LAYERS[rows[0].config.model]:
+            found = [_wide(mix64(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
+            both = torch.from_numpy(np.stack(found, 1)).to(device)
+            keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
+        self._base = torch.arange(len(rows), device=device) * self.places
+        self._worker: Tensor | None = None
+        self._released: list[Tensor] = []
+        owner = torch.arange(len(rows), device=device)[None]
         if not self._in_rounds:
-            owners = np.stack([row.trace.workers[span, 0] for row in rows], 1)
-            self._owner = torch.from_numpy(owners + base).to(device)
-            most = max(row.trace.released.shape[1] for row in rows)
-            free = np.stack([_wide(row.trace.released[span], most, NOBODY) for row in rows], 1)
-            self._released = None
-            if most > 1 or not np.array_equal(free[..., 0], owners):
-                hit = (free[..., None] == np.arange(places)).any(2)  # [T, R, places]
-                self._released = torch.from_numpy(hit).to(device)
+            self._worker = stacked([row.trace.workers[span, 0] for row in rows], torch.int64)
+            owner = self._worker + self._base
+            self._released = [owner] if not self._several else self._several_released(span, device)
+        return Inputs(
+            self.data,
+            torch.zeros(1, dtype=torch.int64, device=device),
+            stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32).flatten(2),
+            stacked([_wide(row.feed.weights[span], pushes) for row in rows], torch.float32).flatten(2),
+            keys,
+            owner,
+            self.held,
+            rows[0].config.batch_size,
+        )
 
-    def _plain_loss(
-        self,
-        leaves: dict[str, Tensor],
-        images: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        keys: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        found = self._logits(leaves, images, keys)
-        chosen = found.gather(-1, labels[..., None]).squeeze(-1)
-        return -(chosen * weights).sum(-1)
+    def _several_released(self, span: slice, device: torch.device) -> list[Tensor]:
+        """Who is answered at each update, one tensor for each of the most that ever are; nobody is the last place."""
+        most = max(row.trace.released.shape[1] for row in self.rows)
+        free = np.stack([_wide(row.trace.released[span], most, NOBODY) for row in self.rows], 1)
+        free = np.where(free == NOBODY, self.places - 1, free)
+        return [torch.from_numpy(free[..., number]).to(device, torch.int64) + self._base for number in range(most)]
 
-    def compile(self) -> None:
-        """Let torch fuse the model's passes; worth it for thousands of updates on a GPU."""
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # a shape a family
-        self.compiled = True
-        self._loss = torch.compile(self._plain_loss, dynamic=False)
+    def _find_leaves(self) -> dict[int, list[tuple[int, int]]]:
+        """After which updates the rule must forget whom: (row, worker)."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        if self._in_rounds:
+            return found
+        for number, row in enumerate(self.rows):
+            for update, worker in row.trace.left.tolist():
+                if self._begin <= update < self.end:
+                    found.setdefault(update + 1 - self._begin, []).append((number, worker))
+        return found
 
     def _update(self) -> None:
         """One update of every row, at the place the counter names."""
-        at = self._at
-        self._read_weights(at)
-        samples = self._samples.index_select(0, at)[0]  # [R, pushes, B]
-        images, labels = self.data.take(samples.flatten(1))
-        weights = self._sample_weights.index_select(0, at)[0].flatten(1)
-        keys = [(low.index_select(0, at)[0], high.index_select(0, at)[0]) for low, high in self._keys]
-        losses = self._loss(self._leaves, images, labels, weights, keys)
-        gradients = torch.autograd.grad(losses.sum(), list(self._leaves.values()))
+        at = self._inputs.at
+        self._find_gradients()
         with torch.no_grad():
-            self.losses.copy_(losses)
-            for target, gradient in zip(self._targets.values(), gradients, strict=True):
-                target.copy_(gradient)
-            arrival = Arrival(
-                None,
-                self._staleness.index_select(0, at)[0][:, None],
-                self._lr.index_select(0, at)[0][:, None],
-                self._live.index_select(0, at)[0][:, None],
-            )
+            numbers = self._numbers.index_select(0, at)[0]
+            worker = None if self._worker is None else self._worker.index_select(0, at)[0]
+            arrival = Arrival(worker, numbers[:, 0:1], numbers[:, 1:2], numbers[:, 2:3])
             self.rule.apply(self.weights, self.state, self._gradient, arrival)
-            self._hand_out(at)
+            for released in self._released:
+                place = released.index_select(0, at)[0]
+                sent = self.weights
+                if self._ahead is not None:
+                    sent = self._ahead
+                    self.rule.weights_for(self.weights, self.state, place - self._base, sent)
+                self.held.index_copy_(0, place, sent)
             at += 1
-
-    def _read_weights(self, at: Tensor) -> None:
-        with torch.no_grad():
-            if self._in_rounds:
-                self._read.copy_(self.weights)
-            else:
-                owner = self._owner.index_select(0, at)[0]
-                torch.index_select(self.snapshots.flatten(0, 1), 0, owner, out=self._read.detach())
-
-    def _hand_out(self, at: Tensor) -> None:
-        """Every worker that was answered holds the new weights now."""
-        if self._in_rounds:
-            return
-        if self._released is None:
-            owner = self._owner.index_select(0, at)[0]
-            self.snapshots.flatten(0, 1).index_copy_(0, owner, self.weights)
-        else:
-            hit = self._released.index_select(0, at)[0]
-            torch.where(hit[..., None], self.weights[:, None], self.snapshots, out=self.snapshots)
 
     @property
     def left(self) -> int:
@@ -178,53 +147,70 @@ class Family:
     def advance(self, updates: int) -> int:
         """Make so many updates, or those that are left; on a GPU they are only queued. Returns how many."""
         number = min(updates, self.left)
-        if self._stream is None:
-            for _ in range(number):
-                self._update()
-        else:
-            with torch.cuda.stream(self._stream):
-                for place in range(self._done, self._done + number):
-                    self._update_on_gpu(place)
-        self._done += number
+        target = self._done + number
+        while self._done < target:
+            stop = next((place for place in range(self._done + 1, target) if place in self._leaves), target)
+            if self._stream is None:
+                for _ in range(stop - self._done):
+                    self._update()
+                self._forget(stop)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._replay(stop - self._done)
+                    self._forget(stop)
+            self._done = stop
+        if self._stream is not None and number:
+            self._queued.append(self._stream.record_event())
         return number
 
-    def _update_on_gpu(self, place: int) -> None:
-        if place < WARM_UP or self.num_updates <= 2 * WARM_UP:
-            self._update()
-            return
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._graph.replay()
+    @property
+    def num_queued(self) -> int:
+        """Calls of `advance` whose updates the device has not finished yet."""
+        while self._queued and self._queued[0].query():  # type: ignore[no-untyped-call]
+            del self._queued[0]
+        return len(self._queued)
 
-    def wait(self) -> None:
-        """Until all that was queued is done."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _forget(self, place: int) -> None:
+        """Tell the rule who has left."""
+        for number, worker in self._leaves.get(place, ()):
+            self.rule.leave({name: tensor[number] for name, tensor in self.state.items()}, worker)
 
-    def _capture(self) -> None:
-        """Record one update as a graph; recording executes nothing. An old graph must not be freed meanwhile."""
+    def _replay(self, number: int) -> None:
+        while number:
+            if self._done < WARM_UP or self.num_updates <= 2 * WARM_UP:
+                self._update()
+                self._done, number = self._done + 1, number - 1
+                continue
+            size = UNROLL if number >= UNROLL else 1
+            if size not in self._graphs:
+                self._graphs[size] = self._captured(size)
+            self._graphs[size].replay()
+            self._done, number = self._done + size, number - size
+
+    def _captured(self, size: int) -> torch.cuda.CUDAGraph:
+        """So many updates recorded; recording executes nothing. An old graph must not be freed meanwhile."""
         gc.collect()
         gc.disable()
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self._graph, stream=self._stream):
-                self._update()
+            with torch.cuda.graph(graph, stream=self._stream):
+                for _ in range(size):
+                    self._update()
         finally:
             gc.enable()
+        return graph
 
     def without_the_ended(self) -> list[Family]:
         """The rows that have updates left, where they are now, as a family of their own."""
         keep = [number for number, row in enumerate(self.rows) if len(row.trace) > self.end]
         if not keep:
             return []
-        rest = Family([self.rows[number] for number in keep], self.data, self.end)
-        places = rest.snapshots.shape[1] if not self._in_rounds else 0
+        rest = Family([self.rows[number] for number in keep], self.data, self.end, self.places)
         rest.weights.copy_(self.weights[keep])
         for name, tensor in rest.state.items():
             tensor.copy_(self.state[name][keep])
         if not self._in_rounds:
-            rest.snapshots.copy_(self.snapshots[keep][:, :places])
+            rest.held.copy_(self.held.view(len(self.rows), self.places, -1)[keep].flatten(0, 1))
         rest._begin_after_this()
         return [rest]
 
@@ -237,6 +223,11 @@ class Family:
         """Places of the rows that have made their last update."""
         return [number for number, row in enumerate(self.rows) if len(row.trace) == self.end]
 
+    @property
+    def evaluated(self) -> Tensor:
+        """The weights of every row that are scored: the live ones, unless the rule averages."""
+        return self.rule.evaluated(self.weights, self.state)
+
     def scores(self, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
         """Of every row on `data`: mean loss, share of right answers, and that share for each class."""
         total, num_rows = len(data.labels), len(self.rows)
@@ -245,25 +236,23 @@ class Family:
         loss = torch.zeros(num_rows, device=device)
         right = torch.zeros(num_rows, num_classes, device=device)
         seen = torch.bincount(data.labels, minlength=num_classes)
-        parameters = _views(self.layout, self.weights)
+        logits, parameters = BATCHED[self.rows[0].config.model], views(self.layout, self.evaluated)
         with torch.no_grad():
             for start in range(0, total, chunk):
                 rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
                 images, labels = data.take(rows)
                 shared = images.expand(num_rows, *images.shape).contiguous()
-                found = self._logits(parameters, shared, None)
+                found = logits(parameters, shared, None)
                 every = labels.expand(num_rows, -1)
                 loss -= found.gather(-1, every[..., None]).sum((1, 2))
                 right.scatter_add_(1, every, (found.argmax(-1) == every).float())
         return loss / total, right.sum(1) / total, right / seen
 
 
-WARM_UP = 3
-
-
-def _views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    """Each parameter of every row by name, as a view into `flat` [R, P]."""
-    return {p.name: flat[:, p.offset : p.offset + p.size].view(-1, *p.shape) for p in layout.parameters}
+def hands_out_live(rule: Rule) -> bool:
+    """Whether workers are sent plain copies of the live weights, and nothing is written down of it."""
+    inner = rule.rule if isinstance(rule, Averaged) else rule
+    return getattr(type(inner), "weights_for", None) is Live.weights_for
 
 
 def _wide(array: NDArray[Any], pushes: int, filler: float = 0) -> NDArray[Any]:

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.assemble import parse_strategy
-from paceline.config import RunConfig, to_toml
-from paceline.crew import make_task, work_of
+from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.lab.batched import BATCHED
-from paceline.lab.family import Family, Images, Row
-from paceline.lab.feed import Feed, feed_of
+from paceline.lab.family import Family, Row
 from paceline.lab.scoring import scores_of
-from paceline.lab.trace import Trace, trace_of
-from paceline.rulebook import average_horizon
+from paceline.lab.steps import Images
+from paceline.lab.tracing import traced
+from paceline.rulebook import RULES, average_horizon, parse_rule
 from paceline.runs.result import summarise
 
 ROOM = 0.6
 """Share of the device's free memory that weights, snapshots and activations of one family may take."""
-ACTIVATIONS = {"lenet5": 1_200_000, "cnn": 7_000_000}
-"""Floats that a batch of one run needs on its way through the model, about."""
+ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}
+"""Floats that a sample needs on its way through the model, about; torch's own way takes more."""
+TORCHS_OWN = 8
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,39 @@ class Finished:
     config: RunConfig
     result: dict[str, Any]
     weights: Tensor
+    """Those that were scored."""
+    live: Tensor
     layout: Layout
 
 
-WORTH_COMPILING = 5000
-CHUNK = 20
+CHUNK = 40
 """Updates that a family queues before it is the next one's turn."""
+AHEAD = 2
+"""Chunks that a family may have queued: enough to keep a device busy, and no family waits long for another."""
+POLL = 1e-4
+
+
+@dataclass
+class Spent:
+    """Where the seconds of many rows went, and what was done in them."""
+
+    tracing: float = 0.0
+    training: float = 0.0
+    scoring: float = 0.0
+    num_rows: int = 0
+    gradients: int = 0
+    longest: int = 0
+    """Updates of the longest row: each waits for the one before."""
+
+    def line(self) -> str:
+        rate, chain = (number / max(self.training, 1e-9) for number in (self.gradients, self.longest))
+        return (
+            f"{self.num_rows} rows, {self.gradients:,} gradients: tracing {self.tracing:.1f} s, training "
+            f"{self.training:.1f} s ({rate:,.0f} gradients/s, longest row {self.longest:,} updates, {chain:,.0f}/s), "
+            f"scoring {self.scoring:.1f} s"
+        )
+
+
 Progress = Callable[[str, float], None]
 """What is being done, and how much of all updates is done."""
 
@@ -68,63 +93,43 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
             )
-        if config.rule != "plain" or average_horizon(config) is not None or config.optimizer not in ("sgd", "adam"):
-            raise UserError(
-                f"the lab has rule plain with sgd or adam and live weights so far, not rule {config.rule} with "
-                f"{config.optimizer} and --average {config.average}"
-            )
         if config.snapshots is not None:
             raise UserError("the lab keeps no weights on the way: leave out --snapshots")
 
 
 def run_rows(
-    configs: list[RunConfig], dataset: Dataset, device: torch.device, progress: Progress, compiled: bool = False
+    configs: list[RunConfig], dataset: Dataset, device: torch.device, progress: Progress, spent: Spent | None = None
 ) -> Iterator[Finished]:
     """Run all families side by side, in turns; each result comes as soon as it is there."""
     check_rows(configs)
+    spent = spent or Spent()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of 10-bit mantissas, sums in full
     train, test = images_of(dataset, True, device), images_of(dataset, False, device)
-    rows = _traced(configs, dataset, progress)
-    total, done = sum(row.trace.workers.size for row in rows), 0
     began = time.perf_counter()
+    rows = traced(configs, dataset, progress)
+    total, done = sum(row.trace.workers.size for row in rows), 0
+    started = time.perf_counter()
+    spent.tracing += started - began
+    spent.num_rows += len(rows)
+    spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
     active = [Family(members, train) for members in families(rows, device)]
     while active:
-        for family in list(active):
-            if compiled and not family.compiled and family.left > WORTH_COMPILING:
-                family.compile()
+        ready = [family for family in active if family.num_queued < (AHEAD if family.left else 1)]
+        for family in ready:
             done += family.advance(CHUNK) * sum(row.trace.workers.shape[1] for row in family.rows)
             progress(f"{sum(len(one.rows) for one in active)} rows side by side", done / total)
-            if not family.left:
-                family.wait()
+            if not family.left and not family.num_queued:
                 active.remove(family)
-                yield from _results(family, train, test, time.perf_counter() - began)
                 active += family.without_the_ended()
-
-
-def _traced(configs: list[RunConfig], dataset: Dataset, progress: Progress) -> list[Row]:
-    """Every config with its order of updates; those that differ only in model, optimizer or lr share it."""
-    rows: list[Row] = []
-    known: dict[str, tuple[Trace, Feed]] = {}
-    for number, config in enumerate(configs):
-        progress(f"tracing {number + 1} of {len(configs)}", 0.0)
-        task = make_task(config, dataset)
-        alike = dataclasses.replace(config, **{name: getattr(_ANY, name) for name in _NOT_TIMES}, lr=1.0)
-        if config.link is not None:
-            alike = dataclasses.replace(alike, model=config.model)  # its bytes take time
-        key = to_toml(alike)
-        if key not in known:
-            work = work_of(task, alike)
-            trace = trace_of(alike, work, task.layout.size)
-            known[key] = (trace, feed_of(trace, work, alike))
-        trace, feed = known[key]
-        own = dataclasses.replace(trace, lr=trace.lr * np.float32(config.lr or 0.0))
-        rows.append(Row(config, own, feed, task.initial(), task.layout))
-    return rows
-
-
-_ANY = RunConfig()
-_NOT_TIMES = ("model", "optimizer", "momentum", "nesterov", "betas", "weight_decay", "clip", "name", "runs", "rule")
+                paused = time.perf_counter()
+                found = list(_results(family, train, test, paused - began))
+                spent.scoring += time.perf_counter() - paused
+                yield from found
+        if not ready:
+            time.sleep(POLL)
+    spent.gradients += total
+    spent.training += time.perf_counter() - started - spent.scoring
 
 
 def families(rows: list[Row], device: torch.device) -> list[list[Row]]:
@@ -133,7 +138,7 @@ def families(rows: list[Row], device: torch.device) -> list[list[Row]]:
     for row in rows:
         c = row.config
         kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
-        groups.setdefault((*kind, c.weight_decay, c.clip), []).append(row)
+        groups.setdefault((*kind, c.weight_decay, c.clip, c.rule, average_horizon(c)), []).append(row)
     parts = []
     for members in groups.values():
         size = most_rows(members, device)
@@ -147,8 +152,10 @@ def most_rows(members: list[Row], device: torch.device) -> int:
     row = members[0]
     pushes = max(one.trace.workers.shape[1] for one in members)
     places = max(one.config.workers or 1 for one in members) if pushes == 1 else 1
-    floats = row.initial.numel() * (places + 6)
-    floats += ACTIVATIONS[row.config.model] * 4 * pushes * row.config.batch_size // 32
+    tables = 1 + RULES[parse_rule(row.config.rule)[0]].knows_workers
+    samples = pushes * row.config.batch_size
+    floats = row.initial.numel() * (places * tables + 10) + 2 * samples * max(len(one.trace) for one in members)
+    floats += ACTIVATIONS[row.config.model] * samples * (1 if device.type == "cuda" else TORCHS_OWN)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2 << 30
     most = int(ROOM * free / (4 * floats))
     if most < 1:
@@ -166,8 +173,8 @@ def _results(family: Family, train: Images, test: Images, seconds: float) -> Ite
         return
     for number, scores in scores_of(family, ended, train, test).items():
         row = family.rows[number]
-        found = bool(torch.isfinite(family.weights[number]).all())
+        found = bool(torch.isfinite(family.evaluated[number]).all())
         scores = scores if found else {}
         result = summarise(row.config, row.trace.server, 4 * family.layout.size, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
-        yield Finished(row.config, result, family.weights[number].cpu(), family.layout)
+        yield Finished(row.config, result, family.evaluated[number].cpu(), family.weights[number].cpu(), family.layout)

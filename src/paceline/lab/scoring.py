@@ -8,7 +8,8 @@ from torch import Tensor
 
 from paceline.division import held_out
 from paceline.interfaces import Scores
-from paceline.lab.family import Family, Images
+from paceline.lab.family import Family
+from paceline.lab.steps import Images
 
 
 def scores_of(family: Family, ended: list[int], train: Images, test: Images) -> dict[int, dict[str, Scores | None]]:

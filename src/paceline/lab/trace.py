@@ -39,6 +39,7 @@ class Trace:
     staleness: NDArray[np.int32]  # [T]: the largest of its pushes
     lr: NDArray[np.float32]  # [T]
     num_live: NDArray[np.int32]  # [T]
+    left: NDArray[np.int32]  # [number, 2]: after which update which worker had done all its work
     virtual_seconds: float
     server: Server
     """As the simulation left it: versions, samples, drops, staleness."""
@@ -54,6 +55,7 @@ class _TracedServer(Server):
         super().__init__(*arguments)
         self.rows: list[tuple[list[int], list[int], int, float, int]] = []
         self.released: list[list[int]] = [[]]
+        self.left: list[tuple[int, int]] = []
 
     def _apply(self, workers: tuple[int, ...]) -> bool:
         staleness = max(self.version - self.members[worker].version for worker in workers)
@@ -65,7 +67,14 @@ class _TracedServer(Server):
     def _answer(self, worker: int, over: bool = False) -> Reply:
         if not over:
             self.released[-1].append(worker)
+        elif self.members[worker].done:
+            self.left.append((self.version - 1, worker))
         return super()._answer(worker, over)
+
+    def emptied(self) -> Server:
+        """Without what was written down, which the trace has."""
+        self.rows, self.released, self.left = [], [], []
+        return self
 
 
 class _Counted:
@@ -103,8 +112,9 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
         np.array(staleness, np.int32),
         np.array(lr, np.float32),
         np.array(live, np.int32),
+        np.array(server.left, np.int32).reshape(-1, 2),
         agenda.now,
-        server,
+        server.emptied(),
     )
 
 

@@ -42,9 +42,7 @@ def reproduce_verb(arguments: list[str]) -> int:
 
     rows, folder = choose_rows(parsed.rows), Path(parsed.runs)
     with Console() as console:
-        found = reproduce(
-            rows, parsed.seeds, parsed.epochs, parsed.device, parsed.data_dir, folder, console, parsed.device == "cuda"
-        )
+        found = reproduce(rows, parsed.seeds, parsed.epochs, parsed.device, parsed.data_dir, folder, console)
         table = markdown(found)
         made = write(folder, {"table.md": table, "table.csv": as_csv(found), "runs.csv": runs_as_csv(found)})
         why_not = draw(found, folder / "figure.png")

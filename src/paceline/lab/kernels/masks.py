@@ -1,0 +1,22 @@
+"""The addressed dropout mask of `models.dropout`, inside a kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.models.dropout import _MULTIPLIER_A, _MULTIPLIER_B
+
+FIRST = tl.constexpr(_MULTIPLIER_A)
+SECOND = tl.constexpr(_MULTIPLIER_B)
+
+
+@triton.jit
+def kept(counter, low, high, THRESHOLD: tl.constexpr):
+    """Whether each counter's value stays; wrapping 32-bit arithmetic, as everywhere."""
+    bits = counter ^ low
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    bits = bits * FIRST
+    bits = bits ^ ((bits >> 15) & 0x1FFFF)
+    bits = (bits + high) * SECOND
+    return bits >= THRESHOLD
