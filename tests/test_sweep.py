@@ -6,6 +6,8 @@ import csv
 import fcntl
 import json
 import os
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,13 @@ def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named()
     found = [result(None, 0.5), result(None, 0.7), result(None, 0.55), result(None, 0.75)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
     assert verdict(swept) == "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
+
+
+def test_the_readme_shows_the_example() -> None:
+    root = Path(__file__).parents[1]
+    shown = re.search(r"```toml\n(\[run\].*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert tomllib.loads(shown[1]) == tomllib.loads((root / "examples" / "sweep.toml").read_text())
 
 
 @pytest.mark.real

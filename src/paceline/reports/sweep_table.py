@@ -143,7 +143,7 @@ def runs_as_csv(grid: Grid, configs: list[RunConfig], results: list[dict[str, An
     for config, result in zip(configs, results, strict=True):
         values = {name: shown(getattr(config, name)) for name in (*grid.axes, *(["fold"] if grid.folds else []))}
         figures = {name: result[name] for name in (*parts, "status", "updates")}
-        rows.append({"run": config.name, **values, **figures, "in the lab": bool(result.get("lab"))})
+        rows.append({"run": config.name, **values, **figures, "in_lab": bool(result.get("lab"))})
     return as_csv(rows)
 
 
