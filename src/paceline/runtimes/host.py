@@ -286,6 +286,8 @@ class Host:
         stale = " Stale pushes act as extra momentum, so" if self.server.num_workers > 1 else " So"
         lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
         advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
+        if config.rule == "plain" and config.strategy.startswith(("async", "bounded")) and self.server.num_workers > 1:
+            advice += "; or --rule foresight, which allows for staleness"
         return f"training diverged at {where}: {what}.{advice}"
 
     def _worth_scoring(self) -> tuple[str, ...]:

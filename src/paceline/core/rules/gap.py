@@ -39,17 +39,18 @@ class Gap(Sent):
     def __init__(self, optimizer: Optimizer, places: int) -> None:
         super().__init__(places)
         self.optimizer = optimizer
-        self._scaled = self._step = torch.empty(0)
+        self._scaled = self._step = self._one = torch.empty(0)
 
     def start(self, weights: Tensor) -> State:
         self._scaled, self._step = torch.empty_like(weights), torch.empty_like(weights)
+        self._one = weights.new_ones(1)
         count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
         sizes = {"step_size": torch.full_like(weights, TINY), "steps": count}
         return {**self.start_sent(weights), **sizes, **self.optimizer.start(weights)}
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        gap = torch.sub(weights, read(state["sent"], pusher(arrival)), out=self._scaled)
-        gap.abs_().div_(state["step_size"]).add_(1.0)
+        moved = torch.sub(weights, read(state["sent"], pusher(arrival)), out=self._scaled).abs_()
+        gap = torch.addcdiv(self._one, moved, state["step_size"], out=self._scaled)
         scaled = torch.div(update, gap, out=self._scaled)
         self._step.copy_(weights)
         self.optimizer.step(weights, state, scaled, arrival.lr)
