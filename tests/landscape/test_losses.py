@@ -18,16 +18,16 @@ from paceline.landscape.losses import LEAST_BATCH, Losses, chosen_rows
 from paceline.tasks.supervised import SupervisedTask
 
 
-@pytest.mark.parametrize("model", ["lenet5", "cnn"])
-def test_they_are_the_tasks_own(make_dataset: Callable[..., Dataset], model: str) -> None:
+@pytest.mark.parametrize(("model", "side_by_side"), [("lenet5", True), ("lenet5", False), ("cnn", True)])
+def test_they_are_the_tasks_own(make_dataset: Callable[..., Dataset], model: str, side_by_side: bool) -> None:
     task = make_task(resolve(RunConfig(model=model)), make_dataset(60, 20))
-    points = [(task.initial() * factor, None) for factor in (0.5, 1.0, 2.0)]
+    points = [(task.initial() * factor, None) for factor in (0.5, 1.0, 1.5, 2.0, 0.1, 3.0, 0.7)]
     ticks: list[int] = []
-    found = Losses(task, task.train, 40)(points, lambda: ticks.append(1))
+    found = Losses(task, task.train, 40, side_by_side)(points, lambda: ticks.append(1))
     rows = chosen_rows(60, 40)
     expected = [task.evaluate(weights, None, task.train, rows).loss for weights, _ in points]
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
-    assert len(ticks) == 3
+    assert len(ticks) == 7
 
 
 def normed_task() -> SupervisedTask:

@@ -28,6 +28,8 @@ from paceline.tasks.supervised import SupervisedTask
 
 SCHEMA = 1
 SHOWN_SHARES = 10
+TELLING = 20
+"""Losses from which the time of the others can be told: the first are slow."""
 NARROWEST = 0.4
 """The grid's shorter side, as a share of its longer one, is at least this."""
 
@@ -39,7 +41,7 @@ class View:
     grid: int = 41
     margin: float = 0.25
     on: str = "train"
-    samples: int = 1500
+    samples: int = 1000
     device: str = "cpu"
 
 
@@ -79,7 +81,8 @@ def survey(trails: list[Trail], view: View, console: Console) -> Landscape:
         data = task.train if view.on == "train" else task.test
         if data is None:
             raise UserError(f"--on {view.on}: {trails[0].trained} has no test data; use --on train")
-        return look_around(paths, plane, Losses(task, data, view.samples), view, console)
+        built_in = trails[0].config.task is None
+        return look_around(paths, plane, Losses(task, data, view.samples, built_in), view, console)
     except torch.OutOfMemoryError:
         raise UserError(
             f"--device {view.device} has no room for the data: use fewer --samples, or --device cpu"
@@ -139,8 +142,9 @@ class Meter:
         """One more loss is known."""
         self._done += 1
         left = self.seconds * (self._total - self._done) / self._done
+        later = f", about {left:.0f} s left" if self._done >= TELLING else ""
         share = 100 * self._done / self._total
-        text = f"{share:3.0f} %  {self._done} of {self._total} losses, about {left:.0f} s left"
+        text = f"{share:3.0f} %  {self._done} of {self._total} losses{later}"
         self._console.report({"kind": "working", "text": text})
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from paceline.errors import UserError
 
 LEVELS = 16
+BEYOND = 0.5
+"""How much higher than the paths contours go, as a share of what the paths descend."""
 LABELLED = 3
 """Every so many contour lines carry their loss."""
 STYLES = (
@@ -70,10 +72,11 @@ def _size(x: list[float], y: list[float]) -> tuple[float, float]:
 def _draw_surface(
     figure: Any, axes: Any, facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]]
 ) -> None:
-    levels, norm = _levels([loss for row in losses for loss in row])
+    levels, norm = _levels([loss for row in losses for loss in row], _highest_on_the_way(facts))
     ticker = importlib.import_module("matplotlib.ticker")
-    shown = [[loss if math.isfinite(loss) else levels[-1] * 2 for loss in row] for row in losses]
-    beyond = "neither" if shown == losses else "max"
+    top = levels[-1]
+    shown = [[loss if math.isfinite(loss) else top + abs(top) for loss in row] for row in losses]
+    beyond = "max" if any(loss > top for row in shown for loss in row) else "neither"
     filled = axes.contourf(x, y, shown, levels=levels, norm=norm, cmap="YlGnBu_r", extend=beyond, alpha=0.75)
     lines = axes.contour(x, y, shown, levels=levels, norm=norm, colors="white", linewidths=0.6)
     labels = axes.clabel(lines, levels=levels[1::LABELLED], fmt=_short, fontsize=7, colors="#08306b")
@@ -86,14 +89,24 @@ def _draw_surface(
     bar.ax.tick_params(labelsize=7)
 
 
-def _levels(losses: list[float]) -> tuple[list[float], Any]:
-    """Contours evenly spaced in the logarithm of the loss; in the loss itself where it is not positive."""
+def _highest_on_the_way(facts: dict[str, Any]) -> float:
+    """The highest loss of any path, as the picture shows it."""
+    seen = [point["loss_in_plane"] for run in facts["runs"] for point in run["path"]]
+    return max((loss for loss in seen if loss is not None), default=math.inf)
+
+
+def _levels(losses: list[float], highest: float) -> tuple[list[float], Any]:
+    """Contours evenly spaced in the logarithm of the loss, or in the loss itself where it is not positive.
+
+    They end not far above the `highest` loss of the paths: slopes where nobody went need no telling apart.
+    """
     colors = importlib.import_module("matplotlib.colors")
     finite = sorted(loss for loss in losses if math.isfinite(loss))
     if not finite:
         raise UserError("no place of the grid has a finite loss: use a smaller --margin")
-    low, high = finite[0], finite[-1]
-    if low <= 0.0:
+    low = finite[0]
+    high = min(finite[-1], highest + BEYOND * (highest - low))
+    if low <= 0.0 or high <= low:
         span = (high - low) * 1.001 or 1.0
         levels = [low + span * number / LEVELS for number in range(LEVELS + 1)]
         return levels, colors.Normalize(levels[0], levels[-1])

@@ -28,7 +28,7 @@ def landscape_verb(arguments: list[str]) -> int:
     parser.add_argument("--grid", type=number(int), default=41, metavar="N", help="N x N places around the paths [41]")
     parser.add_argument("--margin", type=number(float), default=0.25, help="room around them, in their lengths [0.25]")
     parser.add_argument("--on", choices=("train", "test"), default="train", help="which data [train]")
-    parser.add_argument("--samples", type=number(int), default=1500, metavar="N", help="how many of it [1500]")
+    parser.add_argument("--samples", type=number(int), default=1000, metavar="N", help="how many of it [1000]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where losses are computed [cpu]")
     parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="where the files go [landscape]")
     parser.add_argument("--json", action="store_true", help="print landscape.json on standard output")
