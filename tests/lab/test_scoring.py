@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from paceline.crew import make_task
 from paceline.data.datasets import Dataset
 from paceline.division import held_out
 from paceline.errors import UserError
-from paceline.lab.rows import check_rows, run_rows
+from paceline.lab.rows import Spent, check_rows, run_rows
 
 SETTINGS = RunConfig(strategy="async", workers=2, batch_size=4, steps=6, lr=0.05)
 
@@ -57,3 +58,13 @@ def test_a_diverged_row_has_no_figures(make_dataset: Callable[..., Dataset]) -> 
 def test_what_the_lab_cannot_do_is_said_first(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_rows([resolve(RunConfig(**settings))])
+
+
+def test_seconds_add_up_over_several_calls(make_dataset: Callable[..., Dataset]) -> None:
+    dataset, spent, began = make_dataset(), Spent(), time.perf_counter()
+    for seed in (0, 1, 2):
+        config = resolve(dataclasses.replace(SETTINGS, seed=seed))
+        list(run_rows([config], dataset, torch.device("cpu"), lambda text, share: None, spent))
+    parts = (spent.tracing, spent.training, spent.scoring)
+    assert all(part > 0 for part in parts) and sum(parts) <= time.perf_counter() - began
+    assert (spent.num_rows, spent.gradients) == (3, 18)

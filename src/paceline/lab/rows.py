@@ -111,6 +111,7 @@ def run_rows(
     total, done = sum(row.trace.workers.size for row in rows), 0
     started = time.perf_counter()
     spent.tracing += started - began
+    scored_before = spent.scoring
     spent.num_rows += len(rows)
     spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
     active = [Family(members, train) for members in families(rows, device)]
@@ -129,7 +130,7 @@ def run_rows(
         if not ready:
             time.sleep(POLL)
     spent.gradients += total
-    spent.training += time.perf_counter() - started - spent.scoring
+    spent.training += time.perf_counter() - started - (spent.scoring - scored_before)
 
 
 def families(rows: list[Row], device: torch.device) -> list[list[Row]]:
