@@ -84,6 +84,15 @@ def test_who_left_after_the_end_is_forgotten_when_the_run_goes_on(record: Record
     assert_same(again.server, run.server)
 
 
+def test_rows_for_more_workers_than_there_is_memory_are_refused(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.transports.segment.available_memory", lambda: 500)
+    with pytest.raises(UserError, match=r"the table of rule foresight needs .* of memory, .* use fewer workers"):
+        record(strategy="async", workers=3, rule="foresight")
+    record(strategy="async", workers=3, rule="buffered:2", name="without rows")
+
+
 def test_a_run_whose_checkpoint_is_of_another_rule_is_refused_naming_both(record: Record) -> None:
     other = record(strategy="async", workers=2, rule="dana", name="other")
     other.join_all()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.per_worker import Live, pusher, read, table, write
+from paceline.core.rules.per_worker import Live, pushers_place, read, table, write
 from paceline.interfaces import Arrival, State
 
 
@@ -46,15 +46,15 @@ class Cached(Live):
         forget(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        remember(state, pusher(arrival), update)
+        remember(state, pushers_place(state["cache"], arrival), update)
         torch.div(state["total"], arrival.num_live, out=self._mean)
         self.optimizer.step(weights, state, self._mean, arrival.lr)
 
 
-def remember(state: State, worker: int | Tensor, gradient: Tensor) -> None:
-    """Put the worker's newest gradient in place of its last one, in its row and in the sum of all rows."""
-    state["total"].sub_(read(state["cache"], worker)).add_(gradient)
-    write(state["cache"], worker, gradient)
+def remember(state: State, place: int | Tensor, gradient: Tensor) -> None:
+    """Put a worker's newest gradient in place of its last one, in its row and in the sum of all rows."""
+    state["total"].sub_(read(state["cache"], place)).add_(gradient)
+    write(state["cache"], place, gradient)
 
 
 def forget(state: State, worker: int) -> None:

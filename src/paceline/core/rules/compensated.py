@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.per_worker import Sent, pusher, read
+from paceline.core.rules.per_worker import Sent, pushers_place, read
 from paceline.interfaces import Arrival, State
 
 STRENGTH = 2.0
@@ -46,9 +46,10 @@ class Compensated(Sent):
         return {**self.start_sent(weights), **squares, **self.optimizer.start(weights)}
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        place = pushers_place(state["sent"], arrival)
         square = state["gradient_square"]
         square.mul_(MEMORY).addcmul_(update, update, value=1.0 - MEMORY)
-        torch.sub(weights, read(state["sent"], pusher(arrival)), out=self._drift)
+        torch.sub(weights, read(state["sent"], place), out=self._drift)
         curvature = torch.add(square, EPSILON, out=self._sum).rsqrt_().mul_(update).mul_(update)
         compensated = torch.addcmul(update, curvature, self._drift, value=STRENGTH, out=self._sum)
         self.optimizer.step(weights, state, compensated, arrival.lr)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Prepared
-from paceline.core.rules.per_worker import Live, pusher, put_back, read, table
+from paceline.core.rules.per_worker import Live, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
@@ -46,13 +46,13 @@ class Dana(Live):
         row.zero_()
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        worker = pusher(arrival)
+        place = pushers_place(state["velocities"], arrival)
         update = self.prepared.prepare(weights, update)
-        velocity = read(state["velocities"], worker)
+        velocity = read(state["velocities"], place)
         state["total"].sub_(velocity)
         torch.addcmul(update, velocity, self.momentum, out=velocity)
         state["total"].add_(velocity)
-        put_back(state["velocities"], worker, velocity)
+        put_back(state["velocities"], place, velocity)
         state["ahead"].copy_(arrival.lr * self.momentum)
         weights.addcmul_(velocity, arrival.lr, value=-1.0)
 
@@ -91,9 +91,9 @@ class DanaSlim(Live):
         read(state["velocities"], worker).zero_()
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        worker = pusher(arrival)
+        place = pushers_place(state["velocities"], arrival)
         update = self.prepared.prepare(weights, update)
-        velocity = read(state["velocities"], worker)
+        velocity = read(state["velocities"], place)
         torch.addcmul(update, velocity, self.momentum, out=velocity)
-        put_back(state["velocities"], worker, velocity)
+        put_back(state["velocities"], place, velocity)
         weights.addcmul_(velocity, arrival.lr * self.momentum, value=-1.0).addcmul_(update, arrival.lr, value=-1.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.cached import forget, remember
-from paceline.core.rules.per_worker import Live, keep_row, pusher, read, table
+from paceline.core.rules.per_worker import Live, keep_row, place_in, pushers_place, read, table
 from paceline.core.rules.scalars import Scalar, add_scaled, at_least, keep, load, scale
 from paceline.interfaces import Arrival, State
 
@@ -74,20 +74,20 @@ class Foresight(Live):
         read(state["interval"], worker).zero_()
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        worker = pusher(arrival)
-        decay, step, share = self._measure(state, worker, arrival)
-        remember(state, worker, self.prepared.prepare(weights, update))
+        place = pushers_place(state["cache"], arrival)
+        decay, step, share = self._measure(state, place, arrival)
+        remember(state, place, self.prepared.prepare(weights, update))
         velocity = state["velocity"]
         scale(velocity, decay)
         add_scaled(velocity, state["total"], share)
         add_scaled(weights, velocity, -step)
 
-    def _measure(self, state: State, worker: int | Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
+    def _measure(self, state: State, place: int | Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
         """How far apart the worker's arrivals are, and what the longest such interval makes of momentum and step."""
-        interval = load(read(state["interval"], worker))
+        interval = load(read(state["interval"], place))
         interval = interval + (interval == 0) * arrival.num_live
         interval = interval + self.smoothing * (arrival.staleness + 1 - interval)
-        keep_row(state["interval"], worker, interval)
+        keep_row(state["interval"], place, interval)
         longest = load(state["interval"].amax(-2))
         decay: Scalar = self.momentum ** (1.0 / longest)
         step = load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum)
@@ -98,7 +98,8 @@ class Foresight(Live):
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         decay, step, share = load(state["decay"]), load(state["step"]), load(state["share"])
-        ahead = self.horizon * at_least(load(read(state["interval"], worker)) - 1.0, 0.0)
+        interval = load(read(state["interval"], place_in(state["interval"], worker)))
+        ahead = self.horizon * at_least(interval - 1.0, 0.0)
         kept = 1.0 - decay
         of_velocity = decay * (1.0 - decay**ahead) / kept
         of_mean = (ahead - of_velocity) / kept

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.per_worker import Sent, pusher, read
+from paceline.core.rules.per_worker import Sent, pushers_place, read
 from paceline.interfaces import Arrival, State
 
 REMEMBERED = 1000.0
@@ -49,7 +49,8 @@ class Gap(Sent):
         return {**self.start_sent(weights), **sizes, **self.optimizer.start(weights)}
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        moved = torch.sub(weights, read(state["sent"], pusher(arrival)), out=self._scaled).abs_()
+        place = pushers_place(state["sent"], arrival)
+        moved = torch.sub(weights, read(state["sent"], place), out=self._scaled).abs_()
         gap = torch.addcdiv(self._one, moved, state["step_size"], out=self._scaled)
         scaled = torch.div(update, gap, out=self._scaled)
         self._step.copy_(weights)

@@ -16,50 +16,51 @@ def table(weights: Tensor, places: int) -> Tensor:
     return weights.new_zeros((*weights.shape[:-1], places, weights.shape[-1]))
 
 
-def read(rows: Tensor, worker: int | Tensor) -> Tensor:
-    """The worker's row: a view into the table, or over many runs a copy of each run's row.
+def place_in(rows: Tensor, worker: int | Tensor) -> int | Tensor:
+    """Where a worker's rows lie, in every table of these places: its number, or over many runs one index a run."""
+    if isinstance(worker, Tensor):
+        runs, places = rows.shape[:2]
+        return worker + arange(0, runs * places, places, device=rows.device)
+    return worker
+
+
+def read(rows: Tensor, place: int | Tensor) -> Tensor:
+    """The row at a place: a view into the table, or over many runs a copy of each run's row.
 
     >>> rows = arange(8.0).view(2, 2, 2)
-    >>> read(rows[0], 1).tolist(), read(rows, arange(2)).tolist()
+    >>> read(rows[0], 1).tolist(), read(rows, place_in(rows, arange(2))).tolist()
     ([2.0, 3.0], [[0.0, 1.0], [6.0, 7.0]])
     """
-    if isinstance(worker, Tensor):
-        return rows.flatten(0, 1).index_select(0, _places(rows, worker))
-    return rows[worker]
+    return rows.flatten(0, 1).index_select(0, place) if isinstance(place, Tensor) else rows[place]
 
 
-def write(rows: Tensor, worker: int | Tensor, row: Tensor) -> None:
-    """Copy `row` into the worker's place."""
-    if isinstance(worker, Tensor):
-        rows.flatten(0, 1).index_copy_(0, _places(rows, worker), row)
+def write(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
+    """Copy `row` into its place."""
+    if isinstance(place, Tensor):
+        rows.flatten(0, 1).index_copy_(0, place, row)
     else:
-        rows[worker].copy_(row)
+        rows[place].copy_(row)
 
 
-def put_back(rows: Tensor, worker: int | Tensor, row: Tensor) -> None:
+def put_back(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
     """Keep what was read and then changed in place: a view needs nothing more."""
-    if isinstance(worker, Tensor):
-        write(rows, worker, row)
+    if isinstance(place, Tensor):
+        write(rows, place, row)
 
 
-def keep_row(rows: Tensor, worker: int | Tensor, value: Scalar) -> None:
-    """The worker's number, in a table of one number a row."""
-    if isinstance(worker, Tensor):
+def keep_row(rows: Tensor, place: int | Tensor, value: Scalar) -> None:
+    """A worker's number, in a table of one number a row."""
+    if isinstance(place, Tensor):
         assert isinstance(value, Tensor)
-        write(rows, worker, value)
+        write(rows, place, value)
     else:
-        keep(rows[worker], value)
+        keep(rows[place], value)
 
 
-def _places(rows: Tensor, worker: Tensor) -> Tensor:
-    runs, places = rows.shape[:2]
-    return worker + arange(0, runs * places, places, device=rows.device)
-
-
-def pusher(arrival: Arrival) -> int | Tensor:
-    """Who pushed; a rule with a row a worker is never handed the mean of a round."""
+def pushers_place(rows: Tensor, arrival: Arrival) -> int | Tensor:
+    """The place of who pushed; a rule with a row a worker is never handed the mean of a round."""
     assert arrival.worker is not None, "a rule that knows its workers was handed the mean of several"
-    return arrival.worker
+    return place_in(rows, arrival.worker)
 
 
 class Live:
@@ -92,5 +93,5 @@ class Sent(Live):
         read(state["sent"], worker).zero_()
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        write(state["sent"], worker, weights)
+        write(state["sent"], place_in(state["sent"], worker), weights)
         out.copy_(weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.buffered import step
-from paceline.core.rules.per_worker import Live, pusher, put_back, read, table
+from paceline.core.rules.per_worker import Live, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
@@ -67,19 +67,19 @@ class Ringleader(Live):
             row.zero_()
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        worker = pusher(arrival)
-        stepped = read(state["stepped"], worker).clone()
-        self._gather(state, worker, self.prepared.prepare(weights, update), stepped)
+        place = pushers_place(state["means"], arrival)
+        stepped = read(state["stepped"], place).clone()
+        self._gather(state, place, self.prepared.prepare(weights, update), stepped)
         heard = ((state["pushes"] > 0) | (state["stepped"] > 0)).sum(-2)
         due = (heard >= arrival.num_live).to(weights.dtype) * (1.0 - stepped)
         share = due / state["parts"].clamp(min=1.0)
         step(weights, state["velocity"], state["total"], share, due, self.momentum, arrival.lr)
-        self._turn(state, worker, due, arrival)
+        self._turn(state, place, due, arrival)
 
     @staticmethod
-    def _gather(state: State, worker: int | Tensor, update: Tensor, stepped: Tensor) -> None:
+    def _gather(state: State, place: int | Tensor, update: Tensor, stepped: Tensor) -> None:
         """The push into its worker's mean, and the mean into the sum of its round."""
-        mean, pushes = read(state["means"], worker), read(state["pushes"], worker)
+        mean, pushes = read(state["means"], place), read(state["pushes"], place)
         known = (pushes > 0).to(mean.dtype)
         state["parts"].add_((1.0 - known) * (1.0 - stepped))
         pushes.add_(1.0)
@@ -88,17 +88,17 @@ class Ringleader(Live):
             state["next_total"].addcmul_(mean, weight * stepped, value=sign)
             if sign < 0:
                 mean.lerp_(update, pushes.reciprocal())
-        put_back(state["means"], worker, mean)
-        put_back(state["pushes"], worker, pushes)
+        put_back(state["means"], place, mean)
+        put_back(state["pushes"], place, pushes)
 
     @staticmethod
-    def _turn(state: State, worker: int | Tensor, due: Tensor, arrival: Arrival) -> None:
+    def _turn(state: State, place: int | Tensor, due: Tensor, arrival: Arrival) -> None:
         """Who has made its step begins anew; when all have, the next round is this round."""
-        stepped, pushes = read(state["stepped"], worker), read(state["pushes"], worker)
+        stepped, pushes = read(state["stepped"], place), read(state["pushes"], place)
         stepped.add_(due)
         pushes.mul_(1.0 - due)
-        put_back(state["stepped"], worker, stepped)
-        put_back(state["pushes"], worker, pushes)
+        put_back(state["stepped"], place, stepped)
+        put_back(state["pushes"], place, pushes)
         over = (state["stepped"].sum(-2) >= arrival.num_live).to(due.dtype)
         state["total"].lerp_(state["next_total"], over)
         state["next_total"].mul_(1.0 - over)
