@@ -19,12 +19,14 @@ from paceline.config import RunConfig
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.per_worker import Live
 from paceline.interfaces import Arrival, Layout, Rule
-from paceline.lab.batched import BATCHED, DROPOUT_LAYERS
+from paceline.lab.batched import DROPOUT_LAYERS
 from paceline.lab.feed import Feed, mix64
-from paceline.lab.steps import Gradients, Images, Inputs, gradients_for, views
+from paceline.lab.steps import Gradients, Images, Inputs, gradients_for
 from paceline.lab.trace import NOBODY, Trace
 
 WARM_UP = 3
+TOGETHER = 0.05
+"""Rows whose lengths differ by less than this share of them end together."""
 UNROLL = 10
 """Updates of the longer graph: one launch by the host for so many."""
 
@@ -41,15 +43,24 @@ class Row:
 
 
 class Family:
-    """Rows that share model, rule, optimizer and pushes an update, from update `begin` until the first of them ends."""
+    """Rows that share model, rule, optimizer and pushes an update, from update `begin` until the first of them end.
+
+    Rows that end within a few updates of each other end together: what each came to is kept at its own last update, and
+    what it goes on to do meanwhile counts for nothing.
+    """
 
     def __init__(self, rows: list[Row], data: Images, begin: int = 0, places: int | None = None) -> None:
         config, layout = rows[0].config, rows[0].layout
         self.rows, self.layout, self.data = rows, layout, data
         device = data.images.device
         self.weights = torch.stack([row.initial for row in rows]).to(device)
-        self._begin, self.end = begin, min(len(row.trace) for row in rows)
+        lengths = [len(row.trace) for row in rows]
+        self._begin = begin
+        self.end = max(length for length in lengths if length <= min(lengths) * (1.0 + TOGETHER))
         self.num_updates = self.end - begin
+        self.ended = [number for number, length in enumerate(lengths) if length <= self.end]
+        self.final: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of each row that has made its last update: the weights that are scored, and the live ones."""
         self._in_rounds = rows[0].trace.workers.shape[1] > 1
         self._several = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
         self.places = places or max(row.config.workers or 1 for row in rows) + self._several
@@ -61,7 +72,7 @@ class Family:
         self.held = self.weights if self._in_rounds else self.weights.repeat_interleave(self.places, 0)
         self._inputs = self._bring(device)
         self._find_gradients: Gradients = gradients_for(config.model, self._inputs, layout, self._gradient, self.losses)
-        self._leaves = self._find_leaves()
+        self._stops = self._find_stops()
         self._done = 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -74,7 +85,7 @@ class Family:
         pushes = max(row.trace.workers.shape[1] for row in rows)
 
         def stacked(arrays: list[NDArray[Any]], dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(np.stack(arrays, 1)).to(device, dtype)
+            return torch.from_numpy(np.stack([_long(array, self.num_updates) for array in arrays], 1)).to(device, dtype)
 
         traces = [row.trace for row in rows]
         numbers = [np.stack([one.staleness[span], one.lr[span], one.num_live[span]], 1) for one in traces]
@@ -82,7 +93,7 @@ class Family:
         keys = []
         for layer in DROPOUT_LAYERS[rows[0].config.model]:
             found = [_wide(mix64(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
-            both = torch.from_numpy(np.stack(found, 1)).to(device)
+            both = stacked(found, torch.int64)
             keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
         self._base = torch.arange(len(rows), device=device) * self.places
         self._worker: Tensor | None = None
@@ -91,7 +102,12 @@ class Family:
         if not self._in_rounds:
             self._worker = stacked([row.trace.workers[span, 0] for row in rows], torch.int64)
             owner = self._worker + self._base
-            self._released = [owner] if not self._several else self._several_released(span, device)
+            self._released = [owner]
+        if self._several:
+            most = max(row.trace.released.shape[1] for row in rows)
+            free = stacked([_wide(row.trace.released[span], most, NOBODY) for row in rows], torch.int64)
+            free = torch.where(free == NOBODY, self.places - 1, free) + self._base[:, None]  # nobody is the last place
+            self._released = list(free.unbind(-1))
         return Inputs(
             self.data,
             torch.zeros(1, dtype=torch.int64, device=device),
@@ -103,22 +119,16 @@ class Family:
             rows[0].config.batch_size,
         )
 
-    def _several_released(self, span: slice, device: torch.device) -> list[Tensor]:
-        """Who is answered at each update, one tensor for each of the most that ever are; nobody is the last place."""
-        most = max(row.trace.released.shape[1] for row in self.rows)
-        free = np.stack([_wide(row.trace.released[span], most, NOBODY) for row in self.rows], 1)
-        free = np.where(free == NOBODY, self.places - 1, free)
-        return [torch.from_numpy(free[..., number]).to(device, torch.int64) + self._base for number in range(most)]
-
-    def _find_leaves(self) -> dict[int, list[tuple[int, int]]]:
-        """After which updates the rule must forget whom: (row, worker)."""
+    def _find_stops(self) -> dict[int, list[tuple[int, int]]]:
+        """After which updates something is due: a worker for the rule to forget, as (row, worker), or a row's end."""
         found: dict[int, list[tuple[int, int]]] = {}
-        if self._in_rounds:
-            return found
         for number, row in enumerate(self.rows):
-            for update, worker in row.trace.left.tolist():
-                if self._begin <= update < self.end:
-                    found.setdefault(update + 1 - self._begin, []).append((number, worker))
+            if not self._in_rounds:
+                for update, worker in row.trace.left.tolist():
+                    if self._begin <= update < self.end:
+                        found.setdefault(update + 1 - self._begin, []).append((number, worker))
+            if number in self.ended:
+                found.setdefault(len(row.trace) - self._begin, []).append((number, NOBODY))
         return found
 
     def _update(self) -> None:
@@ -141,7 +151,7 @@ class Family:
 
     @property
     def left(self) -> int:
-        """Updates until the first row ends."""
+        """Updates until the first rows end."""
         return self.num_updates - self._done
 
     def advance(self, updates: int) -> int:
@@ -149,15 +159,15 @@ class Family:
         number = min(updates, self.left)
         target = self._done + number
         while self._done < target:
-            stop = next((place for place in range(self._done + 1, target) if place in self._leaves), target)
+            stop = next((place for place in range(self._done + 1, target) if place in self._stops), target)
             if self._stream is None:
                 for _ in range(stop - self._done):
                     self._update()
-                self._forget(stop)
+                self._stop_at(stop)
             else:
                 with torch.cuda.stream(self._stream):
                     self._replay(stop - self._done)
-                    self._forget(stop)
+                    self._stop_at(stop)
             self._done = stop
         if self._stream is not None and number:
             self._queued.append(self._stream.record_event())
@@ -170,10 +180,14 @@ class Family:
             del self._queued[0]
         return len(self._queued)
 
-    def _forget(self, place: int) -> None:
-        """Tell the rule who has left."""
-        for number, worker in self._leaves.get(place, ()):
-            self.rule.leave({name: tensor[number] for name, tensor in self.state.items()}, worker)
+    def _stop_at(self, place: int) -> None:
+        """Tell the rule who has left, and keep what rows came to."""
+        for number, worker in self._stops.get(place, ()):
+            if worker == NOBODY:
+                evaluated = self.rule.evaluated(self.weights, self.state)
+                self.final[number] = evaluated[number].clone(), self.weights[number].clone()
+            else:
+                self.rule.leave({name: tensor[number] for name, tensor in self.state.items()}, worker)
 
     def _replay(self, number: int) -> None:
         while number:
@@ -202,7 +216,7 @@ class Family:
 
     def without_the_ended(self) -> list[Family]:
         """The rows that have updates left, where they are now, as a family of their own."""
-        keep = [number for number, row in enumerate(self.rows) if len(row.trace) > self.end]
+        keep = [number for number in range(len(self.rows)) if number not in self.ended]
         if not keep:
             return []
         rest = Family([self.rows[number] for number in keep], self.data, self.end, self.places)
@@ -219,40 +233,16 @@ class Family:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.weights.device))
 
-    def ended(self) -> list[int]:
-        """Places of the rows that have made their last update."""
-        return [number for number, row in enumerate(self.rows) if len(row.trace) == self.end]
-
-    @property
-    def evaluated(self) -> Tensor:
-        """The weights of every row that are scored: the live ones, unless the rule averages."""
-        return self.rule.evaluated(self.weights, self.state)
-
-    def scores(self, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every row on `data`: mean loss, share of right answers, and that share for each class."""
-        total, num_rows = len(data.labels), len(self.rows)
-        device = data.labels.device
-        num_classes = int(data.labels.max()) + 1
-        loss = torch.zeros(num_rows, device=device)
-        right = torch.zeros(num_rows, num_classes, device=device)
-        seen = torch.bincount(data.labels, minlength=num_classes)
-        logits, parameters = BATCHED[self.rows[0].config.model], views(self.layout, self.evaluated)
-        with torch.no_grad():
-            for start in range(0, total, chunk):
-                rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
-                images, labels = data.take(rows)
-                shared = images.expand(num_rows, *images.shape).contiguous()
-                found = logits(parameters, shared, None)
-                every = labels.expand(num_rows, -1)
-                loss -= found.gather(-1, every[..., None]).sum((1, 2))
-                right.scatter_add_(1, every, (found.argmax(-1) == every).float())
-        return loss / total, right.sum(1) / total, right / seen
-
 
 def hands_out_live(rule: Rule) -> bool:
     """Whether workers are sent plain copies of the live weights, and nothing is written down of it."""
     inner = rule.rule if isinstance(rule, Averaged) else rule
     return getattr(type(inner), "weights_for", None) is Live.weights_for
+
+
+def _long(array: NDArray[Any], updates: int) -> NDArray[Any]:
+    """Repeat the last entry of a row that ends before the others."""
+    return array if len(array) == updates else np.concatenate([array, array[-1:].repeat(updates - len(array), 0)])
 
 
 def _wide(array: NDArray[Any], pushes: int, filler: float = 0) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.lab.batched import BATCHED
 from paceline.lab.family import Family, Row
-from paceline.lab.scoring import scores_of
+from paceline.lab.scoring import EVERYTHING, scores_of
 from paceline.lab.steps import Images
 from paceline.lab.tracing import traced
 from paceline.rulebook import RULES, average_horizon, parse_rule
@@ -98,7 +98,12 @@ def check_rows(configs: list[RunConfig]) -> None:
 
 
 def run_rows(
-    configs: list[RunConfig], dataset: Dataset, device: torch.device, progress: Progress, spent: Spent | None = None
+    configs: list[RunConfig],
+    dataset: Dataset,
+    device: torch.device,
+    progress: Progress,
+    spent: Spent | None = None,
+    parts: Sequence[str] = EVERYTHING,
 ) -> Iterator[Finished]:
     """Run all families side by side, in turns; each result comes as soon as it is there."""
     check_rows(configs)
@@ -121,10 +126,9 @@ def run_rows(
             done += family.advance(CHUNK) * sum(row.trace.workers.shape[1] for row in family.rows)
             progress(f"{sum(len(one.rows) for one in active)} rows side by side", done / total)
             if not family.left and not family.num_queued:
-                active.remove(family)
-                active += family.without_the_ended()
+                active[active.index(family) : active.index(family) + 1] = family.without_the_ended()
                 paused = time.perf_counter()
-                found = list(_results(family, train, test, paused - began))
+                found = list(_results(family, train, test, parts, paused - began))
                 spent.scoring += time.perf_counter() - paused
                 yield from found
         if not ready:
@@ -168,14 +172,11 @@ def most_rows(members: list[Row], device: torch.device) -> int:
     return most
 
 
-def _results(family: Family, train: Images, test: Images, seconds: float) -> Iterator[Finished]:
-    ended = family.ended()
-    if not ended:
-        return
-    for number, scores in scores_of(family, ended, train, test).items():
-        row = family.rows[number]
-        found = bool(torch.isfinite(family.evaluated[number]).all())
+def _results(family: Family, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[Finished]:
+    for number, scores in scores_of(family, train, test, parts).items():
+        row, (evaluated, live) = family.rows[number], family.final[number]
+        found = bool(torch.isfinite(evaluated).all())
         scores = scores if found else {}
         result = summarise(row.config, row.trace.server, 4 * family.layout.size, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
-        yield Finished(row.config, result, family.evaluated[number].cpu(), family.weights[number].cpu(), family.layout)
+        yield Finished(row.config, result, evaluated.cpu(), live.cpu(), family.layout)

@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.division import held_out
-from paceline.interfaces import Scores
+from paceline.interfaces import Layout, Scores
+from paceline.lab.batched import BATCHED
 from paceline.lab.family import Family
-from paceline.lab.steps import Images
+from paceline.lab.steps import Images, views
+
+EVERYTHING = ("train", "test", "validation")
 
 
-def scores_of(family: Family, ended: list[int], train: Images, test: Images) -> dict[int, dict[str, Scores | None]]:
-    """By place in the family; only rows that are no folds are shown the test set."""
-    found: dict[int, dict[str, Scores | None]] = {}
-    on_train = family.scores(train)
-    on_test = family.scores(test) if any(family.rows[number].config.fold is None for number in ended) else None
+def scores_of(
+    family: Family, train: Images, test: Images, parts: Sequence[str] = EVERYTHING
+) -> dict[int, dict[str, Scores | None]]:
+    """Of the rows that have ended, by place in the family; only rows that are no folds are shown the test set."""
+    weights = torch.stack([family.final[number][0] for number in family.ended])
+    configs = [family.rows[number].config for number in family.ended]
+
+    def on(data: Images) -> tuple[Tensor, Tensor, Tensor]:
+        return score(configs[0].model, family.layout, weights, data)
+
+    found: dict[int, dict[str, Scores | None]] = {number: {} for number in family.ended}
+    on_train = on(train) if "train" in parts else None
+    on_test = on(test) if "test" in parts and any(config.fold is None for config in configs) else None
     labels = train.labels.cpu().numpy()
     on_part: dict[tuple[int, float, str | None], tuple[tuple[Tensor, Tensor, Tensor], int]] = {}
-    for number in ended:
-        config = family.rows[number].config
-        whole = _scores(on_train, number, len(labels))
-        found[number] = {"train": whole}
+    for place, (number, config) in enumerate(zip(family.ended, configs, strict=True)):
+        scores = found[number]
+        if on_train is not None:
+            scores["train"] = _scores(on_train, place, len(labels))
         if on_test is not None and config.fold is None:
-            found[number]["test"] = _scores(on_test, number, len(test.labels))
-        if config.validation or config.fold is not None:
+            scores["test"] = _scores(on_test, place, len(test.labels))
+        if "validation" in parts and (config.validation or config.fold is not None):
             address = (config.seed, config.validation, config.fold)
             if address not in on_part:
                 part = held_out(labels, config)[1]
-                on_part[address] = family.scores(_part(train, part)), len(part)
-            held = _scores(on_part[address][0], number, on_part[address][1])
-            found[number] |= {"train": _without(whole, held), "validation": held}
+                on_part[address] = on(_part(train, part)), len(part)
+            held = scores["validation"] = _scores(on_part[address][0], place, on_part[address][1])
+            if on_train is not None:
+                scores["train"] = _without(_scores(on_train, place, len(labels)), held)
     return found
+
+
+def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of `weights` [G, P] on `data`: mean loss, share of right answers, and that share for each class."""
+    total, num_rows, device = len(data.labels), len(weights), data.labels.device
+    num_classes = int(data.labels.max()) + 1
+    loss = torch.zeros(num_rows, device=device)
+    right = torch.zeros(num_rows, num_classes, device=device)
+    seen = torch.bincount(data.labels, minlength=num_classes)
+    logits, parameters = BATCHED[model], views(layout, weights)
+    with torch.no_grad():
+        for start in range(0, total, chunk):
+            rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
+            images, labels = data.take(rows)
+            shared = images.expand(num_rows, *images.shape).contiguous()
+            found = logits(parameters, shared, None)
+            every = labels.expand(num_rows, -1)
+            loss -= found.gather(-1, every[..., None]).sum((1, 2))
+            right.scatter_add_(1, every, (found.argmax(-1) == every).float())
+    return loss / total, right.sum(1) / total, right / seen
 
 
 def _scores(sums: tuple[Tensor, Tensor, Tensor], number: int, total: int) -> Scores:
