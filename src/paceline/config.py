@@ -95,8 +95,8 @@ class RunConfig:
     rule: str = setting(
         "plain",
         "pace",
-        "how a push changes the weights: plain, damped, gap, compensated, dana, dana-slim, cached, ringleader, "
-        "ringmaster:R, buffered:K or foresight",
+        "how a push changes the weights: plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
+        "ringleader, ringmaster:R, buffered:K, foresight or farsight",
     )
     average: str | None = setting(
         None,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 IN_ROUNDS = ("sync", "backup", "allreduce", "local")
 ON_ARRIVAL = ("async", "bounded")
+PUBLISHED = ("plain", "plain-early")
+"""Rules that stand for what published systems did, live weights included."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,36 @@ class Traits:
     steps_itself: bool = False
     """Brings its own momentum, so no other optimizer can be inside."""
     drops: bool = False
+    sends_others: bool = False
+    """Workers are sent other weights than the live ones."""
 
 
 RULES = {
     "plain": Traits("one shared optimizer stepped on each push"),
+    "plain-early": Traits("plain, answered before the push is applied", sends_others=True),
     "damped": Traits("lr / staleness"),
     "gap": Traits("each coordinate divided by how far it has moved since", knows_workers=True),
     "compensated": Traits("stale gradients carried to the newest weights", knows_workers=True),
-    "dana": Traits("each worker's momentum, and a look ahead by all of it", knows_workers=True, steps_itself=True),
+    "dana": Traits(
+        "each worker's momentum, and a look ahead by all of it",
+        knows_workers=True,
+        steps_itself=True,
+        sends_others=True,
+    ),
     "dana-slim": Traits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
     "cached": Traits("the mean of everybody's latest gradient", knows_workers=True),
     "ringleader": Traits("one step for each worker a round", knows_workers=True, steps_itself=True),
     "ringmaster": Traits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
     "buffered": Traits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
-    "foresight": Traits("cached, and weights of the time a push counts", knows_workers=True, steps_itself=True),
+    "foresight": Traits(
+        "cached, and weights of the time a push counts", knows_workers=True, steps_itself=True, sends_others=True
+    ),
+    "farsight": Traits(
+        "the newest gradient, and weights of the time a push counts",
+        knows_workers=True,
+        steps_itself=True,
+        sends_others=True,
+    ),
 }
 
 
@@ -90,10 +108,10 @@ def check_rule(config: RunConfig) -> None:
 def average_horizon(config: RunConfig) -> float | None:
     """How many updates the averaged weights look back over: None without averaging, inf for a share of all so far.
 
-    `auto` averages where pushes are applied as they come, unless the rule is `plain`.
+    `auto` averages where pushes are applied as they come, unless the rule is one of the published settings.
     """
     if config.average in (None, "auto"):
-        return math.inf if config.strategy.partition(":")[0] in ON_ARRIVAL and config.rule != "plain" else None
+        return math.inf if config.strategy.partition(":")[0] in ON_ARRIVAL and config.rule not in PUBLISHED else None
     if config.average in ("none", "on"):
         return math.inf if config.average == "on" else None
     try:
@@ -141,10 +159,11 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
     from paceline.core.rules.compensated import Compensated
     from paceline.core.rules.damped import Damped
     from paceline.core.rules.gap import Gap
-    from paceline.core.rules.plain import Plain
+    from paceline.core.rules.plain import Early, Plain
 
     rules: dict[str, Callable[[], Rule]] = {
         "plain": lambda: Plain(optimizer),
+        "plain-early": lambda: Early(optimizer),
         "ringmaster": lambda: Plain(optimizer),  # its policy drops the stale ones
         "damped": lambda: Damped(optimizer),
         "gap": lambda: Gap(optimizer, places),
@@ -157,6 +176,7 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
 def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
     from paceline.core.rules.buffered import Buffered
     from paceline.core.rules.dana import Dana, DanaSlim
+    from paceline.core.rules.farsight import Farsight
     from paceline.core.rules.foresight import Foresight
     from paceline.core.rules.ringleader import Ringleader
 
@@ -164,5 +184,11 @@ def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule
     if name == "buffered":
         return Buffered(number, config.momentum, prepared)
     rules: dict[str, Callable[[float, int, Prepared], Rule]]
-    rules = {"dana": Dana, "dana-slim": DanaSlim, "ringleader": Ringleader, "foresight": Foresight}
+    rules = {
+        "dana": Dana,
+        "dana-slim": DanaSlim,
+        "ringleader": Ringleader,
+        "foresight": Foresight,
+        "farsight": Farsight,
+    }
     return rules[name](config.momentum, places, prepared)

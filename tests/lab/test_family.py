@@ -101,6 +101,8 @@ RULES = [
     "ringmaster:3",
     "buffered:3",
     "foresight",
+    "farsight",
+    "plain-early",
 ]
 
 

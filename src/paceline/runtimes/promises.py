@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.assemble import parse_strategy
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
 from paceline.core.server import Server
+from paceline.rulebook import RULES, parse_rule
 from paceline.runs.replay import same_bits
 from paceline.runtimes.oracle import Oracle, Part
 from paceline.tasks.quadratic import ANSWER, curvature, gradient_at
@@ -77,7 +78,7 @@ class Witness:
     def __init__(self, trial: Trial) -> None:
         self._strategy = parse_strategy(trial.strategy)
         self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
-        self._looks_ahead = trial.rule in ("dana", "foresight")
+        self._looks_ahead = RULES[parse_rule(trial.rule)[0]].sends_others
         self._plain = trial.rule.partition(":")[0] in ("plain", "ringmaster")
         self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
         self._weights = [torch.zeros(len(ANSWER))]

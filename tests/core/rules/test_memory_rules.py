@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 from paceline.core.rules.cached import Cached
+from paceline.core.rules.farsight import Farsight
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.ringleader import Ringleader
 
@@ -67,6 +68,16 @@ class SlowForesight(SlowCached):
             w - self.lr * (kept * v + (ahead - kept) / (1 - self.gamma) * g)
             for w, v, g in zip(self.weights, self.velocity, u, strict=True)
         ]
+
+
+class SlowFarsight(SlowForesight):
+    """The step along the gradient that came; the look ahead as before."""
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        weights, velocity = self.weights, self.velocity
+        super().push(worker, gradient, staleness, lr, num_live)
+        self.velocity = [self.gamma * v + g for v, g in zip(velocity, gradient, strict=True)]
+        self.weights = [w - self.lr * v for w, v in zip(weights, self.velocity, strict=True)]
 
 
 def test_the_look_ahead_is_the_sum_of_the_next_steps() -> None:
@@ -131,6 +142,13 @@ def test_cached(optimizer: str, along: Course) -> None:
 @settings(max_examples=20)
 def test_foresight(momentum: float, along: Course) -> None:
     require_the_oracles_way(Foresight(momentum, along.places), SlowForesight(momentum), along)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@given(along=courses)
+@settings(max_examples=20)
+def test_farsight(momentum: float, along: Course) -> None:
+    require_the_oracles_way(Farsight(momentum, along.places), SlowFarsight(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

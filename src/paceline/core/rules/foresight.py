@@ -76,11 +76,15 @@ class Foresight(Live):
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         place = pushers_place(state["cache"], arrival)
         decay, step, share = self._measure(state, place, arrival)
-        remember(state, place, self.prepared.prepare(weights, update))
-        velocity = state["velocity"]
-        scale(velocity, decay)
-        add_scaled(velocity, state["total"], share)
-        add_scaled(weights, velocity, -step)
+        gradient = self.prepared.prepare(weights, update)
+        remember(state, place, gradient)
+        scale(state["velocity"], decay)
+        self.accelerate(state, gradient, share)
+        add_scaled(weights, state["velocity"], -step)
+
+    def accelerate(self, state: State, gradient: Tensor, share: Scalar) -> None:
+        """Add to the velocity what this update goes along."""
+        add_scaled(state["velocity"], state["total"], share)
 
     def _measure(self, state: State, place: int | Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
         """How far apart the worker's arrivals are, and what the longest such interval makes of momentum and step."""

@@ -30,3 +30,32 @@ class Plain(Live):
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.optimizer.step(weights, state, update, arrival.lr)
+
+
+class Early(Plain):
+    """`plain`, but the reply leaves before the push is applied, so a worker never sees its own last push.
+
+    That is what a worker gets that pulls without waiting for its push, as in the published system. Touches one tensor
+    more, for the weights before the update.
+
+    >>> import torch
+    >>> from paceline.core.optimizers import Sgd
+    >>> weights, rule, sent = torch.ones(1), Early(Sgd()), torch.zeros(1)
+    >>> state = rule.start(weights)
+    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(0.5), 1))
+    >>> rule.weights_for(weights, state, 0, sent)
+    >>> weights.item(), sent.item()
+    (0.5, 1.0)
+    """
+
+    name = "plain-early"
+
+    def start(self, weights: Tensor) -> State:
+        return {**super().start(weights), "before": weights.clone()}
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        state["before"].copy_(weights)
+        super().apply(weights, state, update, arrival)
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        out.copy_(state["before"])
