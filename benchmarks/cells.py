@@ -1,0 +1,79 @@
+"""Many lab runs as one table: an entry a line, a cell a column, mean and spread over seeds in each."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paceline.assemble import resolve
+from paceline.config import RunConfig
+from paceline.data.datasets import load, locate
+from paceline.lab.rows import Spent, run_rows
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One run, and where its figure belongs."""
+
+    entry: str
+    cell: str
+    config: RunConfig
+
+
+class Cells:
+    """Accuracies by entry and cell; a run that diverged is None."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.found: dict[tuple[str, str], list[float | None]] = defaultdict(list)
+        self._file = file
+
+    def run(self, wanted: Sequence[Wanted], data_dir: str, device: str, part: str) -> None:
+        """Run all at once; every result goes to the file as soon as it is there."""
+        dataset = load(locate("fashion-mnist", Path(data_dir)))
+        names = {f"{number}": one for number, one in enumerate(wanted)}
+        configs = [resolve(replace(one.config, name=name)) for name, one in names.items()]
+        spent = Spent()
+        for finished in run_rows(configs, dataset, torch.device(device), _silent, spent, (part,)):
+            assert finished.config.name is not None
+            one = names[finished.config.name]
+            value = finished.result[f"{part}_accuracy"] if finished.result["status"] == "finished" else None
+            self.found[one.entry, one.cell].append(value)
+            self._write(one, value, part)
+        print(f"\n{spent.line()}", flush=True)
+
+    def _write(self, one: Wanted, value: float | None, part: str) -> None:
+        if self._file is None:
+            return
+        with self._file.open("a", newline="") as stream:
+            csv.writer(stream).writerow([one.entry, one.cell, one.config.seed, part, "" if value is None else value])
+
+    def show(self, wanted: Sequence[Wanted]) -> None:
+        """The table, in Markdown."""
+        cells = list(dict.fromkeys(one.cell for one in wanted))
+        print("| | " + " | ".join(cells) + " |\n" + "|---" * (len(cells) + 1) + "|")
+        for entry in dict.fromkeys(one.entry for one in wanted):
+            print(f"| {entry} | " + " | ".join(cell_text(self.found[entry, cell]) for cell in cells) + " |", flush=True)
+
+
+def cell_text(values: list[float | None]) -> str:
+    """Mean, spread, and how many diverged.
+
+    >>> cell_text([90.0, 91.0, None]), cell_text([]), cell_text([None])
+    ('90.50 ± 0.71, 1 of 3 NaN', '', 'NaN')
+    """
+    good = [value for value in values if value is not None]
+    lost = len(values) - len(good)
+    if not good:
+        return "NaN" if values else ""
+    spread = f" ± {statistics.stdev(good):.2f}" if len(good) > 1 else ""
+    return f"{statistics.fmean(good):.2f}{spread}" + (f", {lost} of {len(values)} NaN" if lost else "")
+
+
+def _silent(text: str, share: float) -> None:
+    pass
