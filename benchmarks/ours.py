@@ -69,10 +69,13 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(strategy: str, model: str, workers: int, threads: int, settings: list[str] | None = None) -> Iterator[Run]:
+def running(
+    strategy: str, model: str, workers: int, threads: int, settings: list[str] | None = None, rule: str = "plain"
+) -> Iterator[Run]:
     """Start `paceline train` without an end; it is stopped, and its folder removed, on leaving."""
     with tempfile.TemporaryDirectory() as runs:
         words = ["--strategy", strategy, "--model", model, "--workers", str(workers), "--threads", str(threads)]
+        words += ["--rule", rule]
         command = [*COMMAND, *DATA, *words, *(settings or ENDLESS), "--runs", runs, "--name", "run"]
         folder = Path(runs) / "run"
         with folder.with_suffix(".txt").open("wb") as messages:
@@ -82,9 +85,9 @@ def running(strategy: str, model: str, workers: int, threads: int, settings: lis
                 yield Run(process, folder, started, workers)
 
 
-def rate(strategy: str, model: str, workers: int, threads: int, seconds: float) -> float:
+def rate(strategy: str, model: str, workers: int, threads: int, seconds: float, rule: str = "plain") -> float:
     """Samples a second over about `seconds` of training."""
-    with running(strategy, model, workers, threads) as run:
+    with running(strategy, model, workers, threads, rule=rule) as run:
         run.wait_for_pushes(1)
         time.sleep(seconds)
         run.wait_for_pushes(LEAST_STEPS * workers)

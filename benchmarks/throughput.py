@@ -43,12 +43,15 @@ CASES = {
     "sync-10": Case("sync", "lenet5", 10, 0.90),
 }
 NUM_PEERS = 2
+RULES = ("auto", "foresight")
+RULE_BAR = 0.97
+"""What is left of the throughput of rule plain, LeNet5 with 2 workers."""
 
 
 def main() -> int:
     parser = pairs.flags(__doc__)
     parser.add_argument(
-        "--only", metavar="NAME", choices=[*CASES, *peers.KINDS], help=", ".join([*CASES, *peers.KINDS])
+        "--only", metavar="NAME", choices=[*CASES, *RULES, *peers.KINDS], help=", ".join([*CASES, *RULES, *peers.KINDS])
     )
     parser.add_argument("--peers", action="store_true", help="also measure other ways to train on two processes")
     parsed = parser.parse_args()
@@ -65,6 +68,15 @@ def main() -> int:
         rows.append(pairs.compare(name, our_side, bare_side, number, at_least=case.bar, say=say))
     if rows:
         print(pairs.table(rows, "samples/s"))
+    ruled = []
+    for rule in RULES:
+        if parsed.only in (None, rule):
+            with_rule = functools.partial(ours.rate, "async", "lenet5", 2, 1, seconds, rule)
+            plain = functools.partial(ours.rate, "async", "lenet5", 2, 1, seconds)
+            say = pairs.teller(parsed, rule)
+            ruled.append(pairs.compare(f"rule {rule}", with_rule, plain, number, at_least=RULE_BAR, say=say))
+    if ruled:
+        print(pairs.table(ruled, "samples/s", sides=("the rule", "plain")))
     theirs = []
     for kind in peers.KINDS:
         if parsed.only != kind and (parsed.only is not None or not parsed.peers):
@@ -77,7 +89,7 @@ def main() -> int:
         theirs.append(pairs.compare(kind, their_side, bare_side, number, say=pairs.teller(parsed, kind)))
     if theirs:
         print(pairs.table(theirs, "samples/s", sides=("theirs", "bare")))
-    return pairs.close(parsed, "throughput", [*rows, *theirs], cores=cores, seconds_a_side=seconds)
+    return pairs.close(parsed, "throughput", [*rows, *ruled, *theirs], cores=cores, seconds_a_side=seconds)
 
 
 if __name__ == "__main__":

@@ -180,11 +180,11 @@ def test_the_learning_rate_is_scaled_by_the_pushes_of_an_update(
 
 def test_the_rule_gets_the_optimizer_that_was_asked_for() -> None:
     layout = pack([("a", (3,), True), ("b", (3,), False)])
-    sgd = make_rule(RunConfig(momentum=0.5, nesterov=True, clip=2.0), layout)
+    sgd = make_rule(RunConfig(rule="plain", momentum=0.5, nesterov=True, clip=2.0), layout)
     assert isinstance(sgd, Plain)
     assert isinstance(sgd.optimizer, Sgd)
     assert (sgd.optimizer.momentum.item(), sgd.optimizer.nesterov, sgd.optimizer.clip) == (0.5, True, 2.0)
-    adam = make_rule(RunConfig(optimizer="adam", betas=[0.99, 0.9]), layout)
+    adam = make_rule(RunConfig(rule="plain", optimizer="adam", betas=[0.99, 0.9]), layout)
     assert isinstance(adam, Plain)
     assert isinstance(adam.optimizer, Adam)
     assert adam.optimizer.betas == (0.99, 0.9)
@@ -198,7 +198,7 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
     assert bool(rows) == RULES[name].knows_workers
     assert all(len(tensor) == 3 for tensor in rows)
     assert isinstance(make_policy(config), Fresh) == (name == "ringmaster")
-    assert rule.name == ("plain" if name == "ringmaster" else config.rule)
+    assert rule.name == {"ringmaster": "plain", "auto": "farsight (paced)"}.get(name, config.rule)
     assert rows_nbytes(config, 100) == (1200 if RULES[name].knows_workers else 0)
 
 

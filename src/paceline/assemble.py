@@ -15,7 +15,7 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, unknown_name
-from paceline.rulebook import build_rule, check_rule, parse_rule
+from paceline.rulebook import ON_ARRIVAL, build_rule, check_rule, parse_rule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -132,6 +132,8 @@ def pushes_per_update(strategy: Strategy, workers: int) -> int:
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what depends on other settings, and check every name and combination. Starts nothing."""
     strategy = parse_strategy(config.strategy)
+    if config.rule == "auto" and strategy.name not in ON_ARRIVAL:
+        config = dataclasses.replace(config, rule="plain")  # nothing is stale
     _check_names(config)
     workers = config.workers or (1 if strategy.name == "classic" else 2)
     _check_combinations(config, strategy, workers)
@@ -219,7 +221,7 @@ def make_schedule(config: RunConfig) -> Schedule:
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 
-def make_rule(config: RunConfig, layout: Layout, places: int | None = None) -> Rule:
+def make_rule(config: RunConfig, layout: Layout, places: int | None = None, skew: float | None = None) -> Rule:
     """The update rule, with rows for `places` workers (the config's, unless said) where it keeps some."""
 
     def prepared() -> Prepared:
@@ -227,7 +229,7 @@ def make_rule(config: RunConfig, layout: Layout, places: int | None = None) -> R
 
         return Prepared(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
 
-    return build_rule(config, places or config.workers or 1, lambda: make_optimizer(config, layout), prepared)
+    return build_rule(config, places or config.workers or 1, lambda: make_optimizer(config, layout), prepared, skew)
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:

@@ -93,9 +93,9 @@ class RunConfig:
     strategy: str = setting("async", "pace", "classic, sync, async, backup:B or bounded:S")
     workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
     rule: str = setting(
-        "plain",
+        "auto",
         "pace",
-        "how a push changes the weights: plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
+        "how a push changes the weights: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
         "ringleader, ringmaster:R, buffered:K, foresight or farsight",
     )
     average: str | None = setting(

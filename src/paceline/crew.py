@@ -152,7 +152,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
     return Server(
         task.initial(),
-        make_rule(config, task.layout),
+        make_rule(config, task.layout, skew=work.skew),
         make_policy(config),
         work.budget,
         make_schedule(config),

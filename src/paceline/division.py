@@ -24,6 +24,8 @@ class Work:
     train: np.ndarray[Any, Any]
     quotas: list[int | None]
     budget: Budget
+    skew: float
+    """How far the workers' labels are from the whole: the mean distance of their histograms, from 0 to almost 1."""
 
     def batches(self, worker: int, config: RunConfig) -> Batches:
         """The addressed batches of one worker."""
@@ -60,4 +62,23 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     else:
         quotas = [None] * workers
         budget = Budget(max(1, round(config.epochs * len(train))), len(train), steps=config.steps)
-    return Work(shards, validation, train, quotas, budget)
+    return Work(shards, validation, train, quotas, budget, skew_of(labels, train, shards))
+
+
+def skew_of(labels: np.ndarray[Any, Any], train: np.ndarray[Any, Any], shards: list[np.ndarray[Any, Any]]) -> float:
+    """Half the sum of differences between a worker's shares of labels and the whole's, less what chance makes of it.
+
+    >>> labels = np.arange(400) % 2
+    >>> whole = np.arange(400)
+    >>> skew_of(labels, whole, [whole[labels == 0], whole[labels == 1]]), skew_of(labels, whole, [whole, whole])
+    (0.5, 0.0)
+    """
+    _, number = np.unique(labels, return_inverse=True)
+    count = int(number.max()) + 1
+    shares = np.bincount(number[train], minlength=count) / len(train)
+    found = []
+    for shard in shards:
+        apart = np.abs(np.bincount(number[shard], minlength=count) / len(shard) - shares).sum() / 2.0
+        chance = np.sqrt(shares * (1.0 - shares) / (2.0 * np.pi * len(shard))).sum() if len(shard) < len(train) else 0.0
+        found.append(apart if apart > 3.0 * chance else 0.0)
+    return float(np.mean(found))

@@ -19,6 +19,7 @@ from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
 from paceline.faults import Fault
 from paceline.reports.console import Console
+from paceline.rulebook import chosen
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.environment import git_state
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, is_script
@@ -119,8 +120,8 @@ def require_device(config: RunConfig) -> None:
             )
 
 
-def hint(config: RunConfig, location: Location | None, console: Console) -> None:
-    """What the user should know before it starts, one line each."""
+def hint(config: RunConfig, location: Location | None, console: Console, skew: float | None = None) -> None:
+    """What the user should know before it starts, one line each; `skew` says how far workers' labels are apart."""
     if location is not None and location.sample:
         console.note(
             "using the built-in sample of Fashion-MNIST (12,000 + 2,000 images): "
@@ -134,6 +135,8 @@ def hint(config: RunConfig, location: Location | None, console: Console) -> None
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
             "--scale-lr auto scales it, with warm-up"
         )
+    if config.rule == "auto" and not config.timing_only:
+        console.note(chosen(config, skew).line(config.workers or 1))
     for line in advice(config):
         console.note(line)
 
@@ -173,9 +176,10 @@ def _train_on_processes(
 
     with ForkServer() as forks:
         shared = SharedDataset(location) if location is not None else None
+        skew = None
         if shared is not None:
-            divide_work(shared.dataset.train_labels, config)
-        hint(config, location, console)
+            skew = divide_work(shared.dataset.train_labels, config).skew
+        hint(config, location, console, skew)
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
@@ -211,7 +215,7 @@ def _train_here(
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    hint(config, location, console)
+    hint(config, location, console, work.skew)
 
     def seat(join: Any) -> Any:
         return make_seat(config, make_task(config, dataset).to(device), work, join)

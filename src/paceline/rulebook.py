@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from paceline.automatic import Choice, choose
 from paceline.config import RunConfig
 from paceline.errors import UserError, unknown_name
 
@@ -37,6 +38,7 @@ class Traits:
 
 
 RULES = {
+    "auto": Traits("chosen for the workers, their labels and the optimizer", knows_workers=True, sends_others=True),
     "plain": Traits("one shared optimizer stepped on each push"),
     "plain-early": Traits("plain, answered before the push is applied", sends_others=True),
     "damped": Traits("lr / staleness"),
@@ -134,17 +136,34 @@ def rows_nbytes(config: RunConfig, num_floats: int) -> int:
     return 4 * num_floats * (config.workers or 1) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
 
 
+def chosen(config: RunConfig, skew: float | None) -> Choice:
+    """What `auto` comes to for this run."""
+    return choose(config.workers or 1, skew, "nesterov" if config.nesterov else config.optimizer)
+
+
 def build_rule(
-    config: RunConfig, places: int, optimizer: Callable[[], Optimizer], prepared: Callable[[], Prepared]
+    config: RunConfig,
+    places: int,
+    optimizer: Callable[[], Optimizer],
+    prepared: Callable[[], Prepared],
+    skew: float | None = None,
 ) -> Rule:
     """The rule of the config for so many workers, with its optimizer or with momentum of its own, perhaps averaged."""
     from paceline.core.rules.averaged import Averaged
 
-    if config.strategy.startswith("local"):
+    rule: Rule
+    if config.rule == "auto":
+        from paceline.core.rules.paced import Paced
+
+        choice = chosen(config, skew)
+        named = replace(config, rule=choice.rule, average="none")
+        rule = build_rule(named, places, optimizer, prepared)
+        rule = Paced(rule, choice.most) if choice.most else rule
+    elif config.strategy.startswith("local"):
         from paceline.core.optimizers import Sgd
         from paceline.core.rules.plain import Plain
 
-        rule: Rule = Plain(Sgd())
+        rule = Plain(Sgd())
     elif RULES[parse_rule(config.rule)[0]].steps_itself:
         rule = _stepping_itself(config, places, prepared())
     else:

@@ -72,7 +72,7 @@ def _simulate(
     from paceline.runtimes.host import Host
 
     crew = _timing_crew(config) if config.timing_only else _training_crew(config, location)
-    hint(config, location, console)
+    hint(config, location, console, crew.work.skew if crew.work is not None else None)
     agenda = Agenda()
     hosts: list[Host] = []
 

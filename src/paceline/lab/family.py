@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.assemble import make_rule
 from paceline.config import RunConfig
 from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.paced import Paced
 from paceline.core.rules.per_worker import Live
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.lab.batched import DROPOUT_LAYERS
@@ -40,6 +41,7 @@ class Row:
     feed: Feed
     initial: Tensor
     layout: Layout
+    skew: float = 0.0
 
 
 class Family:
@@ -64,7 +66,7 @@ class Family:
         self._in_rounds = rows[0].trace.workers.shape[1] > 1
         self._several = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
         self.places = places or max(row.config.workers or 1 for row in rows) + self._several
-        self.rule: Rule = make_rule(config, layout, self.places)
+        self.rule: Rule = make_rule(config, layout, self.places, rows[0].skew)
         self.state = self.rule.start(self.weights)
         self._ahead = None if hands_out_live(self.rule) else torch.empty_like(self.weights)
         self._gradient = torch.zeros_like(self.weights)
@@ -236,7 +238,9 @@ class Family:
 
 def hands_out_live(rule: Rule) -> bool:
     """Whether workers are sent plain copies of the live weights, and nothing is written down of it."""
-    inner = rule.rule if isinstance(rule, Averaged) else rule
+    inner = rule
+    while isinstance(inner, Averaged | Paced):
+        inner = inner.rule
     return getattr(type(inner), "weights_for", None) is Live.weights_for
 
 

@@ -20,7 +20,7 @@ from paceline.lab.family import Family, Row
 from paceline.lab.scoring import EVERYTHING, scores_of
 from paceline.lab.steps import Images
 from paceline.lab.tracing import traced
-from paceline.rulebook import RULES, average_horizon, parse_rule
+from paceline.rulebook import RULES, average_horizon, chosen, parse_rule
 from paceline.runs.result import summarise
 
 ROOM = 0.6
@@ -143,13 +143,18 @@ def families(rows: list[Row], device: torch.device) -> list[list[Row]]:
     for row in rows:
         c = row.config
         kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
-        groups.setdefault((*kind, c.weight_decay, c.clip, c.rule, average_horizon(c)), []).append(row)
+        groups.setdefault((*kind, c.weight_decay, c.clip, _rule(row), average_horizon(c)), []).append(row)
     parts = []
     for members in groups.values():
         size = most_rows(members, device)
         ordered = sorted(members, key=lambda row: len(row.trace))
         parts += [ordered[start : start + size] for start in range(0, len(ordered), size)]
     return sorted(parts, key=lambda part: -max(len(row.trace) for row in part))
+
+
+def _rule(row: Row) -> str:
+    """The rule by name; of `auto`, what it chose for this row."""
+    return f"auto {chosen(row.config, row.skew).rule}" if row.config.rule == "auto" else row.config.rule
 
 
 def most_rows(members: list[Row], device: torch.device) -> int:
@@ -179,4 +184,5 @@ def _results(family: Family, train: Images, test: Images, parts: Sequence[str], 
         scores = scores if found else {}
         result = summarise(row.config, row.trace.server, 4 * family.layout.size, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
+        result["rule_applied"] = family.rule.name  # the trace was made without weights
         yield Finished(row.config, result, evaluated.cpu(), live.cpu(), family.layout)

@@ -23,7 +23,7 @@ from paceline.rulebook import RULES, parse_rule
 
 WORTH_PROCESSES = 200_000
 """Pushes to trace that are worth the seconds that processes take to start."""
-_ANY = RunConfig()
+_ANY = RunConfig(rule="plain")
 _NOT_TIMES = (
     "model", "optimizer", "momentum", "nesterov", "betas", "weight_decay", "clip", "name", "runs", "rule", "average"
 )  # fmt: skip
@@ -37,15 +37,15 @@ def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, 
         alike = _alike(config)
         wanted.setdefault(to_toml(alike), (alike, task.layout.size))
     labels = class_labels(tasks[0].train[1], len(tasks[0].train[0]), configs[0])
-    found: dict[str, tuple[Trace, Feed]] = {}
+    found: dict[str, tuple[Trace, Feed, float]] = {}
     for key, one in zip(wanted, _all_traces(list(wanted.values()), labels), strict=True):
         found[key] = one
         progress(f"tracing {len(found)} of {len(wanted)}", 0.0)
     rows = []
     for config, task in zip(configs, tasks, strict=True):
-        trace, feed = found[to_toml(_alike(config))]
+        trace, feed, skew = found[to_toml(_alike(config))]
         own = dataclasses.replace(trace, lr=trace.lr * np.float32(config.lr or 0.0))
-        rows.append(Row(config, own, feed, task.initial(), task.layout))
+        rows.append(Row(config, own, feed, task.initial(), task.layout, skew))
     return rows
 
 
@@ -59,7 +59,7 @@ def _alike(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, **changes, lr=1.0)
 
 
-def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) -> Iterator[tuple[Trace, Feed]]:
+def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) -> Iterator[tuple[Trace, Feed, float]]:
     size = sum(config.epochs * len(labels) / config.batch_size * (config.workers or 1) for config, _ in wanted)
     if len(wanted) < 2 or size < WORTH_PROCESSES or cores() < 2:
         yield from (_one_trace(config, num_floats, labels) for config, num_floats in wanted)
@@ -77,7 +77,7 @@ def _leave_interrupts_to_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> tuple[Trace, Feed]:
+def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> tuple[Trace, Feed, float]:
     work = divide_work(labels, config)
     trace = trace_of(config, work, num_floats)
-    return trace, feed_of(trace, work, config)
+    return trace, feed_of(trace, work, config), work.skew

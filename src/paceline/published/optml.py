@@ -52,6 +52,7 @@ class PublishedRow:
             model=self.model,
             strategy=self.mode,
             workers=self.workers,
+            rule="plain",
             optimizer=self.optimizer,
             lr=self.lr,
             momentum=self.momentum,

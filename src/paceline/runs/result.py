@@ -91,6 +91,7 @@ def summarise(
     return {
         "schema": SCHEMA,
         **{name: settings[name] for name in named},
+        "rule_applied": server.rule.name,
         "average": average_in_words(config),
         **({"dataset": None, "model": None} if config.task is not None else {}),
         "epochs": config.epochs,

@@ -76,7 +76,8 @@ class SlowFarsight(SlowForesight):
     def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
         weights, velocity = self.weights, self.velocity
         super().push(worker, gradient, staleness, lr, num_live)
-        self.velocity = [self.gamma * v + g for v, g in zip(velocity, gradient, strict=True)]
+        weight = self.interval[worker] / num_live
+        self.velocity = [self.gamma * v + weight * g for v, g in zip(velocity, gradient, strict=True)]
         self.weights = [w - self.lr * v for w, v in zip(weights, self.velocity, strict=True)]
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.rules.foresight import Foresight
-from paceline.core.rules.scalars import Scalar
+from paceline.core.rules.per_worker import read
+from paceline.core.rules.scalars import Scalar, add_scaled, load
 from paceline.interfaces import State
 
 
 class Farsight(Foresight):
     """As `foresight`, but the memory of every worker only looks ahead; the step is along the gradient that came.
 
-    v = gamma_u v + g;  weights -= lr_u v;  worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
-    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as there. Old gradients are good
-    enough to tell where the others will have gone, and too old to go along oneself. Paceline's own. No other optimizer
-    can be inside. Touches 5 tensors: g, c_i, total, v, the weights.
+    v = gamma_u v + (tau_i/n) g;  weights -= lr_u v
+    worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
+    with u the mean of every worker's latest gradient, and tau_i, gamma_u, lr_u, K and m_i as there. Old gradients are
+    good enough to tell where the others will have gone, and too old to go along oneself. tau_i/n, 1 where all are
+    equally fast, lets every worker's data count alike however often it comes. Paceline's own. No other optimizer can
+    be inside. Touches 5 tensors: g, c_i, total, v, the weights.
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
@@ -30,5 +33,5 @@ class Farsight(Foresight):
 
     name = "farsight"
 
-    def accelerate(self, state: State, gradient: Tensor, share: Scalar) -> None:
-        state["velocity"].add_(gradient)
+    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
+        add_scaled(state["velocity"], gradient, load(read(state["interval"], place)) * share)

@@ -79,10 +79,10 @@ class Foresight(Live):
         gradient = self.prepared.prepare(weights, update)
         remember(state, place, gradient)
         scale(state["velocity"], decay)
-        self.accelerate(state, gradient, share)
+        self.accelerate(state, place, gradient, share)
         add_scaled(weights, state["velocity"], -step)
 
-    def accelerate(self, state: State, gradient: Tensor, share: Scalar) -> None:
+    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
         """Add to the velocity what this update goes along."""
         add_scaled(state["velocity"], state["total"], share)
 

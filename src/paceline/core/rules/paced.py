@@ -1,0 +1,66 @@
+"""Any rule with steps that shorten when many pushes are under way, and lengthen again when they are not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.rules.scalars import Scalar, keep, load
+from paceline.interfaces import Arrival, Rule, State
+
+SMOOTHING = 0.01
+
+
+class Paced:
+    """lr min(1, most/pushes),  pushes = max(number live, the running mean of staleness + 1)
+
+    The largest stable step falls as one over the pushes under way (n lr times the curvature is bounded). Workers that
+    join or leave count at once, a change of staleness within some hundred updates. Touches no tensor of its own.
+
+    >>> from paceline.core.optimizers import Sgd
+    >>> from paceline.core.rules.plain import Plain
+    >>> weights, rule = torch.zeros(1), Paced(Plain(Sgd()), most=2)
+    >>> state = rule.start(weights)
+    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(1.0), 4))
+    >>> weights.item()
+    -0.5
+    """
+
+    def __init__(self, rule: Rule, most: int) -> None:
+        self.rule, self.most = rule, most
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule.name} (paced)"
+
+    def start(self, weights: Tensor) -> State:
+        mean = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        self._lr = torch.zeros((), device=weights.device)
+        return {**self.rule.start(weights), "mean_staleness": mean}
+
+    def join(self, state: State, worker: int) -> None:
+        self.rule.join(state, worker)
+
+    def leave(self, state: State, worker: int) -> None:
+        self.rule.leave(state, worker)
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        mean = load(state["mean_staleness"])
+        mean = mean + SMOOTHING * (arrival.staleness - mean)
+        keep(state["mean_staleness"], mean)
+        self.rule.apply(weights, state, update, arrival._replace(lr=self._paced(arrival, mean + 1.0)))
+
+    def _paced(self, arrival: Arrival, pushes: Scalar) -> Tensor:
+        """The learning rate of this update."""
+        live = arrival.num_live
+        if isinstance(live, Tensor):
+            assert isinstance(pushes, Tensor), "staleness is a tensor where the number live is one"
+            under_way = torch.maximum(pushes, live.to(pushes.dtype))
+            return arrival.lr * (self.most / under_way).clamp(max=1.0).to(arrival.lr.dtype)
+        return torch.mul(arrival.lr, min(1.0, self.most / max(float(pushes), live)), out=self._lr)
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        self.rule.weights_for(weights, state, worker, out)
+
+    def evaluated(self, weights: Tensor, state: State) -> Tensor:
+        return self.rule.evaluated(weights, state)
