@@ -20,6 +20,7 @@ from paceline.lab.rows import Finished, run_rows
 from paceline.published.optml import choose_rows, published_rows
 from paceline.reports import charts
 from paceline.reproduce import Reproduced, markdown
+from paceline.runs.folder import RunFolder
 from paceline.runs.several import Several
 
 
@@ -111,6 +112,19 @@ def test_seeds_give_mean_and_spread_and_a_figure(tmp_path: Path, capsys: pytest.
     assert out.count(" ± ") == 4
     if importlib.util.find_spec("matplotlib") is not None:
         assert (runs / "figure.png").stat().st_size > 5000
+
+
+@pytest.mark.usefixtures("small_sample")
+def test_the_third_column_is_what_we_would_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "optml"
+    assert main([*flags(runs), "--rows", "2,22", "--rule", "auto"]) == 0
+    assert "automatic: " in capsys.readouterr().out
+    by_itself = RunFolder(runs / "22-async-2-labels-lenet5-sgd-seed0-auto").result()
+    as_published = RunFolder(runs / "22-async-2-labels-lenet5-sgd-seed0").result()
+    assert by_itself is not None and as_published is not None
+    assert by_itself["rule_applied"] == "farsight (paced) (averaged)" and as_published["rule_applied"] == "plain"
+    rows = list(csv.DictReader((runs / "table.csv").read_text().splitlines()))
+    assert all(float(row["automatic_test_accuracy_mean"]) > 0 for row in rows)
 
 
 @pytest.mark.usefixtures("small_sample")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.many_runs import note_sample, result_of, run_missing, settle
-from paceline.published.optml import PublishedRow
+from paceline.published.optml import PublishedRow, automatic, published_rows
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
 from paceline.runs.several import Several
@@ -44,15 +44,20 @@ def reproduce(
     data_dir: str | None,
     folder: Path,
     console: Console,
+    with_automatic: bool = False,
 ) -> list[Reproduced]:
     """Run every row that has no result yet, and gather them all."""
     asked = [row.config(seed, epochs, data_dir, str(folder)) for row in rows for seed in range(seeds)]
+    asked += [automatic(config) for config in asked] if with_automatic else []
     configs = [settle(config) for config in asked]
     note_sample(asked, configs, console)
     run_missing(configs, device, console)
     by_name = {config.name: result_of(config) for config in configs}
-    runs = [Several([by_name[f"{row.name}-seed{seed}"] for seed in range(seeds)]) for row in rows]
-    return [Reproduced(row, ours) for row, ours in zip(rows, runs, strict=True)]
+
+    def several(row: PublishedRow, ending: str = "") -> Several:
+        return Several([by_name[f"{row.name}-seed{seed}{ending}"] for seed in range(seeds)])
+
+    return [Reproduced(row, several(row), several(row, "-auto") if with_automatic else None) for row in rows]
 
 
 HEAD = (
@@ -155,4 +160,22 @@ def summary(found: list[Reproduced]) -> list[str]:
         if rows:
             nan = f"; {both} diverged there and here" if both else ""
             lines.append(f"{mode}: {len(near)} of {len(same)} rows within {within:g} of the published accuracy{nan}")
-    return lines
+    return [*lines, *_of_automatic(found)]
+
+
+def _of_automatic(found: list[Reproduced]) -> list[str]:
+    """How the automatic runs of async rows compare with the published sync row of the same data and model."""
+    sync = {(row.workers, row.split, row.model): row.test_accuracy for row in published_rows() if row.mode == "sync"}
+    total = above = diverged = 0
+    for one in found:
+        row = one.published
+        target = sync.get((row.workers, row.split, row.model))
+        if one.automatic is None or row.mode != "async" or target is None:
+            continue
+        total += 1
+        diverged += one.automatic.num_diverged > 0
+        above += (one.automatic.mean("test_accuracy") or 0.0) >= target
+    if not total:
+        return []
+    above_sync = f"{above} of {total} async rows at or above the published sync row of their data"
+    return [f"automatic: {above_sync}; {diverged} diverged"]

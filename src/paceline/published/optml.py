@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import UserError, unknown_name
@@ -66,6 +67,14 @@ class PublishedRow:
             name=f"{self.name}-seed{seed}",
             runs=runs,
         )
+
+
+def automatic(config: RunConfig) -> RunConfig:
+    """The same row as Paceline would run it by itself: the same lr and momentum given, everything else automatic."""
+    settings: dict[str, Any] = {"rule": "auto"} if config.strategy == "async" else {"average": "on"}
+    if config.strategy == "sync":
+        settings["scale_lr"] = "auto"
+    return replace(config, **settings, name=f"{config.name}-auto")
 
 
 def published_rows() -> list[PublishedRow]:

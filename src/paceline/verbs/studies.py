@@ -32,6 +32,8 @@ def reproduce_verb(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
     parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
+    rule_help = "auto: every row once more as Paceline chooses by itself, in a third column [plain]"
+    parser.add_argument("--rule", choices=("plain", "auto"), default="plain", help=rule_help)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
     parser.add_argument("--runs", metavar="DIR", default="runs/optml", help="a run folder a row goes here [runs/optml]")
     parsed = parser.parse_strictly(arguments)
@@ -42,7 +44,9 @@ def reproduce_verb(arguments: list[str]) -> int:
 
     rows, folder = choose_rows(parsed.rows), Path(parsed.runs)
     with Console() as console:
-        found = reproduce(rows, parsed.seeds, parsed.epochs, parsed.device, parsed.data_dir, folder, console)
+        with_automatic = parsed.rule == "auto"
+        where = (parsed.device, parsed.data_dir, folder, console)
+        found = reproduce(rows, parsed.seeds, parsed.epochs, *where, with_automatic)
         table = markdown(found)
         made = write(folder, {"table.md": table, "table.csv": as_csv(found), "runs.csv": runs_as_csv(found)})
         why_not = draw(found, folder / "figure.png")
