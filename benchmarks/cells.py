@@ -15,6 +15,7 @@ from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.data.datasets import load, locate
 from paceline.lab.rows import Spent, run_rows
+from paceline.reports.charts import Point, Series, draw_rows
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,29 @@ class Cells:
             return
         with self._file.open("a", newline="") as stream:
             csv.writer(stream).writerow([one.entry, one.cell, one.config.seed, part, "" if value is None else value])
+
+    def read(self, file: Path, part: str) -> None:
+        """What an earlier run appended to a file."""
+        with file.open(newline="") as stream:
+            for entry, cell, _, of, value in csv.reader(stream):
+                if of == part:
+                    self.found[entry, cell].append(float(value) if value else None)
+
+    def draw(self, wanted: Sequence[Wanted], path: Path, title: str) -> str | None:
+        """An entry a line, a cell a series; returns why not where there is no figure."""
+        entries, cells = (
+            list(dict.fromkeys(names)) for names in zip(*((w.entry, w.cell) for w in wanted), strict=True)
+        )
+        series = []
+        for cell in cells:
+            points = []
+            for entry in entries:
+                good = [value for value in self.found[entry, cell] if value is not None]
+                lost = len(good) < len(self.found[entry, cell])
+                spread = statistics.stdev(good) if len(good) > 1 else None
+                points.append(Point(statistics.fmean(good) if good else None, spread, lost))
+            series.append(Series(cell, points))
+        return draw_rows(path, title, "test accuracy, %", entries, series)
 
     def show(self, wanted: Sequence[Wanted]) -> None:
         """The table, in Markdown."""

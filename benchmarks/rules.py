@@ -3,6 +3,7 @@
     python benchmarks/rules.py --data-dir DIR --device cuda                  the table, on the test set
     python benchmarks/rules.py --data-dir DIR --device cuda --part choose    step sizes, on a validation split
     python benchmarks/rules.py --data-dir DIR --device cuda --part large     30 and 64 workers, on a validation split
+    python benchmarks/rules.py --from FILE.csv --figure docs/figures/rules   draw what was measured before
 
 6 epochs, batch 32, lr .005 given, momentum .9 given, `--epoch-mode own`, step times jittered by 20 %. Averaged weights,
 unless an entry says live. What a rule multiplies the lr by was chosen on the validation split.
@@ -105,18 +106,30 @@ PARTS = {"table": (table, "test"), "choose": (choose, "validation"), "large": (l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--data-dir")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--part", default="table", choices=tuple(PARTS))
     parser.add_argument("--models", default="lenet5,cnn")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--csv", type=Path, help="append every result here as it comes")
+    parser.add_argument("--from", type=Path, dest="source", help="read results from here instead of running")
+    parser.add_argument("--figure", help="draw FIGURE_MODEL.png")
     parsed = parser.parse_args()
+    if parsed.source is None and parsed.data_dir is None:
+        parser.error("give --data-dir to run, or --from to read what was run")
     make, part = PARTS[parsed.part]
     for model in parsed.models.split(","):
         wanted, cells = make(model, parsed.seeds), Cells(parsed.csv)
-        cells.run(wanted, parsed.data_dir, parsed.device, part)
+        if parsed.source is not None:
+            cells.read(parsed.source, part)
+        else:
+            cells.run(wanted, parsed.data_dir, parsed.device, part)
         cells.show(wanted)
+        if parsed.figure is not None:
+            why_not = cells.draw(
+                wanted, Path(f"{parsed.figure}_{model}.png"), f"{model}: rules on even and skewed data"
+            )
+            print(why_not or f"{parsed.figure}_{model}.png")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,12 @@ def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
     """The rule for so many workers, whose labels are `skew` from the whole (None: unknown), under an optimizer.
 
     Chosen on a validation split of Fashion-MNIST (docs/rules.md): farsight is best or level with the best on even and
-    on skewed labels, at the user's own lr and momentum; it is its own optimizer. Under another one (Nesterov's momentum
-    is another), labels that differ need the memory of `cached`.
+    on skewed labels, at the user's own lr and momentum; where labels are skewed, the slow workers' must count as much
+    as the others'. It is its own optimizer: under another one (Nesterov's momentum is another), labels that differ need
+    the memory of `cached`.
 
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "sgd"), (1, "sgd"), (4, "adam"))]
-    ['farsight', 'plain', 'cached']
+    ['farsight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
     'rule auto: farsight, steps x 0.33 (30 workers, labels spread evenly)'
     """
@@ -49,6 +50,6 @@ def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
         spread = f"labels {skew:.0%} from the whole" if skewed else "labels spread evenly"
     why = f"{workers} workers, {spread}"
     if optimizer == "sgd":
-        return Choice("farsight", MOST_AT_FULL_STEP, why)
+        return Choice("farsight-fair" if skewed else "farsight", MOST_AT_FULL_STEP, why)
     rule = "cached" if skewed else "plain"
     return Choice(rule, MOST_AT_FULL_STEP, f"{why}, {optimizer} inside")

@@ -96,7 +96,7 @@ class RunConfig:
         "auto",
         "pace",
         "how a push changes the weights: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
-        "ringleader, ringmaster:R, buffered:K, foresight or farsight",
+        "ringleader, ringmaster:R, buffered:K, foresight, farsight or farsight-fair",
     )
     average: str | None = setting(
         None,

@@ -64,6 +64,9 @@ RULES = {
         steps_itself=True,
         sends_others=True,
     ),
+    "farsight-fair": Traits(
+        "farsight, every worker's data counting alike", knows_workers=True, steps_itself=True, sends_others=True
+    ),
 }
 
 
@@ -195,7 +198,7 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
 def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
     from paceline.core.rules.buffered import Buffered
     from paceline.core.rules.dana import Dana, DanaSlim
-    from paceline.core.rules.farsight import Farsight
+    from paceline.core.rules.farsight import FairFarsight, Farsight
     from paceline.core.rules.foresight import Foresight
     from paceline.core.rules.ringleader import Ringleader
 
@@ -209,5 +212,6 @@ def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule
         "ringleader": Ringleader,
         "foresight": Foresight,
         "farsight": Farsight,
+        "farsight-fair": FairFarsight,
     }
     return rules[name](config.momentum, places, prepared)

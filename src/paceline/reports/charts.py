@@ -12,7 +12,7 @@ from typing import Any
 
 NO_MATPLOTLIB = "no figure: matplotlib is not installed: pip install 'paceline[report]', then the same command draws it"
 COLOURS = ("#404040", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D00", "#7A3E9D")
-CROSSES = ("x", "X", "+", "1")
+CROSSES = ("x", "X", "+", "1", "2", "3", "4", "|")
 MARKERS = ("o", "D", "s", "^", "v", "P", "*", "h")
 DASHES = ("-", "--", "-.", ":")
 FAR_BELOW = 20.0
@@ -79,7 +79,7 @@ def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: S
         if len(series) > 1:
             figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
-    return save_figure(path, draw, (8.0, 1.6 + 0.24 * max(3, len(names))))
+    return save_figure(path, draw, (8.0, 1.6 + 0.24 * max(3, len(names)) * max(1.0, len(series) / 3)))
 
 
 def _limits(series: Sequence[Series]) -> tuple[float, float]:
@@ -89,7 +89,8 @@ def _limits(series: Sequence[Series]) -> tuple[float, float]:
         return 0.0, 1.0
     least = sorted(mean for mean, _ in known)[len(known) // 4] - FAR_BELOW
     lowest = min(max(mean - spread, least) for mean, spread in known if mean >= least)
-    highest = max(mean + spread for mean, spread in known)
+    top = max(mean for mean, _ in known)
+    highest = max(min(mean + spread, top + 0.05 * (top - lowest)) for mean, spread in known)  # long bars may be cut
     room = 0.04 * (highest - lowest) or 1.0
     return lowest - room, highest + room
 

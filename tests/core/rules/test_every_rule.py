@@ -19,9 +19,10 @@ from paceline.core.rules.cached import Cached
 from paceline.core.rules.compensated import Compensated
 from paceline.core.rules.damped import Damped
 from paceline.core.rules.dana import Dana, DanaSlim
-from paceline.core.rules.farsight import Farsight
+from paceline.core.rules.farsight import FairFarsight, Farsight
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.gap import Gap
+from paceline.core.rules.paced import Paced
 from paceline.core.rules.plain import Early, Plain
 from paceline.core.rules.ringleader import Ringleader
 from paceline.core.schedules import Budget, Schedule
@@ -42,6 +43,8 @@ RULES: dict[str, MakeRule] = {
     "buffered": lambda places: Buffered(3, 0.9),
     "foresight": lambda places: Foresight(0.9, places, Prepared(0.01, 5.0)),
     "farsight": lambda places: Farsight(0.9, places),
+    "farsight-fair": lambda places: FairFarsight(0.9, places),
+    "paced": lambda places: Paced(Averaged(Farsight(0.9, places)), 2),
     "plain-early": lambda places: Early(Sgd(0.9)),
     "averaged": lambda places: Averaged(Foresight(0.9, places)),
     "horizon": lambda places: Averaged(Dana(0.9, places), 10.0),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.farsight import Farsight
+from paceline.core.rules.farsight import FairFarsight, Farsight
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.ringleader import Ringleader
 
@@ -73,12 +73,20 @@ class SlowForesight(SlowCached):
 class SlowFarsight(SlowForesight):
     """The step along the gradient that came; the look ahead as before."""
 
+    def weight(self, worker: int, num_live: int) -> float:
+        return 1.0
+
     def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
         weights, velocity = self.weights, self.velocity
         super().push(worker, gradient, staleness, lr, num_live)
-        weight = self.interval[worker] / num_live
+        weight = self.weight(worker, num_live)
         self.velocity = [self.gamma * v + weight * g for v, g in zip(velocity, gradient, strict=True)]
         self.weights = [w - self.lr * v for w, v in zip(weights, self.velocity, strict=True)]
+
+
+class SlowFairFarsight(SlowFarsight):
+    def weight(self, worker: int, num_live: int) -> float:
+        return self.interval[worker] / num_live
 
 
 def test_the_look_ahead_is_the_sum_of_the_next_steps() -> None:
@@ -150,6 +158,7 @@ def test_foresight(momentum: float, along: Course) -> None:
 @settings(max_examples=20)
 def test_farsight(momentum: float, along: Course) -> None:
     require_the_oracles_way(Farsight(momentum, along.places), SlowFarsight(momentum), along)
+    require_the_oracles_way(FairFarsight(momentum, along.places), SlowFairFarsight(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

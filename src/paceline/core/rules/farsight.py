@@ -13,12 +13,10 @@ from paceline.interfaces import State
 class Farsight(Foresight):
     """As `foresight`, but the memory of every worker only looks ahead; the step is along the gradient that came.
 
-    v = gamma_u v + (tau_i/n) g;  weights -= lr_u v
-    worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
-    with u the mean of every worker's latest gradient, and tau_i, gamma_u, lr_u, K and m_i as there. Old gradients are
-    good enough to tell where the others will have gone, and too old to go along oneself. tau_i/n, 1 where all are
-    equally fast, lets every worker's data count alike however often it comes. Paceline's own. No other optimizer can
-    be inside. Touches 5 tensors: g, c_i, total, v, the weights.
+    v = gamma_u v + g;  weights -= lr_u v;  worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
+    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as there. Old gradients are good
+    enough to tell where the others will have gone, and too old to go along oneself. Paceline's own. No other optimizer
+    can be inside. Touches 5 tensors: g, c_i, total, v, the weights.
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
@@ -32,6 +30,27 @@ class Farsight(Foresight):
     """
 
     name = "farsight"
+
+    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
+        state["velocity"].add_(gradient)
+
+
+class FairFarsight(Farsight):
+    """`farsight` with v = gamma_u v + (tau_i/n) g: every worker's data counts alike, however often it comes.
+
+    tau_i, the updates from one arrival of worker i to its next, is n where all are equally fast. Where the slow ones
+    hold labels of their own, it gives those their due; on even data it only makes the stalest gradients count most.
+
+    >>> import torch
+    >>> from paceline.interfaces import Arrival
+    >>> weights, rule = torch.zeros(1), FairFarsight(0.0, places=2)
+    >>> state = rule.start(weights)
+    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 21, torch.tensor(1.0), 2))
+    >>> weights.item()
+    -2.0
+    """
+
+    name = "farsight-fair"
 
     def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
         add_scaled(state["velocity"], gradient, load(read(state["interval"], place)) * share)
