@@ -6,7 +6,7 @@ from torch import Tensor
 
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.per_worker import read
-from paceline.core.rules.scalars import Scalar, add_scaled, load
+from paceline.core.rules.scalars import Scalar, add_scaled, load, scale
 from paceline.interfaces import State
 
 
@@ -31,8 +31,8 @@ class Farsight(Foresight):
 
     name = "farsight"
 
-    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
-        state["velocity"].add_(gradient)
+    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, decay: Scalar, share: Scalar) -> None:
+        add_scaled(gradient, state["velocity"], decay, out=state["velocity"])
 
 
 class FairFarsight(Farsight):
@@ -52,5 +52,6 @@ class FairFarsight(Farsight):
 
     name = "farsight-fair"
 
-    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
+    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, decay: Scalar, share: Scalar) -> None:
+        scale(state["velocity"], decay)
         add_scaled(state["velocity"], gradient, load(read(state["interval"], place)) * share)

@@ -78,12 +78,12 @@ class Foresight(Live):
         decay, step, share = self._measure(state, place, arrival)
         gradient = self.prepared.prepare(weights, update)
         remember(state, place, gradient)
-        scale(state["velocity"], decay)
-        self.accelerate(state, place, gradient, share)
+        self.accelerate(state, place, gradient, decay, share)
         add_scaled(weights, state["velocity"], -step)
 
-    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, share: Scalar) -> None:
-        """Add to the velocity what this update goes along."""
+    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, decay: Scalar, share: Scalar) -> None:
+        """Let the velocity decay, and add what this update goes along."""
+        scale(state["velocity"], decay)
         add_scaled(state["velocity"], state["total"], share)
 
     def _measure(self, state: State, place: int | Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
