@@ -27,7 +27,7 @@ check: setup ## format, lint, types and the fast tests; under a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not real"
+	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
 
 bench: setup ## the measured figures of the README, each beside its peer
 	$(BIN)/python benchmarks/throughput.py --quick

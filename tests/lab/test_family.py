@@ -57,11 +57,11 @@ def row_of(config: RunConfig, dataset: Dataset) -> Row:
 CASES = [
     ("lenet5", "async", 3, "sgd"),
     ("lenet5", "sync", 3, "sgd"),
-    ("lenet5", "backup:1", 3, "sgd"),
+    pytest.param("lenet5", "backup:1", 3, "sgd", marks=pytest.mark.real),
     ("lenet5", "bounded:1", 3, "sgd"),
-    ("lenet5", "async", 2, "adam"),
+    pytest.param("lenet5", "async", 2, "adam", marks=pytest.mark.real),
     ("cnn", "async", 2, "sgd"),
-    ("cnn", "sync", 2, "adam"),
+    pytest.param("cnn", "sync", 2, "adam", marks=pytest.mark.real),
 ]
 
 
@@ -103,10 +103,12 @@ RULES = [
     "foresight",
     "farsight",
     "plain-early",
+    "farsight-fair",
+    "auto",
 ]
 
 
-@pytest.mark.parametrize("strategy", ["async", "bounded:2"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("bounded:2", marks=pytest.mark.real)])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_equals_the_simulators(dataset: Dataset, rule: str, strategy: str) -> None:
     """Over some 50 updates, workers that finish early and the running mean of the weights included."""
