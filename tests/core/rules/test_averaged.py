@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from courses import GAP, Course, Walk, courses
+from courses import GAP, Course, Walk, course, courses
 from hypothesis import given, settings
 
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.plain import Plain
+from paceline.interfaces import Arrival
 
 
 def slow_average(path: list[list[float]], horizon: float | None) -> list[float]:
     """Every share worked back from the last: what is left of the whole after those that came later."""
     left, average = 1.0, [0.0] * len(path[0])
     for t in range(len(path), 0, -1):
+        if t >= 64 and t % 8:
+            continue
         share = 9 / (t + 8) if horizon is None else max(2 / (t + 1), 1 / horizon)
+        if t >= 64:
+            share = 1 - (1 - share) ** 8
         average = [a + left * share * w for a, w in zip(average, path[t - 1], strict=True)]
         left *= 1 - share
     assert left < 1e-9, "the first update has all of the weight"
@@ -33,6 +38,25 @@ def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float |
     found = walk.rule.evaluated(walk.weights, walk.state)
     torch.testing.assert_close(found, torch.tensor(slow_average(path, horizon)), rtol=1e-4, atol=1e-5)
     assert found[GAP] == 0
+
+
+@pytest.mark.parametrize("horizon", [None, 30.0])
+def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> None:
+    """Alone, and side by side with another run."""
+    along = course(3, places=3, length=150)
+    walk = Walk(Averaged(Foresight(0.9, along.places), horizon), along)
+    path = walk.to_the_end()
+    found = walk.rule.evaluated(walk.weights, walk.state)
+    torch.testing.assert_close(found, torch.tensor(slow_average(path, horizon)), rtol=1e-4, atol=1e-5)
+    rule, batched = Averaged(Plain(Sgd()), horizon), torch.zeros(2, 3)
+    alone, state = torch.zeros(3), rule.start(batched)
+    other = Averaged(Plain(Sgd()), horizon)
+    beside = other.start(alone)
+    for update in range(150):
+        gradient = torch.full((3,), float(update % 7) - 2.5)
+        rule.apply(batched, state, gradient.repeat(2, 1), Arrival(None, 0, torch.full((2, 1), 0.1), 1))
+        other.apply(alone, beside, gradient, Arrival(None, 0, torch.tensor(0.1), 1))
+    torch.testing.assert_close(rule.evaluated(batched, state)[1], other.evaluated(alone, beside))
 
 
 @given(along=courses)

@@ -53,8 +53,12 @@ class Cached(Live):
 
 def remember(state: State, place: int | Tensor, gradient: Tensor) -> None:
     """Put a worker's newest gradient in place of its last one, in its row and in the sum of all rows."""
-    state["total"].sub_(read(state["cache"], place)).add_(gradient)
-    write(state["cache"], place, gradient)
+    row = read(state["cache"], place)
+    state["total"].sub_(row).add_(gradient)
+    if isinstance(place, Tensor):
+        write(state["cache"], place, gradient)
+    else:
+        row.copy_(gradient)
 
 
 def forget(state: State, worker: int) -> None:

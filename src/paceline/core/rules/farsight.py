@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.rules.foresight import Foresight
-from paceline.core.rules.per_worker import read
-from paceline.core.rules.scalars import Scalar, add_scaled, load, scale
+from paceline.core.rules.scalars import Scalar, add_scaled, scale
 from paceline.interfaces import State
 
 
@@ -31,7 +30,7 @@ class Farsight(Foresight):
 
     name = "farsight"
 
-    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, decay: Scalar, share: Scalar) -> None:
+    def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
         add_scaled(gradient, state["velocity"], decay, out=state["velocity"])
 
 
@@ -52,6 +51,6 @@ class FairFarsight(Farsight):
 
     name = "farsight-fair"
 
-    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, decay: Scalar, share: Scalar) -> None:
+    def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
         scale(state["velocity"], decay)
-        add_scaled(state["velocity"], gradient, load(read(state["interval"], place)) * share)
+        add_scaled(state["velocity"], gradient, interval * share)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.cached import forget, remember
-from paceline.core.rules.per_worker import Live, keep_row, place_in, pushers_place, read, table
-from paceline.core.rules.scalars import Scalar, add_scaled, at_least, keep, load, scale
+from paceline.core.rules.per_worker import Live, pushers_place, table
+from paceline.core.rules.scalars import Scalar, add_scaled, at_least, keep_all, load, load_all, scale
 from paceline.interfaces import Arrival, State
 
 HORIZON = 1.5
@@ -58,51 +58,68 @@ class Foresight(Live):
         self.prepared.move_to(weights.device)
         if isinstance(self.momentum, Tensor):
             self.momentum = self.momentum.to(weights.device, torch.float64)
-        number = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        size = (*weights.shape[:-1], self.places + 3)
         return {
             "cache": table(weights, self.places),
             "total": torch.zeros_like(weights),
             "velocity": torch.zeros_like(weights),
-            "interval": table(number, self.places),
-            "decay": number.clone(),
-            "step": number.clone(),
-            "share": number,
+            "numbers": torch.zeros(size, dtype=torch.float64, device=weights.device),
         }
 
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
-        read(state["interval"], worker).zero_()
+        state["numbers"][worker] = 0.0
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        place = pushers_place(state["cache"], arrival)
-        decay, step, share = self._measure(state, place, arrival)
+        interval, decay, step, share = self._measure(state["numbers"], arrival)
         gradient = self.prepared.prepare(weights, update)
-        remember(state, place, gradient)
-        self.accelerate(state, place, gradient, decay, share)
+        remember(state, pushers_place(state["cache"], arrival), gradient)
+        self.accelerate(state, gradient, decay, share, interval)
         add_scaled(weights, state["velocity"], -step)
 
-    def accelerate(self, state: State, place: int | Tensor, gradient: Tensor, decay: Scalar, share: Scalar) -> None:
+    def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
         """Let the velocity decay, and add what this update goes along."""
         scale(state["velocity"], decay)
         add_scaled(state["velocity"], state["total"], share)
 
-    def _measure(self, state: State, place: int | Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
-        """How far apart the worker's arrivals are, and what the longest such interval makes of momentum and step."""
-        interval = load(read(state["interval"], place))
+    def _measure(self, numbers: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        """How far apart the worker's arrivals are, and what the longest such interval makes of momentum and step.
+
+        `numbers` has everybody's interval, then the decay, the step and the share of one worker, for the next reply.
+        """
+        worker, places = arrival.worker, self.places
+        if isinstance(worker, Tensor):
+            intervals, mine = numbers[:, :places], worker[:, None]
+            interval = self._next(intervals.gather(1, mine), arrival)
+            intervals.scatter_(1, mine, torch.as_tensor(interval))
+            found = (interval, *self._pace(intervals.amax(-1, keepdim=True), arrival))
+            keep_all(numbers[:, places:], found[1:])
+            return found
+        assert worker is not None, "a rule that knows its workers was handed the mean of several"
+        row = numbers.tolist()
+        row[worker] = interval = self._next(row[worker], arrival)
+        row[places:] = pace = self._pace(max(row[:places]), arrival)
+        keep_all(numbers, row)
+        return interval, *pace
+
+    def _next(self, interval: Scalar, arrival: Arrival) -> Scalar:
+        """The running mean, which begins at the number live."""
         interval = interval + (interval == 0) * arrival.num_live
-        interval = interval + self.smoothing * (arrival.staleness + 1 - interval)
-        keep_row(state["interval"], place, interval)
-        longest = load(state["interval"].amax(-2))
+        return interval + self.smoothing * (arrival.staleness + 1 - interval)
+
+    def _pace(self, longest: Scalar, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
+        """Decay, step and share of one worker."""
         decay: Scalar = self.momentum ** (1.0 / longest)
-        step = load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum)
-        share = 1.0 / arrival.num_live
-        for name, value in (("decay", decay), ("step", step), ("share", share)):
-            keep(state[name], value)
-        return decay, step, share
+        return decay, load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum), 1.0 / arrival.num_live
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        decay, step, share = load(state["decay"]), load(state["step"]), load(state["share"])
-        interval = load(read(state["interval"], place_in(state["interval"], worker)))
+        numbers, places = state["numbers"], self.places
+        if isinstance(worker, Tensor):
+            interval: Scalar = numbers[:, :places].gather(1, worker[:, None])
+            decay, step, share = load_all(numbers[:, places:])
+        else:
+            row = numbers.tolist()
+            interval, (decay, step, share) = row[worker], row[places:]
         ahead = self.horizon * at_least(interval - 1.0, 0.0)
         kept = 1.0 - decay
         of_velocity = decay * (1.0 - decay**ahead) / kept

@@ -35,7 +35,6 @@ class Paced:
 
     def start(self, weights: Tensor) -> State:
         mean = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
-        self._lr = torch.zeros((), device=weights.device)
         return {**self.rule.start(weights), "mean_staleness": mean}
 
     def join(self, state: State, worker: int) -> None:
@@ -48,16 +47,16 @@ class Paced:
         mean = load(state["mean_staleness"])
         mean = mean + SMOOTHING * (arrival.staleness - mean)
         keep(state["mean_staleness"], mean)
-        self.rule.apply(weights, state, update, arrival._replace(lr=self._paced(arrival, mean + 1.0)))
+        self.rule.apply(weights, state, update, self._paced(arrival, mean + 1.0))
 
-    def _paced(self, arrival: Arrival, pushes: Scalar) -> Tensor:
-        """The learning rate of this update."""
+    def _paced(self, arrival: Arrival, pushes: Scalar) -> Arrival:
+        """The arrival with the learning rate of this update."""
         live = arrival.num_live
-        if isinstance(live, Tensor):
-            assert isinstance(pushes, Tensor), "staleness is a tensor where the number live is one"
-            under_way = torch.maximum(pushes, live.to(pushes.dtype))
-            return arrival.lr * (self.most / under_way).clamp(max=1.0).to(arrival.lr.dtype)
-        return torch.mul(arrival.lr, min(1.0, self.most / max(float(pushes), live)), out=self._lr)
+        if isinstance(pushes, Tensor):
+            shorter = (self.most / torch.maximum(pushes, torch.as_tensor(live).to(pushes.dtype))).clamp(max=1.0)
+            return arrival._replace(lr=arrival.lr * shorter.to(arrival.lr.dtype))
+        under_way = max(pushes, float(live))
+        return arrival if under_way <= self.most else arrival._replace(lr=arrival.lr * (self.most / under_way))
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         self.rule.weights_for(weights, state, worker, out)
