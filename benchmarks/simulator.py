@@ -152,7 +152,7 @@ class BareLoop:
 
 def real(number: int, steps: int, say: Callable[[str], None] | None) -> pairs.Row:
     """A simulated run against its gradients alone."""
-    config = RunConfig(dataset=SAMPLE, strategy="async", workers=REAL_WORKERS, steps=steps, threads=1)
+    config = RunConfig(dataset=SAMPLE, strategy="async", rule="plain", workers=REAL_WORKERS, steps=steps, threads=1)
     bare = BareLoop(config)
     simulated_seconds(config)
     row = pairs.compare(

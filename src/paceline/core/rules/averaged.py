@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.scalars import Scalar, at_least, keep, load, move_towards
+from paceline.core.rules.scalars import Scalar, at_least, keep_all, load_all, move_towards
 from paceline.interfaces import Arrival, Rule, State
 
 GROWTH = 9.0
 EVERY_ONE_BEFORE = 64
 EVERY = 8
+FADING = 0.001
 
 
 class Averaged:
@@ -22,6 +23,9 @@ class Averaged:
     a_t = 9/(t + 8): no constant to set, about the last ninth of all updates counts (arXiv 1212.1824).
     With a horizon H: a_t = max(2/(t + 1), 1/H). From update 64 on only every eighth is averaged, with the share of
     eight, 1 - (1 - a_t)^8: what lies between differs little. One more pass over 2 tensors then, and P floats.
+
+    Who has left has taken its data along, and the live weights lean to those that are here: then a_t is multiplied by
+    (live / most)^4, most being the largest number live, which falls to that of now within some thousand updates.
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain
@@ -41,8 +45,8 @@ class Averaged:
         return f"{self.rule.name} (averaged)"
 
     def start(self, weights: Tensor) -> State:
-        count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
-        return {**self.rule.start(weights), "average": weights.clone(), "averaged_updates": count}
+        numbers = torch.zeros((*weights.shape[:-1], 2), dtype=torch.float64, device=weights.device)
+        return {**self.rule.start(weights), "average": weights.clone(), "averaging": numbers}
 
     def join(self, state: State, worker: int) -> None:
         self.rule.join(state, worker)
@@ -52,16 +56,20 @@ class Averaged:
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.rule.apply(weights, state, update, arrival)
-        count = load(state["averaged_updates"]) + 1.0
-        keep(state["averaged_updates"], count)
+        count, most = load_all(state["averaging"])
+        count = count + 1.0
+        most = at_least(most - FADING * (most - arrival.num_live), arrival.num_live)
+        keep_all(state["averaging"], (count, most))
         often, due = count < EVERY_ONE_BEFORE, count % EVERY == 0
-        if not isinstance(count, Tensor):
-            if often or due:
-                share = self._share(count)
-                move_towards(state["average"], weights, share if often else 1.0 - (1.0 - share) ** EVERY)
+        if isinstance(count, Tensor):
+            share = self._share(count)
+            share = (often * share + ~often * due * (1.0 - (1.0 - share) ** EVERY)) * (arrival.num_live / most) ** 4
+        elif often or due:
+            share = self._share(count)
+            share = (share if often else 1.0 - (1.0 - share) ** EVERY) * (arrival.num_live / most) ** 4
+        else:
             return
-        share = self._share(count)
-        move_towards(state["average"], weights, often * share + ~often * due * (1.0 - (1.0 - share) ** EVERY))
+        move_towards(state["average"], weights, share)
 
     def _share(self, count: Scalar) -> Scalar:
         """Of update `count`, counted from 1, in the average after it."""

@@ -50,13 +50,16 @@ def keep_all(kept: Tensor, values: Sequence[Scalar]) -> None:
         kept.numpy()[:] = values
 
 
-def at_least(value: Scalar, least: float) -> Scalar:
+def at_least(value: Scalar, least: Scalar) -> Scalar:
     """The larger of the two.
 
     >>> at_least(0.5, 1.0), at_least(torch.tensor([[0.5], [2.0]]), 1.0).tolist()
     (1.0, [[1.0], [2.0]])
     """
-    return value.clamp(min=least) if isinstance(value, Tensor) else max(value, least)
+    if isinstance(value, Tensor):
+        return value.clamp(min=least)
+    assert not isinstance(least, Tensor), "one run has plain numbers"
+    return max(value, least)
 
 
 def add_scaled(vector: Tensor, other: Tensor, factor: Scalar, out: Tensor | None = None) -> None:
