@@ -42,7 +42,8 @@ TABLE = (
     Published("sync", 2, 87.54, 87.5, 1.0),
     Published("async", 2, 89.01, 89.0, 1.0),
 )
-SETTINGS = "--dataset fashion-mnist --model lenet5 --split iid --epoch-mode own --batch-size 32 --lr .005 --momentum .9 --rule plain"
+SETTINGS = "--dataset fashion-mnist --model lenet5 --split iid --epoch-mode own --batch-size 32 --lr .005 --momentum .9"
+PUBLISHED_RULE = ["--rule", "plain"]
 
 
 def trained(row: Published, data_dir: str | None, epochs: int, seed: int) -> float:
@@ -50,7 +51,18 @@ def trained(row: Published, data_dir: str | None, epochs: int, seed: int) -> flo
     with tempfile.TemporaryDirectory() as runs:
         words = ["--strategy", row.strategy, "--workers", str(row.workers), "--epochs", str(epochs)]
         place = ["--data-dir", data_dir] if data_dir is not None else []
-        command = [*ours.COMMAND, *SETTINGS.split(), *words, *place, "--seed", str(seed), "--runs", runs, "--json"]
+        command = [
+            *ours.COMMAND,
+            *SETTINGS.split(),
+            *PUBLISHED_RULE,
+            *words,
+            *place,
+            "--seed",
+            str(seed),
+            "--runs",
+            runs,
+            "--json",
+        ]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         with ended([process]):
             out, _ = process.communicate(timeout=PATIENCE_SECONDS)
