@@ -13,7 +13,7 @@ from paceline.config import RunConfig
 
 def lines(**settings: Any) -> list[str]:
     found = advice(resolve(RunConfig(**settings)))
-    assert all("\n" not in line and "--rule foresight" in line for line in found), "one line each, with a way out"
+    assert all("\n" not in line and "--rule auto" in line for line in found), "one line each, with a way out"
     return found
 
 

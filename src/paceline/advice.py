@@ -47,16 +47,16 @@ def _starved(config: RunConfig) -> str | None:
     what = "drops" if RULES[parse_rule(config.rule)[0]].drops else "damps"
     return (
         f"rule {config.rule} {what} stale pushes, and with --split {config.split} the slowest workers' labels are "
-        "starved with them: --rule foresight or cached remembers every worker"
+        "starved with them: --rule auto gives every worker its due"
     )
 
 
 def _adam_on_skew(config: RunConfig) -> str | None:
-    if config.optimizer != "adam" or not is_skewed(config.split) or parse_rule(config.rule)[0] == "cached":
+    if config.optimizer != "adam" or not is_skewed(config.split) or config.rule in ("cached", "auto"):
         return None
     return (
         f"adam with --split {config.split} and pushes applied one by one follows whose labels came last, and its means "
-        "mix them: --optimizer sgd with --rule foresight, or --rule cached, steps along everybody's gradients"
+        "mix them: --rule cached steps along everybody's gradients, or --optimizer sgd with --rule auto looks ahead"
     )
 
 
@@ -67,5 +67,5 @@ def _momentum(config: RunConfig) -> str | None:
         return None
     return (
         f"momentum {config.momentum:g} with {workers} workers on rule plain can diverge, as stale pushes act as "
-        f"momentum too: --rule foresight or dana looks ahead, or --momentum {most:.3g} and less"
+        f"momentum too: --rule auto looks ahead, or --momentum {most:.3g} and less"
     )

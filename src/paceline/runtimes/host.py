@@ -287,7 +287,7 @@ class Host:
         lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
         advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
         if config.rule == "plain" and config.strategy.startswith(("async", "bounded")) and self.server.num_workers > 1:
-            advice += "; or --rule foresight, which allows for staleness"
+            advice += "; or --rule auto, which allows for staleness"
         return f"training diverged at {where}: {what}.{advice}"
 
     def _worth_scoring(self) -> tuple[str, ...]:
