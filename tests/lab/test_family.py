@@ -15,9 +15,12 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.crew import make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset, load, locate
+from paceline.errors import UserError
+from paceline.lab import room
 from paceline.lab.family import Family, Row
 from paceline.lab.feed import feed_of
-from paceline.lab.rows import images_of, run_rows
+from paceline.lab.room import memory_of
+from paceline.lab.rows import Spent, images_of, run_rows
 from paceline.lab.trace import trace_of
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
@@ -185,3 +188,27 @@ def test_rows_of_unequal_length_end_when_they_should(dataset: Dataset) -> None:
         assert one.result["test_accuracy"] == pytest.approx(alone.result["test_accuracy"], abs=1.0)
         assert one.result["staleness"] == alone.result["staleness"]
     assert max(seen) <= 1.0
+
+
+def test_rows_take_turns_where_there_is_no_room_for_all(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut into families that wait for each other, the results are the same."""
+    dataset = shortened(dataset, 200, 50)
+    settings = RunConfig(
+        dataset="fashion-mnist-sample", strategy="async", workers=2, batch_size=8, steps=6, rule="plain"
+    )
+    configs = [resolve(dataclasses.replace(settings, seed=seed)) for seed in range(5)]
+    device, spent, cramped = torch.device("cpu"), Spent(), Spent()
+    wanted = {one.config.seed: one.weights for one in run_rows(configs, dataset, device, silent, spent)}
+    each = memory_of([row_of(configs[0], dataset)], device)
+    monkeypatch.setattr(room, "ON_A_CPU", 2.5 * each)
+    for one in run_rows(configs, dataset, device, silent, cramped):
+        assert torch.allclose(one.weights, wanted[one.config.seed], atol=1e-6)
+    assert (spent.num_families, cramped.num_families) == (1, 3)
+    assert "cut to fit the memory" in cramped.line() and "cut" not in spent.line()
+    monkeypatch.setattr(room, "ON_A_CPU", 0.5 * each)
+    with pytest.raises(UserError, match=r"one run of lenet5 with 2 workers needs about .* use fewer workers"):
+        list(run_rows(configs, dataset, device, silent))
+
+
+def silent(text: str, share: float) -> None:
+    pass

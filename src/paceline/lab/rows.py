@@ -16,18 +16,12 @@ from paceline.data.datasets import Dataset
 from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.lab.batched import BATCHED
-from paceline.lab.family import Family, Row
+from paceline.lab.family import Family
+from paceline.lab.room import cut_to_fit, families, memory_of, room_on
 from paceline.lab.scoring import EVERYTHING, scores_of
 from paceline.lab.steps import Images
 from paceline.lab.tracing import traced
-from paceline.rulebook import RULES, average_horizon, chosen, parse_rule
 from paceline.runs.result import summarise
-
-ROOM = 0.6
-"""Share of the device's free memory that weights, snapshots and activations of one family may take."""
-ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}
-"""Floats that a sample needs on its way through the model, about; torch's own way takes more."""
-TORCHS_OWN = 8
 
 
 @dataclass(frozen=True)
@@ -57,14 +51,18 @@ class Spent:
     training: float = 0.0
     scoring: float = 0.0
     num_rows: int = 0
+    num_families: int = 0
+    num_kinds: int = 0
+    """Fewer than families where the device had no room for all rows of a kind at once."""
     gradients: int = 0
     longest: int = 0
     """Updates of the longest row: each waits for the one before."""
 
     def line(self) -> str:
         rate, chain = (number / max(self.training, 1e-9) for number in (self.gradients, self.longest))
+        cut = f" in {self.num_families} families, cut to fit the memory" if self.num_families > self.num_kinds else ""
         return (
-            f"{self.num_rows} rows, {self.gradients:,} gradients: tracing {self.tracing:.1f} s, training "
+            f"{self.num_rows} rows{cut}, {self.gradients:,} gradients: tracing {self.tracing:.1f} s, training "
             f"{self.training:.1f} s ({rate:,.0f} gradients/s, longest row {self.longest:,} updates, {chain:,.0f}/s), "
             f"scoring {self.scoring:.1f} s"
         )
@@ -116,11 +114,19 @@ def run_rows(
     total, done = sum(row.trace.workers.size for row in rows), 0
     started = time.perf_counter()
     spent.tracing += started - began
-    scored_before = spent.scoring
+    scoring = 0.0
     spent.num_rows += len(rows)
     spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
-    active = [Family(members, train) for members in families(rows, device)]
-    while active:
+    room = room_on(device)
+    kinds = families(rows)
+    waiting = cut_to_fit(kinds, room, device)
+    spent.num_kinds, spent.num_families = spent.num_kinds + len(kinds), spent.num_families + len(waiting)
+    active: list[Family] = []
+    while active or waiting:
+        taken = sum(memory_of(family.rows, device) for family in active)
+        while waiting and (not active or taken + memory_of(waiting[0], device) <= room):
+            taken += memory_of(waiting[0], device)
+            active.append(Family(waiting.pop(0), train))
         ready = [family for family in active if family.num_queued < (AHEAD if family.left else 1)]
         for family in ready:
             done += family.advance(CHUNK) * sum(row.trace.workers.shape[1] for row in family.rows)
@@ -129,52 +135,13 @@ def run_rows(
                 active[active.index(family) : active.index(family) + 1] = family.without_the_ended()
                 paused = time.perf_counter()
                 found = list(_results(family, train, test, parts, paused - began))
-                spent.scoring += time.perf_counter() - paused
+                scoring += time.perf_counter() - paused
                 yield from found
         if not ready:
             time.sleep(POLL)
     spent.gradients += total
-    spent.training += time.perf_counter() - started - (spent.scoring - scored_before)
-
-
-def families(rows: list[Row], device: torch.device) -> list[list[Row]]:
-    """Rows that can go side by side, the longest families first; no family larger than the device has room for."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        c = row.config
-        kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
-        groups.setdefault((*kind, c.weight_decay, c.clip, _rule(row), average_horizon(c)), []).append(row)
-    parts = []
-    for members in groups.values():
-        size = most_rows(members, device)
-        ordered = sorted(members, key=lambda row: len(row.trace))
-        parts += [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return sorted(parts, key=lambda part: -max(len(row.trace) for row in part))
-
-
-def _rule(row: Row) -> str:
-    """The rule by name; of `auto`, what it chose for this row."""
-    return f"auto {chosen(row.config, row.skew).rule}" if row.config.rule == "auto" else row.config.rule
-
-
-def most_rows(members: list[Row], device: torch.device) -> int:
-    """How many of these rows fit side by side."""
-    row = members[0]
-    pushes = max(one.trace.workers.shape[1] for one in members)
-    places = max(one.config.workers or 1 for one in members) if pushes == 1 else 1
-    tables = 1 + RULES[parse_rule(row.config.rule)[0]].knows_workers
-    samples = pushes * row.config.batch_size
-    floats = row.initial.numel() * (places * tables + 10) + 2 * samples * max(len(one.trace) for one in members)
-    floats += ACTIVATIONS[row.config.model] * samples * (1 if device.type == "cuda" else TORCHS_OWN)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2 << 30
-    most = int(ROOM * free / (4 * floats))
-    if most < 1:
-        need = 4 * floats / ROOM / 2**30
-        raise UserError(
-            f"one run of {row.config.model} with {row.config.workers} workers needs about {need:.1f} GiB on {device}, "
-            f"{free / 2**30:.1f} are free: use fewer workers or a larger device"
-        )
-    return most
+    spent.scoring += scoring
+    spent.training += time.perf_counter() - started - scoring
 
 
 def _results(family: Family, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[Finished]:
