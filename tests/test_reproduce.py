@@ -17,7 +17,7 @@ from paceline.cli import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.lab.rows import Finished, run_rows
-from paceline.published.optml import choose_rows, published_rows
+from paceline.published.optml import automatic, choose_rows, published_rows
 from paceline.reports import charts
 from paceline.reproduce import Reproduced, markdown
 from paceline.runs.folder import RunFolder
@@ -32,6 +32,13 @@ def test_the_table_has_all_its_rows() -> None:
     assert {row.mode for row in rows} == {"classic", "sync", "async"}
     for row in rows:
         resolve(row.config(seed=0, epochs=6.0, data_dir=None, runs="runs"))
+
+
+def test_rows_of_the_same_data_and_model_share_what_we_would_choose() -> None:
+    made = {automatic(row, 0, 6.0, None, "runs").name: automatic(row, 0, 6.0, None, "runs") for row in published_rows()}
+    assert len(made) == 37
+    for config in made.values():
+        assert resolve(config).lr == 0.005 and config.momentum == 0.9 and config.optimizer == "sgd"
 
 
 def test_rows_are_chosen_by_number_and_by_words() -> None:
@@ -119,7 +126,7 @@ def test_the_third_column_is_what_we_would_choose(tmp_path: Path, capsys: pytest
     runs = tmp_path / "optml"
     assert main([*flags(runs), "--rows", "2,22", "--rule", "auto"]) == 0
     assert "automatic: " in capsys.readouterr().out
-    by_itself = RunFolder(runs / "22-async-2-labels-lenet5-sgd-seed0-auto").result()
+    by_itself = RunFolder(runs / "auto-async-2-labels-lenet5-seed0").result()
     as_published = RunFolder(runs / "22-async-2-labels-lenet5-sgd-seed0").result()
     assert by_itself is not None and as_published is not None
     assert by_itself["rule_applied"] == "farsight-fair (paced) (averaged)" and as_published["rule_applied"] == "plain"

@@ -7,6 +7,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config import RunConfig
 from paceline.many_runs import note_sample, result_of, run_missing, settle
 from paceline.published.optml import PublishedRow, automatic, published_rows
 from paceline.reports.charts import Point, Series, draw_rows
@@ -47,17 +48,18 @@ def reproduce(
     with_automatic: bool = False,
 ) -> list[Reproduced]:
     """Run every row that has no result yet, and gather them all."""
-    asked = [row.config(seed, epochs, data_dir, str(folder)) for row in rows for seed in range(seeds)]
-    asked += [automatic(config) for config in asked] if with_automatic else []
-    configs = [settle(config) for config in asked]
-    note_sample(asked, configs, console)
-    run_missing(configs, device, console)
-    by_name = {config.name: result_of(config) for config in configs}
+    where = (epochs, data_dir, str(folder))
+    asked = {row: [row.config(seed, *where) for seed in range(seeds)] for row in rows}
+    by_itself = {row: [automatic(row, seed, *where) for seed in range(seeds)] for row in rows if with_automatic}
+    named = {config.name: config for configs in (*asked.values(), *by_itself.values()) for config in configs}
+    settled = {name: settle(config) for name, config in named.items()}
+    note_sample(list(named.values()), list(settled.values()), console)
+    run_missing(list(settled.values()), device, console)
 
-    def several(row: PublishedRow, ending: str = "") -> Several:
-        return Several([by_name[f"{row.name}-seed{seed}{ending}"] for seed in range(seeds)])
+    def several(configs: list[RunConfig]) -> Several:
+        return Several([result_of(settled[config.name]) for config in configs])
 
-    return [Reproduced(row, several(row), several(row, "-auto") if with_automatic else None) for row in rows]
+    return [Reproduced(row, several(asked[row]), several(by_itself[row]) if with_automatic else None) for row in rows]
 
 
 HEAD = (

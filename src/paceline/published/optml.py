@@ -69,12 +69,16 @@ class PublishedRow:
         )
 
 
-def automatic(config: RunConfig) -> RunConfig:
-    """The same row as Paceline would run it by itself: the same lr and momentum given, everything else automatic."""
-    settings: dict[str, Any] = {"rule": "auto"} if config.strategy == "async" else {"average": "on"}
-    if config.strategy == "sync":
+def automatic(row: PublishedRow, seed: int, epochs: float, data_dir: str | None, runs: str) -> RunConfig:
+    """What Paceline does by itself with the row's strategy, workers, data and model; rows that share those share it."""
+    usual = RunConfig()
+    settings: dict[str, Any] = {"rule": "auto"} if row.mode == "async" else {"average": "on"}
+    if row.mode == "sync":
         settings["scale_lr"] = "auto"
-    return replace(config, **settings, name=f"{config.name}-auto")
+    for name in ("optimizer", "lr", "momentum", "betas"):
+        settings[name] = getattr(usual, name)
+    name = f"auto-{row.mode}-{row.workers}-{row.split}-{row.model}-seed{seed}"
+    return replace(row.config(seed, epochs, data_dir, runs), **settings, name=name)
 
 
 def published_rows() -> list[PublishedRow]:
