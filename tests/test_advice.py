@@ -66,3 +66,19 @@ def test_adam_on_skewed_labels_is_named() -> None:
     both = lines(rule="damped", optimizer="adam", split="labels", workers=5)
     assert len(both) == 2 and "starved" in both[0]
     assert lines(rule="plain", optimizer="adam", split="labels", workers=5, strategy="bounded:2") == [line]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize("split", ["labels", "dirichlet:0.1"])
+@pytest.mark.parametrize(("model", "other"), [("resnet50", "resnet50-gn"), ("inception-bn", "resnet18-gn")])
+def test_batch_norm_on_skewed_labels_is_named_with_group_norm(
+    model: str, other: str, split: str, strategy: str
+) -> None:
+    (line,) = advice(resolve(RunConfig(model=model, split=split, strategy=strategy, workers=2)))
+    assert f"batch norm in {model} with --split {split}" in line and f"--model {other}" in line and "\n" not in line
+    assert advice(resolve(RunConfig(model=other, split=split, strategy=strategy, workers=2))) == []
+
+
+@pytest.mark.parametrize("settings", [{"split": "iid"}, {"split": "labels", "strategy": "classic"}], ids=str)
+def test_batch_norm_on_even_data_or_alone_passes_in_silence(settings: dict[str, Any]) -> None:
+    assert advice(resolve(RunConfig(model="resnet18", **settings))) == []

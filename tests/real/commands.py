@@ -16,6 +16,11 @@ from paceline.runs.arrivals import RECORD_BYTES
 PATIENCE = 60.0
 
 
+def _listen_to_interrupts() -> None:
+    """As in a terminal, even where the tests themselves were started in the background and ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """One `paceline ...` process with all its descendants; use it as a context manager so that none outlives a test."""
 
@@ -29,6 +34,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_listen_to_interrupts,
         )
         self.out = self.err = ""
 
