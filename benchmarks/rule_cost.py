@@ -36,6 +36,8 @@ TOUCHED = {
     "buffered:4": ("g", "weights", "v", "buffer", "sent"),
     "foresight": ("g", "weights", "v", "c_i", "total", "sent"),
     "foresight, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
+    "farsight": ("g", "weights", "v", "c_i", "total", "sent"),
+    "auto, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
 }
 """The vectors that each rule cannot do without, scratch not counted; `sent` is the worker's memory."""
 
