@@ -7,15 +7,19 @@ from paceline.rulebook import ON_ARRIVAL, RULES, parse_rule
 
 SKEWED_BELOW = 1.0
 """A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""
+GROUP_NORM = "-gn"
+"""Ends the names of models with group norm in the place of batch norm."""
 STARVING = ("damped", "gap", "ringmaster")
 """Rules that let pushes of slow workers count for less, or not at all."""
 
 
 def advice(config: RunConfig) -> list[str]:
     """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
-    if config.timing_only or config.strategy.partition(":")[0] not in ON_ARRIVAL:
+    if config.timing_only:
         return []
-    found = (_starved(config), _adam_on_skew(config), _momentum(config))
+    found = [_batch_norm_on_skew(config)]
+    if config.strategy.partition(":")[0] in ON_ARRIVAL:
+        found += [_starved(config), _adam_on_skew(config), _momentum(config)]
     return [line for line in found if line is not None]
 
 
@@ -29,6 +33,15 @@ def is_skewed(split: str) -> bool:
     return name == "labels" or (name == "dirichlet" and float(alpha) < SKEWED_BELOW)
 
 
+def has_batch_norm(model: str) -> bool:
+    """Whether a built-in model normalises by the batch, and so by its worker's labels.
+
+    >>> has_batch_norm("resnet18"), has_batch_norm("resnet18-gn"), has_batch_norm("cnn")
+    (True, False, False)
+    """
+    return model.startswith(("resnet", "inception")) and not model.endswith(GROUP_NORM)
+
+
 def most_momentum(workers: int) -> float:
     """What is left for explicit momentum beside that of asynchrony, about 1 - 1/n (arXiv 1605.09774).
 
@@ -39,6 +52,17 @@ def most_momentum(workers: int) -> float:
     [0.95, 0.9, 0.875, 0.75, 0.0]
     """
     return max(0.0, 1.0 - workers / 40.0)
+
+
+def _batch_norm_on_skew(config: RunConfig) -> str | None:
+    alone = (config.workers or 1) == 1
+    if config.task is not None or not has_batch_norm(config.model) or not is_skewed(config.split) or alone:
+        return None
+    other = config.model if config.model.startswith("resnet") else "resnet18"
+    return (
+        f"batch norm in {config.model} with --split {config.split} normalises by each worker's own labels, which the "
+        f"evaluated model never sees alone: use group norm, as in --model {other}{GROUP_NORM}"
+    )
 
 
 def _starved(config: RunConfig) -> str | None:
