@@ -23,7 +23,23 @@ if TYPE_CHECKING:
     from paceline.core.optimizers import Optimizer, Prepared
     from paceline.interfaces import Layout, Policy, Rule
 
-MODELS = {"lenet5": "paceline.models.lenet:LeNet5", "cnn": "paceline.models.cnn:Cnn"}
+MODELS = {
+    "lenet5": "paceline.models.lenet:LeNet5",
+    "cnn": "paceline.models.cnn:Cnn",
+    "resnet18": "paceline.models.resnet:resnet18",
+    "resnet34": "paceline.models.resnet:resnet34",
+    "resnet50": "paceline.models.resnet:resnet50",
+    "resnet101": "paceline.models.resnet:resnet101",
+    "resnet18-gn": "paceline.models.resnet:resnet18_gn",
+    "resnet34-gn": "paceline.models.resnet:resnet34_gn",
+    "resnet50-gn": "paceline.models.resnet:resnet50_gn",
+    "resnet101-gn": "paceline.models.resnet:resnet101_gn",
+    "inception-28-small": "paceline.models.inception:Inception28Small",
+    "inception-bn": "paceline.models.inception:InceptionBN",
+    "transformer": "paceline.models.transformer:Transformer",
+}
+TEXT_MODELS = ("transformer",)
+"""Models that read token ids; the others look at images."""
 STRATEGIES = {
     "classic": "one worker, no process",
     "sync": "replies when all have pushed",
@@ -169,11 +185,26 @@ def _check_names(config: RunConfig) -> None:
     for kind, asked, known in named:
         if asked not in known:
             raise unknown_name(kind, asked, known)
+    if config.task is None:
+        _check_model_fits(config)
     parse_split(config.split)
     if config.fold is not None:
         parse_fold(config.fold)
     parse_schedule(config.schedule)
     check_rule(config)
+
+
+def _check_model_fits(config: RunConfig) -> None:
+    """A model of images on images, a model of text on text."""
+    shape: tuple[int, ...] = DATASETS[config.dataset].image_shape
+    if (config.model in TEXT_MODELS) != (len(shape) == 1):
+        reads = "token ids" if config.model in TEXT_MODELS else "images"
+        holds = "sentences" if len(shape) == 1 else f"images of {' x '.join(map(str, shape))}"
+        fitting = [name for name in MODELS if (name in TEXT_MODELS) == (len(shape) == 1)]
+        raise UserError(
+            f"model {config.model} reads {reads}, and dataset {config.dataset} holds {holds}: "
+            f"choose --model {' or '.join(fitting[:2])}, or another dataset"
+        )
 
 
 def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
@@ -268,8 +299,8 @@ def _decay_mask(layout: Layout) -> Tensor | None:
     return mask
 
 
-def make_model(name: str, image_shape: tuple[int, ...]) -> nn.Module:
-    """A built-in model for images of `image_shape` (channels, height, width)."""
+def make_model(name: str, input_shape: tuple[int, ...], num_classes: int = 10) -> nn.Module:
+    """A built-in model for images of `input_shape` (channels, height, width), or sentences of (length,)."""
     module, _, attribute = MODELS[name].partition(":")
-    model: nn.Module = getattr(importlib.import_module(module), attribute)(image_shape)
+    model: nn.Module = getattr(importlib.import_module(module), attribute)(input_shape, num_classes)
     return model

@@ -86,7 +86,12 @@ class RunConfig:
         None, "data", "hold out and score part I of K of the train set, as in 2/5; no test set", metavar="I/K"
     )
     data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
-    model: str = setting("lenet5", "model", "lenet5 or cnn")
+    model: str = setting(
+        "lenet5",
+        "model",
+        "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn behind: group norm instead of batch norm), "
+        "inception-28-small, inception-bn, or for text transformer",
+    )
     task: str | None = setting(
         None, "model", "own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )

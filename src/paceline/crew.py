@@ -63,7 +63,7 @@ def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
         return load_task(config.task)
     assert dataset is not None
     return SupervisedTask(
-        make_model(config.model, dataset.info.image_shape),
+        make_model(config.model, dataset.info.image_shape, len(dataset.info.classes)),
         F.nll_loss,
         train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
         test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),

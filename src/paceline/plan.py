@@ -93,7 +93,8 @@ def _num_parameters(config: RunConfig) -> int:
         return count(config.parameters)
     if config.task is not None:
         raise UserError("a task of your own: give its size too, as in --parameters 25.6M")
-    return FlatModule(make_model(config.model, DATASETS[config.dataset].image_shape)).layout.size
+    info = DATASETS[config.dataset]
+    return FlatModule(make_model(config.model, info.image_shape, len(info.classes))).layout.size
 
 
 def choose(found: list[Forecast]) -> Plan:

@@ -149,7 +149,7 @@ def _timing_crew(config: RunConfig) -> Crew:
     if config.parameters is not None:
         size = count(config.parameters)
     else:
-        size = FlatModule(make_model(config.model, info.image_shape)).layout.size
+        size = FlatModule(make_model(config.model, info.image_shape, len(info.classes))).layout.size
     model = TimingModel(size, config.batch_size * steps)
 
     def server() -> Server:

@@ -96,16 +96,16 @@ def test_too_long_a_sentence_and_images_are_refused() -> None:
 
 def test_it_learns_which_of_two_words_a_sentence_holds() -> None:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 50, (64, 8), generator=generator)
-    labels = torch.arange(64) % 2
-    ids[torch.arange(64), torch.randint(0, 8, (64,), generator=generator)] = labels + 1
+    ids = torch.randint(3, 50, (32, 8), generator=generator)
+    labels = torch.arange(32) % 2
+    ids[torch.arange(32), torch.randint(0, 8, (32,), generator=generator)] = labels + 1
     task = SupervisedTask(small(2), F.nll_loss, (ids, labels), (ids, labels))
     weights, gradient = task.initial(), torch.zeros(task.layout.size)
     task.bind(weights, gradient, torch.empty(0))
-    optimizer = torch.optim.Adam(task.model.parameters(), lr=3e-4)
-    for step in range(24):
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-3)
+    for step in range(8):
         address_dropout(task.model, step)
         task.flat.clear()
         task.loss(task.model(ids), labels).backward()
         optimizer.step()
-    assert task.evaluate(weights, None, (ids, labels)).correct >= 60
+    assert task.evaluate(weights, None, (ids, labels)).correct >= 30

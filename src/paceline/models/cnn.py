@@ -12,7 +12,7 @@ from paceline.models.pooling import max_pool_2x2
 class Cnn(nn.Module):
     """Two convolutions (no ReLU after the second, as published) and two linear layers; returns log-probabilities."""
 
-    def __init__(self, image_shape: tuple[int, ...] = (1, 28, 28)) -> None:
+    def __init__(self, image_shape: tuple[int, ...] = (1, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
         channels, height, width = image_shape
         self.conv1 = nn.Conv2d(channels, 32, 3)
@@ -20,9 +20,9 @@ class Cnn(nn.Module):
         self.dropout1 = AddressedDropout(0.25, layer=1)
         self.fc1 = nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
         self.dropout2 = AddressedDropout(0.5, layer=2)
-        self.fc2 = nn.Linear(128, 10)
+        self.fc2 = nn.Linear(128, num_classes)
 
-    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 10]
+    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, classes]
         x = max_pool_2x2(self.conv2(F.relu(self.conv1(images))))
         x = self.dropout1(x).flatten(1)
         x = self.dropout2(F.relu(self.fc1(x)))

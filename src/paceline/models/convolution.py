@@ -1,0 +1,67 @@
+"""A convolution and the norm behind it: what residual and inception nets are built of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP_SIZE = 16
+"""Channels that group norm normalises together; every net here has widths that it divides."""
+
+Norm = Callable[[int], nn.Module]
+
+
+class SteadyBatchNorm(nn.BatchNorm2d):
+    """Batch norm that takes one value a channel too, by its running statistics, where torch's own raises an error.
+
+    An epoch's last batch may hold a single image, and after four halvings a small image is a single pixel.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W]
+        if self.training and images.numel() == self.num_features:
+            return F.batch_norm(images, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(images)
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Group norm: each image by itself, so that neither batch nor worker matters."""
+    return nn.GroupNorm(channels // GROUP_SIZE, channels)
+
+
+class ConvNorm(nn.Module):
+    """A convolution that keeps the size (or divides it by `stride`, rounding up), then a norm.
+
+    Batch norm takes away whatever constant a convolution adds, so a bias before it has no gradient but rounding. Where
+    the published net has such a bias, ours has it too, frozen at the zero where exact arithmetic would leave it.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int = 1,
+        *,
+        bias: bool = False,
+        norm: Norm = SteadyBatchNorm,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=bias)
+        self.norm = norm(outputs)
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+        if self.conv.bias is not None:
+            nn.init.zeros_(self.conv.bias)
+            self.conv.bias.requires_grad_(not isinstance(self.norm, nn.BatchNorm2d))
+
+    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs, H/stride, W/stride]
+        normed: Tensor = self.norm(self.conv(images))
+        return normed
+
+
+class ConvNormReLU(ConvNorm):
+    """The same, rectified."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(super().forward(images), inplace=True)
