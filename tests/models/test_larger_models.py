@@ -19,6 +19,7 @@ ODD = (3, 37, 41)
 QUICK = ["resnet18", "resnet18-gn", "resnet50", "inception-28-small", "inception-bn"]
 SLOW = sorted(name for name in MODELS if name not in (*QUICK, *TEXT_MODELS, "lenet5", "cnn"))
 EVERY = QUICK + [pytest.param(name, marks=pytest.mark.real) for name in SLOW]
+ODDLY = [pytest.param("resnet50", marks=pytest.mark.real), *(name for name in EVERY if name != "resnet50")]
 
 
 def convolution(inputs: int, outputs: int, kernel: int, bias: bool = True) -> int:
@@ -131,7 +132,7 @@ def test_backward_reaches_every_parameter_that_is_trained(name: str) -> None:
             assert parameter_name.endswith("conv.bias") and not parameter.any(), "only a bias before batch norm"
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ODDLY)
 def test_odd_images_and_small_batches_train_and_stay_finite(name: str) -> None:
     torch.manual_seed(0)
     model = make_model(name, GREY, 10)

@@ -96,9 +96,9 @@ def test_too_long_a_sentence_and_images_are_refused() -> None:
 
 def test_it_learns_which_of_two_words_a_sentence_holds() -> None:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 50, (32, 8), generator=generator)
-    labels = torch.arange(32) % 2
-    ids[torch.arange(32), torch.randint(0, 8, (32,), generator=generator)] = labels + 1
+    ids = torch.randint(3, 50, (16, 8), generator=generator)
+    labels = torch.arange(16) % 2
+    ids[torch.arange(16), torch.randint(0, 8, (16,), generator=generator)] = labels + 1
     task = SupervisedTask(small(2), F.nll_loss, (ids, labels), (ids, labels))
     weights, gradient = task.initial(), torch.zeros(task.layout.size)
     task.bind(weights, gradient, torch.empty(0))
@@ -108,4 +108,4 @@ def test_it_learns_which_of_two_words_a_sentence_holds() -> None:
         task.flat.clear()
         task.loss(task.model(ids), labels).backward()
         optimizer.step()
-    assert task.evaluate(weights, None, (ids, labels)).correct >= 30
+    assert task.evaluate(weights, None, (ids, labels)).correct >= 15
