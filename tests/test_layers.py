@@ -60,14 +60,22 @@ def test_core_reads_no_clock_draws_no_number_and_opens_no_socket(module: str) ->
 
 
 @pytest.mark.parametrize("word", ["rand", "randn", "manual_seed", "randperm", "bernoulli", "normal_", "uniform_"])
-def test_core_draws_no_random_tensor(word: str) -> None:
-    for path in (ROOT / "core").rglob("*.py"):
+def test_core_and_codecs_draw_no_random_tensor(word: str) -> None:
+    for path in [*(ROOT / "core").rglob("*.py"), *(ROOT / "codecs").rglob("*.py")]:
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert word not in names, path.name
 
 
 def test_interfaces_imports_nothing_of_ours() -> None:
     assert not any(within(name, "paceline") for name in imports_of(ROOT / "interfaces.py"))
+
+
+def test_codecs_import_nothing_of_ours_but_interfaces_errors_and_the_hash() -> None:
+    below = ("paceline.codecs", "paceline.interfaces", "paceline.errors", "paceline.models.dropout")
+    codecs = imported_by("paceline.codecs")
+    assert len(codecs) > 4
+    for module, imported in codecs.items():
+        assert all(within(name, *below) for name in imported if within(name, "paceline")), module
 
 
 def test_reports_know_neither_runtimes_nor_core() -> None:
@@ -90,7 +98,15 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["paceline", "paceline.cli", "paceline.launch", "paceline.runtimes.local", "paceline.assemble"]
+    "module",
+    [
+        "paceline",
+        "paceline.cli",
+        "paceline.launch",
+        "paceline.runtimes.local",
+        "paceline.assemble",
+        "paceline.codebook",
+    ],
 )
 def test_torch_is_not_imported_before_it_is_needed(module: str) -> None:
     """A mistake on the command line must be answered at once, and torch takes seconds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -162,6 +162,47 @@ class Rule(Protocol):
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
         """The weights that are scored and saved: the live ones, unless the rule averages."""
+        ...
+
+
+Primitive: TypeAlias = Literal["reduce", "gather"]
+"""How payloads meet on a ring: added up on the way round, or each carried to everybody."""
+
+
+class Codec(Protocol):
+    """How an update becomes fewer bytes; built for one layout. Decoded + new memory = update + old memory, to rounding.
+
+    Nothing is drawn: the same update, memory and key give the same bytes. An update with a NaN or an infinity (or a
+    value beyond 2^100) decodes to one with a NaN, and leaves the memory as it was. `none` sends what it is given.
+    """
+
+    @property
+    def name(self) -> str:
+        """As the user writes it; a checkpoint says whose memory it holds."""
+        ...
+
+    @property
+    def primitive(self) -> Primitive: ...
+
+    @property
+    def capacity(self) -> int:
+        """The most bytes that a payload takes."""
+        ...
+
+    def ring_nbytes(self, num_workers: int) -> int:
+        """The most bytes that one worker sends for one exchange among `num_workers` on a ring."""
+        ...
+
+    def start(self, key: int = 0) -> State:
+        """The memory of a worker that has not pushed yet: what was left out so far; `key` is its address."""
+        ...
+
+    def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
+        """Write the payload into the bytes of `out` (`capacity` or more, from a multiple of 8 on); how many."""
+        ...
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Fill `out`, gaps with zeros; ProtocolError for bytes that no encoder wrote."""
         ...
 
 

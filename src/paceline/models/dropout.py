@@ -33,17 +33,22 @@ _MULTIPLIER_A = _signed32(0x7FEB352D)
 _MULTIPLIER_B = _signed32(0x846CA68B)
 
 
-def keep_mask(counter: Tensor, key: int, probability: float) -> Tensor:
-    """For each int32 in `counter`, whether to keep it: True with probability 1 - `probability`, fixed by `key`.
+def scramble(counter: Tensor, key: int, out: Tensor, spare: Tensor) -> Tensor:
+    """Hash each int32 in `counter` under `key` into 32 bits, the higher the better mixed; written to `out`.
 
     Two rounds of multiply and xor-shift on 32-bit lanes; only wrapping int32 arithmetic, which every device does alike.
     """
-    bits = counter ^ _signed32(key)
-    bits ^= (bits >> 16) & 0xFFFF
-    bits *= _MULTIPLIER_A
-    bits ^= (bits >> 15) & 0x1FFFF
-    bits += _signed32(key >> 32)
-    bits *= _MULTIPLIER_B
+    torch.bitwise_xor(counter, _signed32(key), out=out)
+    torch.bitwise_right_shift(out, 16, out=spare)
+    out.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(_MULTIPLIER_A)
+    torch.bitwise_right_shift(out, 15, out=spare)
+    out.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).add_(_signed32(key >> 32)).mul_(_MULTIPLIER_B)
+    return out
+
+
+def keep_mask(counter: Tensor, key: int, probability: float) -> Tensor:
+    """For each int32 in `counter`, whether to keep it: True with probability 1 - `probability`, fixed by `key`."""
+    bits = scramble(counter, key, torch.empty_like(counter), torch.empty_like(counter))
     return bits >= -(1 << 31) + round(probability * (1 << 32))
 
 

@@ -1,0 +1,103 @@
+"""What the codecs share: one layout, scratch of one chunk, a check before anything is written, bytes on a ring."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ProtocolError
+from paceline.interfaces import Layout, Primitive, State
+
+CHUNK = 1 << 18
+"""Floats that all passes of a CPU codec go over before the next ones, so that they lie in the cache; a power of two."""
+LEAST_CHUNK = 1 << 8
+LARGEST = 2.0**100
+"""Beyond this a value counts as infinite: what is left out must have room to add up."""
+
+
+def sendable(update: Tensor) -> bool:
+    """Whether all values are finite, by one pass at the speed of memory; only a sum that overflows needs another."""
+    if math.isfinite(torch.dot(update, update).item()):
+        return True
+    return bool(update.abs().amax().item() <= LARGEST)
+
+
+class FlatCodec(ABC):
+    """A codec for the updates of one layout on one device; its scratch makes it serve one thread at a time."""
+
+    primitive: ClassVar[Primitive] = "gather"
+
+    def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
+        assert layout.size < 1 << 31, "places are numbered by 32 bits"
+        self.layout = layout
+        self.size = layout.size
+        self.device = torch.device("cpu") if device is None else device
+        whole = max(LEAST_CHUNK, 1 << (self.size - 1).bit_length())
+        self._chunk = min(CHUNK, whole) if self.device.type == "cpu" else whole
+        self._gaps = _gaps(layout).to(self.device)
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int: ...
+
+    @abstractmethod
+    def _encode(self, update: Tensor, memory: State, out: Tensor) -> int: ...
+
+    @abstractmethod
+    def _decode(self, payload: Tensor, out: Tensor) -> None: ...
+
+    def start(self, key: int = 0) -> State:
+        return {"error": torch.zeros(self.size, device=self.device)}
+
+    def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
+        assert update.numel() == self.size, f"{update.numel()} floats for a layout of {self.size}"
+        return self._encode(update, memory, out) if sendable(update) else self._spoil(out)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._check(payload.numel())
+        self._decode(payload, out)
+
+    def ring_nbytes(self, num_workers: int) -> int:
+        """What one worker sends so that all have the mean: its share of a reduce twice, or all others' payloads."""
+        if self.primitive == "gather":
+            return (num_workers - 1) * self.capacity
+        return math.ceil(2 * (num_workers - 1) * self.capacity / num_workers)
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes != self.capacity:
+            raise ProtocolError(f"a push of {nbytes} bytes by codec {self.name}: {self.capacity} are expected")
+
+    def _spoil(self, out: Tensor) -> int:
+        """The payload of an update that is not finite: bytes of ones are NaN in every float format."""
+        out[: self.capacity].fill_(0xFF)
+        return self.capacity
+
+    def _scratch(self, dtype: torch.dtype = torch.float32, share: int = 1) -> Tensor:
+        return torch.zeros(self._chunk // share, dtype=dtype, device=self.device)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Begin and end of every chunk."""
+        for begin in range(0, self.size, self._chunk):
+            yield begin, min(begin + self._chunk, self.size)
+
+
+def _gaps(layout: Layout) -> Tensor:
+    """The places that belong to no parameter: they hold zeros and stay zero."""
+    free = torch.ones(layout.size, dtype=torch.bool)
+    for parameter in layout.parameters:
+        free[parameter.offset : parameter.offset + parameter.size] = False
+    return free.nonzero().flatten()
+
+
+def floats(payload: Tensor, begin: int, count: int) -> Tensor:
+    """`count` floats of a payload from byte `begin` on, as a view."""
+    return payload[begin : begin + 4 * count].view(torch.float32)
