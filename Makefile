@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## the same model alone, in step and free, on real images; two minutes
 	$(BIN)/python examples/demo.py
 
-test: setup ## all tests
-	$(BIN)/python -m pytest
+test: setup ## all tests: the fast ones on all cores, then those that start processes
+	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m real
 
 check: setup ## format, lint, types and the fast tests; under a minute
 	$(BIN)/ruff format --check .
