@@ -14,7 +14,7 @@ from paceline.core.schedules import Schedule
 from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
 from paceline.rulebook import ON_ARRIVAL, build_rule, check_rule, parse_rule
 
 if TYPE_CHECKING:
@@ -93,17 +93,11 @@ def parse_strategy(text: str) -> Strategy:
     >>> parse_strategy("bounded:3")
     Strategy(name='bounded', number=3)
     """
-    name, colon, argument = text.partition(":")
-    if name not in STRATEGIES:
-        raise unknown_name("strategy", name, STRATEGIES)
-    letter, least = ARGUMENTS.get(name, ("", 0))
-    if bool(letter) != bool(colon):
-        raise UserError(f"strategy '{text}': write {f'{name}:{letter}' if letter else name}")
-    if not letter:
+    letters = {name: ARGUMENTS[name][0] if name in ARGUMENTS else "" for name in STRATEGIES}
+    name, argument = name_and_argument("strategy", text, letters)
+    if name not in ARGUMENTS:
         return Strategy(name)
-    if not argument.isdecimal() or int(argument) < least:
-        raise UserError(f"strategy '{text}': the number after the colon must be a whole number of at least {least}")
-    return Strategy(name, int(argument))
+    return Strategy(name, whole_number("strategy", text, argument, ARGUMENTS[name][1]))
 
 
 def parse_schedule(text: str) -> tuple[str, float]:

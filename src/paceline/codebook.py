@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, name_and_argument
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +42,8 @@ def parse_codec(text: str) -> tuple[str, float]:
     >>> parse_codec("lowrank:4")
     ('lowrank', 4.0)
     """
-    name, colon, argument = text.partition(":")
-    if name not in CODECS:
-        raise unknown_name("codec", name, CODECS)
+    name, argument = name_and_argument("codec", text, {name: traits.letter for name, traits in CODECS.items()})
     letter = CODECS[name].letter
-    if bool(letter) != bool(colon):
-        raise UserError(f"codec '{text}': write {f'{name}:{letter}' if letter else name}")
     if letter == "R" and (not argument.isdecimal() or int(argument) < 1):
         raise UserError(f"codec '{text}': the rank after the colon must be a whole number of at least 1")
     return name, _fraction(text, argument) if letter == "F" else float(argument or 0)

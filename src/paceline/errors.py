@@ -14,7 +14,7 @@ A message says what was asked, what was found and what to do. A lost worker is a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class PacelineError(Exception):
@@ -63,3 +63,25 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
     offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "? " if near else ""
     return UserError(f"unknown {kind} '{asked}': {offer}Known: {', '.join(names)}")
+
+
+def name_and_argument(kind: str, text: str, letters: Mapping[str, str]) -> tuple[str, str]:
+    """`sync` or `backup:1`, as (name, what is behind the colon); `letters` says for which names there is something.
+
+    >>> name_and_argument("rule", "buffered:4", {"plain": "", "buffered": "K"})
+    ('buffered', '4')
+    """
+    name, colon, argument = text.partition(":")
+    if name not in letters:
+        raise unknown_name(kind, name, letters)
+    letter = letters[name]
+    if bool(letter) != bool(colon):
+        raise UserError(f"{kind} '{text}': write {f'{name}:{letter}' if letter else name}")
+    return name, argument
+
+
+def whole_number(kind: str, text: str, argument: str, least: int) -> int:
+    """What is behind the colon of `text`, where that must be a whole number."""
+    if not argument.isdecimal() or int(argument) < least:
+        raise UserError(f"{kind} '{text}': the number after the colon must be a whole number of at least {least}")
+    return int(argument)

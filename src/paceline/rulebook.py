@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.automatic import Choice, choose
 from paceline.config import RunConfig
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, name_and_argument, whole_number
 
 if TYPE_CHECKING:
     from paceline.core.optimizers import Optimizer, Prepared
@@ -76,15 +76,8 @@ def parse_rule(text: str) -> tuple[str, int]:
     >>> parse_rule("buffered:4")
     ('buffered', 4)
     """
-    name, colon, argument = text.partition(":")
-    if name not in RULES:
-        raise unknown_name("rule", name, RULES)
-    letter = RULES[name].letter
-    if bool(letter) != bool(colon):
-        raise UserError(f"rule '{text}': write {f'{name}:{letter}' if letter else name}")
-    if letter and (not argument.isdecimal() or int(argument) < 1):
-        raise UserError(f"rule '{text}': the number after the colon must be a whole number of at least 1")
-    return name, int(argument or 0)
+    name, argument = name_and_argument("rule", text, {name: traits.letter for name, traits in RULES.items()})
+    return name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0
 
 
 def check_rule(config: RunConfig) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from paceline.assemble import make_rule
 from paceline.config import RunConfig
-from paceline.core.rules.averaged import Averaged
-from paceline.core.rules.paced import Paced
+from paceline.core.rules.around import Around
 from paceline.core.rules.per_worker import Live
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.lab.batched import DROPOUT_LAYERS
@@ -239,7 +238,7 @@ class Family:
 def hands_out_live(rule: Rule) -> bool:
     """Whether workers are sent plain copies of the live weights, and nothing is written down of it."""
     inner = rule
-    while isinstance(inner, Averaged | Paced):
+    while isinstance(inner, Around):
         inner = inner.rule
     return getattr(type(inner), "weights_for", None) is Live.weights_for
 

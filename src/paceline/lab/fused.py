@@ -193,7 +193,10 @@ def threshold(probability: float) -> int:
 
 
 class _Fused:
-    """What both models share: rows of gradients from blocks of samples, summed into place."""
+    """What both models share: two convolutions, and rows of gradients from blocks of samples, summed into place."""
+
+    first: Convolution
+    second: Convolution
 
     def __init__(self, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor, first: str) -> None:
         self.inputs, self.gradient, self.losses = inputs, gradient, losses
@@ -207,6 +210,18 @@ class _Fused:
         self.parts = gradient[:, None] if self.blocks == 1 else gradient.new_zeros(self.runs, self.blocks, width)
         self.owner_step = 0 if len(inputs.owner) == 1 else self.runs
         self.place = (self.row, 0, 0) if self.blocks == 1 else (self.blocks * width, width, self.start)
+
+    def __call__(self) -> None:
+        self.first.forth()
+        self.second.forth()
+        self.linear_layers()
+        self.second.back()
+        self.first.back()
+        self.add_up()
+
+    def linear_layers(self) -> None:
+        """From the second convolution's values to its flow, with the loss and the gradients on the way."""
+        raise NotImplementedError
 
     def add_up(self) -> None:
         """Sum what the blocks left: the gradients and the losses."""
@@ -234,13 +249,8 @@ class FusedLeNet5(_Fused):
         )  # fmt: skip
         self.second = Convolution("conv2", second, inputs, layout, gradient, self.first, precision=precision)
 
-    def __call__(self) -> None:
-        self.first.forth()
-        self.second.forth()
+    def linear_layers(self) -> None:
         self._head()
-        self.second.back()
-        self.first.back()
-        self.add_up()
 
     def _head(self) -> None:
         inputs, data, second = self.inputs, self.inputs.data, self.second
@@ -281,15 +291,10 @@ class FusedCnn(_Fused):
         self.partial = gradient.new_empty(self.runs, self.splits, self.samples, 128)
         self.flow = gradient.new_empty(self.runs, self.samples, 128)
 
-    def __call__(self) -> None:
-        self.first.forth()
-        self.second.forth()
+    def linear_layers(self) -> None:
         self._project()
         self._head()
         self._project_back()
-        self.second.back()
-        self.first.back()
-        self.add_up()
 
     def _project(self) -> None:
         inputs, second, weight = self.inputs, self.second, self.at["fc1.weight"]

@@ -132,9 +132,9 @@ class Supervisor:
                 if select.select([self._forks.socket], [], [], 0.2)[0]:
                     self._hear_forks()
 
-    def _hear_server(self) -> None:
+    def _hear_server(self, flags: int = 0) -> None:
         try:
-            packet = self._control.recv(1 << 20)
+            packet = self._control.recv(1 << 20, flags)
         except ConnectionResetError:
             packet = b""
         if not packet:
@@ -152,6 +152,12 @@ class Supervisor:
                 self._injector.correct(row["now"])
             self._report(row)
 
+    def _hear_server_out(self) -> None:
+        """Take everything the server has said so far: what another process says next may follow from it."""
+        with contextlib.suppress(BlockingIOError):
+            while not self._server_is_silent:
+                self._hear_server(socket.MSG_DONTWAIT)
+
     def _hear_forks(self) -> None:
         notice = self._forks.notice()
         if notice is None:
@@ -162,6 +168,7 @@ class Supervisor:
             if notice["name"] in self._numbers:
                 self._injector.started(self._numbers[notice["name"]], notice["pid"])
         elif notice["kind"] == "complaint":
+            self._hear_server_out()
             raise Reported(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
         else:
             self._note_end(notice)
@@ -171,23 +178,13 @@ class Supervisor:
         self._running.discard(notice["pid"])
         how = ", ".join([notice["how"], *self._injector.ended(notice["pid"])])
         if name == "server" and not self._finished:
-            self._drain()
+            self._hear_server_out()
             if not self._finished:
                 raise self._failure(f"the server process ended ({notice['how']})")
         elif notice["status"] and not self._finished:
             left = sum(self._names[pid] != "server" for pid in self._running)
             goes_on = f"the run goes on with {left}" if left else "no worker is left"
             self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
-
-    def _drain(self) -> None:
-        """Take what the server still said before it ended."""
-        self._control.setblocking(False)
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while packet := self._control.recv(1 << 20):
-                row = json.loads(packet)
-                if row["kind"] == "failed":
-                    raise Reported(row["text"], row["code"])
-                self._finished = self._finished or row["kind"] == "finished"
 
     def _failure(self, what: str) -> RunFailed:
         if not self._folder.arrivals_file.exists():

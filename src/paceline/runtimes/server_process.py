@@ -163,7 +163,7 @@ class Service:
         """Let a worker join, if it brings the model and the data that this run is about."""
         wrong = [name for name, value in self._expected.items() if hello.facts.get(name) != value]
         if wrong or hello.slot.weights.numel() != self.host.server.weights.numel():
-            text = f"worker {door.worker} was refused: its {' and '.join(wrong) or 'size'} differ from this run's"
+            text = f"worker {door.worker} was refused: it differs from this run in {' and '.join(wrong) or 'size'}"
             self.control.send({"kind": "note", "text": text})
             self._hang_up(door)
             return

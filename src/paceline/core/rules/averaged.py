@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.rules.around import Around
 from paceline.core.rules.scalars import Scalar, at_least, keep_all, load_all, move_towards
 from paceline.interfaces import Arrival, Rule, State
 
@@ -17,7 +18,7 @@ EVERY = 8
 FADING = 0.001
 
 
-class Averaged:
+class Averaged(Around):
     """average += a_t (weights - average) after update t = 1, 2, ...
 
     a_t = 9/(t + 8): no constant to set, about the last ninth of all updates counts (arXiv 1212.1824).
@@ -37,22 +38,15 @@ class Averaged:
     (2.0, 1.9)
     """
 
-    def __init__(self, rule: Rule, horizon: float | None = None) -> None:
-        self.rule, self.horizon = rule, horizon
+    suffix = "averaged"
 
-    @property
-    def name(self) -> str:
-        return f"{self.rule.name} (averaged)"
+    def __init__(self, rule: Rule, horizon: float | None = None) -> None:
+        super().__init__(rule)
+        self.horizon = horizon
 
     def start(self, weights: Tensor) -> State:
         numbers = torch.zeros((*weights.shape[:-1], 2), dtype=torch.float64, device=weights.device)
         return {**self.rule.start(weights), "average": weights.clone(), "averaging": numbers}
-
-    def join(self, state: State, worker: int) -> None:
-        self.rule.join(state, worker)
-
-    def leave(self, state: State, worker: int) -> None:
-        self.rule.leave(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.rule.apply(weights, state, update, arrival)
@@ -60,25 +54,18 @@ class Averaged:
         count = count + 1.0
         most = at_least(most - FADING * (most - arrival.num_live), arrival.num_live)
         keep_all(state["averaging"], (count, most))
-        often, due = count < EVERY_ONE_BEFORE, count % EVERY == 0
-        if isinstance(count, Tensor):
-            share = self._share(count)
-            share = (often * share + ~often * due * (1.0 - (1.0 - share) ** EVERY)) * (arrival.num_live / most) ** 4
-        elif often or due:
-            share = self._share(count)
-            share = (share if often else 1.0 - (1.0 - share) ** EVERY) * (arrival.num_live / most) ** 4
-        else:
-            return
-        move_towards(state["average"], weights, share)
+        often, due = (count < EVERY_ONE_BEFORE) * 1.0, (count % EVERY == 0) * 1.0
+        if not isinstance(count, Tensor) and not (often or due):
+            return  # many runs make this pass with a share of zero
+        one = self._share(count)
+        share = often * one + (1.0 - often) * due * (1.0 - (1.0 - one) ** EVERY)
+        move_towards(state["average"], weights, share * (arrival.num_live / most) ** 4)
 
     def _share(self, count: Scalar) -> Scalar:
         """Of update `count`, counted from 1, in the average after it."""
         if self.horizon is None:
             return GROWTH / (count + (GROWTH - 1.0))
         return at_least(2.0 / (count + 1.0), 1.0 / self.horizon)
-
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        self.rule.weights_for(weights, state, worker, out)
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
         return state["average"]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Prepared
-from paceline.core.rules.per_worker import Live
+from paceline.core.rules.per_worker import OwnMomentum
 from paceline.interfaces import Arrival, State
 
 
-class Buffered(Live):
+class Buffered(OwnMomentum):
     """buffer += g; after every Kth push:  v = gamma v + buffer / K;  weights -= lr v;  buffer = 0
 
     Each push counts as a version, though only every Kth moves the weights: lr, budget and staleness are in pushes, as
@@ -27,16 +27,15 @@ class Buffered(Live):
     """
 
     def __init__(self, size: int, momentum: float | Tensor, prepared: Prepared | None = None) -> None:
-        self.size, self.momentum = size, torch.as_tensor(momentum, dtype=torch.float32)
-        self.prepared = prepared or Prepared()
+        super().__init__(momentum, prepared)
+        self.size = size
 
     @property
     def name(self) -> str:
         return f"buffered:{self.size}"
 
     def start(self, weights: Tensor) -> State:
-        self.prepared.move_to(weights.device)
-        self.momentum = self.momentum.to(weights.device)
+        self.move_to(weights)
         count = weights.new_zeros((*weights.shape[:-1], 1))
         return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}
 

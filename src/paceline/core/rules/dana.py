@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Prepared
-from paceline.core.rules.per_worker import Live, pushers_place, put_back, read, table
+from paceline.core.rules.per_worker import OwnMomentum, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
-class Dana(Live):
+class Dana(OwnMomentum):
     """v_i = gamma v_i + g;  weights -= lr v_i;  worker i is sent weights - lr gamma (v_1 + ... + v_n)
 
     The sum is kept from update to update. The momentum is the method, a Nesterov step over all workers, so no other
@@ -28,12 +28,11 @@ class Dana(Live):
     name = "dana"
 
     def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
-        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float32), places
-        self.prepared = prepared or Prepared()
+        super().__init__(momentum, prepared)
+        self.places = places
 
     def start(self, weights: Tensor) -> State:
-        self.prepared.move_to(weights.device)
-        self.momentum = self.momentum.to(weights.device)
+        self.move_to(weights)
         return {
             "velocities": table(weights, self.places),
             "total": torch.zeros_like(weights),
@@ -60,7 +59,7 @@ class Dana(Live):
         torch.addcmul(weights, state["total"], state["ahead"], value=-1.0, out=out)
 
 
-class DanaSlim(Live):
+class DanaSlim(OwnMomentum):
     """v_i = gamma v_i + g;  weights -= lr (gamma v_i + g);  worker i is sent a plain copy
 
     In the paper worker i keeps v_i and sends gamma v_i + g. Here the server keeps v_i, which gives the same weights: so
@@ -79,12 +78,11 @@ class DanaSlim(Live):
     name = "dana-slim"
 
     def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
-        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float32), places
-        self.prepared = prepared or Prepared()
+        super().__init__(momentum, prepared)
+        self.places = places
 
     def start(self, weights: Tensor) -> State:
-        self.prepared.move_to(weights.device)
-        self.momentum = self.momentum.to(weights.device)
+        self.move_to(weights)
         return {"velocities": table(weights, self.places)}
 
     def leave(self, state: State, worker: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.rules.around import Around
 from paceline.core.rules.scalars import Scalar, keep, load
 from paceline.interfaces import Arrival, Rule, State
 
 SMOOTHING = 0.01
 
 
-class Paced:
+class Paced(Around):
     """lr min(1, most/pushes),  pushes = max(number live, the running mean of staleness + 1)
 
     The largest stable step falls as one over the pushes under way (n lr times the curvature is bounded). Workers that
@@ -26,22 +27,15 @@ class Paced:
     -0.5
     """
 
-    def __init__(self, rule: Rule, most: int) -> None:
-        self.rule, self.most = rule, most
+    suffix = "paced"
 
-    @property
-    def name(self) -> str:
-        return f"{self.rule.name} (paced)"
+    def __init__(self, rule: Rule, most: int) -> None:
+        super().__init__(rule)
+        self.most = most
 
     def start(self, weights: Tensor) -> State:
         mean = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
         return {**self.rule.start(weights), "mean_staleness": mean}
-
-    def join(self, state: State, worker: int) -> None:
-        self.rule.join(state, worker)
-
-    def leave(self, state: State, worker: int) -> None:
-        self.rule.leave(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         mean = load(state["mean_staleness"])
@@ -57,9 +51,3 @@ class Paced:
             return arrival._replace(lr=arrival.lr * shorter.to(arrival.lr.dtype))
         under_way = max(pushes, float(live))
         return arrival if under_way <= self.most else arrival._replace(lr=arrival.lr * (self.most / under_way))
-
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        self.rule.weights_for(weights, state, worker, out)
-
-    def evaluated(self, weights: Tensor, state: State) -> Tensor:
-        return self.rule.evaluated(weights, state)

@@ -5,9 +5,9 @@ A worker is a number, or over many runs one number a run: then rows are gathered
 
 from __future__ import annotations
 
-from torch import Tensor, arange
+from torch import Tensor, arange, as_tensor, float32
 
-from paceline.core.rules.scalars import Scalar, keep
+from paceline.core.optimizers import Prepared
 from paceline.interfaces import Arrival, State
 
 
@@ -48,15 +48,6 @@ def put_back(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
         write(rows, place, row)
 
 
-def keep_row(rows: Tensor, place: int | Tensor, value: Scalar) -> None:
-    """A worker's number, in a table of one number a row."""
-    if isinstance(place, Tensor):
-        assert isinstance(value, Tensor)
-        write(rows, place, value)
-    else:
-        keep(rows[place], value)
-
-
 def pushers_place(rows: Tensor, arrival: Arrival) -> int | Tensor:
     """The place of who pushed; a rule with a row a worker is never handed the mean of a round."""
     assert arrival.worker is not None, "a rule that knows its workers was handed the mean of several"
@@ -77,6 +68,19 @@ class Live:
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
         return weights
+
+
+class OwnMomentum(Live):
+    """The half of a rule that steps by a momentum of its own instead of an optimizer's."""
+
+    def __init__(self, momentum: float | Tensor, prepared: Prepared | None = None) -> None:
+        self.momentum = as_tensor(momentum, dtype=float32)
+        self.prepared = prepared or Prepared()
+
+    def move_to(self, weights: Tensor) -> None:
+        """Bring what every update needs to where the weights are."""
+        self.prepared.move_to(weights.device)
+        self.momentum = self.momentum.to(weights.device)
 
 
 class Sent(Live):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.buffered import step
-from paceline.core.rules.per_worker import Live, pushers_place, put_back, read, table
+from paceline.core.rules.per_worker import OwnMomentum, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
-class Ringleader(Live):
+class Ringleader(OwnMomentum):
     """A round: gather until every worker has a mean in the table, then each worker's next push makes one step.
 
     G_i is the mean of worker i's pushes of this round.  Once all have one, the push that completed the table and then
@@ -40,12 +40,11 @@ class Ringleader(Live):
     name = "ringleader"
 
     def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
-        self.momentum, self.places = torch.as_tensor(momentum, dtype=torch.float32), places
-        self.prepared = prepared or Prepared()
+        super().__init__(momentum, prepared)
+        self.places = places
 
     def start(self, weights: Tensor) -> State:
-        self.prepared.move_to(weights.device)
-        self.momentum = self.momentum.to(weights.device)
+        self.move_to(weights)
         number = weights.new_zeros((*weights.shape[:-1], 1))
         return {
             "means": table(weights, self.places),

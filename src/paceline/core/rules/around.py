@@ -1,0 +1,33 @@
+"""The half of a rule around another that hands everything on; the other half is what it changes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.interfaces import Rule, State
+
+
+class Around:
+    """A rule that knows of the one inside."""
+
+    suffix = ""
+    """What its name adds to that of the rule inside."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule.name} ({self.suffix})"
+
+    def join(self, state: State, worker: int) -> None:
+        self.rule.join(state, worker)
+
+    def leave(self, state: State, worker: int) -> None:
+        self.rule.leave(state, worker)
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        self.rule.weights_for(weights, state, worker, out)
+
+    def evaluated(self, weights: Tensor, state: State) -> Tensor:
+        return self.rule.evaluated(weights, state)
