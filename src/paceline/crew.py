@@ -25,6 +25,7 @@ from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
+from paceline.interfaces import Loader, Task
 from paceline.models.dropout import mix64
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.local_steps import LocalSteps, SeveralBatches
@@ -167,9 +168,13 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 
 def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
     """A worker in this process, on the device of the task's data."""
-    loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
-    steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
+    return Seat(*make_steps(config, task, work, join.worker), join, task.train[0].device)
+
+
+def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+    """What a worker does for one push, and its data: one step, or several by itself."""
+    loader = task.loader(work.batches(worker, config), config.seed, worker)
+    steps = parse_strategy(config.strategy).local_steps
     if steps == 1:
-        return Seat(task, loader, join, device)
-    inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
-    return Seat(inside, SeveralBatches(loader, steps), join, device)
+        return task, loader
+    return LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0), SeveralBatches(loader, steps)
