@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
 from paceline.config import RunConfig
 from paceline.core.messages import Join
-from paceline.core.server import Server
+from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
@@ -147,8 +147,8 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
     raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
-def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
-    """The server of a run, at its start."""
+def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None) -> Server:
+    """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
     return Server(
@@ -158,6 +158,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        mean,
     )
 
 
