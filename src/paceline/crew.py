@@ -211,10 +211,14 @@ def make_seat(
     config: RunConfig, task: SupervisedTask, work: Work, join: Join, make_memory: MakeMemory | None = None
 ) -> Seat:
     """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
-    loader: Loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
-    steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
-    inside: Task = task
-    if steps > 1:
-        inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
-        loader = SeveralBatches(loader, steps)
-    return Seat(inside, loader, join, device, codecs_of(config, task.layout), make_memory)
+    task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
+    return Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory)
+
+
+def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+    """What a worker does for one push, and its data: one step, or several by itself."""
+    loader = task.loader(work.batches(worker, config), config.seed, worker)
+    steps = parse_strategy(config.strategy).local_steps
+    if steps == 1:
+        return task, loader
+    return LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0), SeveralBatches(loader, steps)

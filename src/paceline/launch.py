@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
@@ -69,8 +69,6 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
 
 def _refuse_imagined(config: RunConfig) -> None:
     """Settings that only a simulated cluster has."""
-    if parse_strategy(config.strategy).name in SIMULATED_STRATEGIES:
-        raise UserError(f"strategy {config.strategy} is simulated only so far: 'paceline simulate', or sync for real")
     asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
     if asked:
         raise UserError(
@@ -183,6 +181,8 @@ def _train_on_processes(
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
+        if parse_strategy(config.strategy).on_ring:
+            processes = processes.in_ring()
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return result

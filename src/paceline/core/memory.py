@@ -54,9 +54,12 @@ class Memory:
         """Of the last reply, as the server counts."""
 
     @staticmethod
-    def private(sizes: Sizes, device: torch.device | None = None) -> Memory:
-        """Of a worker in the server's process."""
-        parts = {name: torch.zeros(count, dtype=dtype, device=device) for name, (dtype, count) in sizes.parts().items()}
+    def private(sizes: Sizes, device: torch.device | None = None, **given: Tensor) -> Memory:
+        """Of a worker in the server's process; parts that somebody has already can be given."""
+        parts = {
+            name: given[name] if name in given else torch.zeros(count, dtype=dtype, device=device)
+            for name, (dtype, count) in sizes.parts().items()
+        }
         return Memory(sizes, parts)
 
     @property
