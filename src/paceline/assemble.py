@@ -16,6 +16,7 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.quantities import count
 from paceline.rulebook import ON_ARRIVAL, build_rule, check_rule, parse_rule
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def _codec(config: RunConfig, setting: str, strategy: Strategy) -> str | None:
         raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
     if config.parameters is not None and parse_codec(text)[0] == "lowrank":
         raise UserError(f"{flag} needs the shapes of a model's matrices: give --model instead of --parameters")
+    if config.parameters is not None and count(config.parameters) >= 1 << 31:
+        raise UserError(f"{flag}: codecs take up to 2^31 parameters, --parameters {config.parameters} are more")
     return text
 
 
