@@ -25,7 +25,7 @@ from paceline.core.encoding import Codecs
 from paceline.core.memory import MakeMemory
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import DATASETS, Dataset
 from paceline.division import Work, divide_work
@@ -155,8 +155,8 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
     raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
-def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
-    """The server of a run, at its start."""
+def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None) -> Server:
+    """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
         if config.pull_codec is not None:
@@ -169,6 +169,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        mean,
         codecs_of(config, task.layout),
     )
 
@@ -199,7 +200,7 @@ def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     """A server of times alone, which knows what pushes and replies would weigh."""
     rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
     codecs, workers = codecs_of(config, layout), config.workers or 1
-    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs, nbytes=4 * layout.size)
+    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs=codecs, nbytes=4 * layout.size)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:

@@ -7,21 +7,31 @@ and nobody has to send them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
+from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
+from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Reply
-from paceline.core.server import Server
+from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
+from paceline.crew import make_join, make_server, make_steps, work_of
 from paceline.delays import parse_delays
+from paceline.interfaces import Loader
 from paceline.runtimes.timekeeping import Stopwatch, Timekeeper
+from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.shared_memory import Timing
 from paceline.transports.shared_ring import Round
 
 
 class Ring(Protocol):
     """How a worker meets the others once a round."""
+
+    gradient: Tensor
+    state: Tensor
 
     def ready(self) -> None: ...
 
@@ -37,6 +47,43 @@ class Driver(Protocol):
     send: Callable[[Reply], None]
 
     def handle(self, message: Input) -> None: ...
+
+
+class Place:
+    """What every worker of a ring builds alike: its task and data, and a server of its own."""
+
+    def __init__(
+        self, config: RunConfig, task: SupervisedTask, worker: int, incarnation: int, mean: Mean | None = None
+    ) -> None:
+        self.config, self.task = config, task
+        self.work = work_of(task, config)
+        self.server = make_server(config, task, self.work, mean)
+        self.join = make_join(config, self.work, worker, incarnation)
+        self.num_workers = config.workers or 1
+
+    def roll(self, missing: Sequence[int] = ()) -> list[Join | Leave]:
+        """Who joins and who is not waited for, in worker order."""
+        incarnation = self.join.incarnation
+        return [
+            Leave(worker, incarnation) if worker in missing else make_join(self.config, self.work, worker, incarnation)
+            for worker in range(self.num_workers)
+        ]
+
+    def seat(self, ring: Ring, around: Callable[[Loader], Loader] = lambda loader: loader) -> Seat:
+        """This worker, computing on the server's own weights where a push does not move them."""
+        task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
+        moves = parse_strategy(self.config.strategy).local_steps > 1
+        weights = self.server.weights.clone() if moves else self.server.weights
+
+        def memory(sizes: Sizes) -> Memory:
+            return Memory.private(sizes, weights.device, weights=weights, update=ring.gradient, state=ring.state)
+
+        return Seat(task, around(loader), self.join, weights.device, make_memory=memory)
+
+    def memories(self, own: Memory) -> dict[int, Memory]:
+        """Where each worker's weights go: only this one's are here, the others write their own."""
+        others = Memory.private(Sizes(0), weights=self.server.weights)
+        return {worker: own if worker == self.join.worker else others for worker in range(self.num_workers)}
 
 
 class Replica:
@@ -83,6 +130,11 @@ class Replica:
                     self._timekeeper.add(push.worker, timing)
                 self._driver.handle(push)
             self._ring.done()
+
+    def bow_out(self) -> None:
+        """One round more that nobody applies, where the others cannot be told otherwise that this was the end."""
+        reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0)
+        self._ring.exchange(self._compute(reply), Timing(0.0, 0.0, 0.0))
 
     def _compute(self, reply: Reply) -> Push:
         self._seat.pending = reply

@@ -11,20 +11,17 @@ from typing import Any
 
 import torch
 
-from paceline.assemble import parse_strategy
 from paceline.config import from_dict
-from paceline.core.memory import Memory, Sizes
-from paceline.core.messages import Join, Leave, Resume
+from paceline.core.messages import Join, Resume
 from paceline.core.server import Server
-from paceline.core.worker import Seat
-from paceline.crew import identity_of, make_join, make_seat, make_server, make_task, work_of
+from paceline.crew import identity_of, make_seat, make_task
 from paceline.errors import ProtocolError, UserError
 from paceline.runs.checkpoint import newest_cut, restore, take_cut, write_cut
 from paceline.runs.folder import RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
-from paceline.runtimes.replica import Replica
+from paceline.runtimes.replica import Place, Replica
 from paceline.runtimes.scheduling import polls_before_sleep
 from paceline.runtimes.server_process import Control, reporting
 from paceline.runtimes.shared_dataset import attach
@@ -33,44 +30,6 @@ from paceline.transports.segment import Segment
 from paceline.transports.shared_ring import RingMemory, SharedRing
 
 _LARGEST = 1 << 16
-
-
-class Place:
-    """What every worker of a ring builds alike: its task and data, and a server of its own."""
-
-    def __init__(self, spec: dict[str, Any], fds: list[int], worker: int) -> None:
-        keep_freed_memory()
-        self.config = from_dict(spec["config"])
-        torch.set_num_threads(self.config.threads or 1)
-        self.dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
-        self.task = make_task(self.config, self.dataset)
-        self.work = work_of(self.task, self.config)
-        self.server = make_server(self.config, self.task, self.work)
-        self.join = make_join(self.config, self.work, worker, spec["incarnation"])
-        self.num_workers = self.config.workers or 1
-
-    def roll(self, missing: list[int]) -> list[Join | Leave]:
-        """Who joins and who is not waited for, in worker order."""
-        incarnation = self.join.incarnation
-        return [
-            Leave(worker, incarnation) if worker in missing else make_join(self.config, self.work, worker, incarnation)
-            for worker in range(self.num_workers)
-        ]
-
-    def seat(self, ring: SharedRing) -> Seat:
-        """This worker, computing on the server's own weights where a push does not move them."""
-        moves = parse_strategy(self.config.strategy).local_steps > 1
-        weights = self.server.weights.clone() if moves else self.server.weights
-
-        def memory(sizes: Sizes) -> Memory:
-            return Memory.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
-
-        return make_seat(self.config, self.task, self.work, self.join, memory)
-
-    def memories(self, own: Memory) -> dict[int, Memory]:
-        """Where each worker's weights go: only this one's are here, the others write their own."""
-        others = Memory.private(Sizes(0), weights=self.server.weights)
-        return {worker: own if worker == self.join.worker else others for worker in range(self.num_workers)}
 
 
 class Gathering:
@@ -140,10 +99,10 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     """Worker 0: gather the others, then train with them and keep the run's folder."""
 
     def serve(control: Control) -> None:
-        place = Place(spec, fds[1:], 0)
+        place = _place(spec, fds, 0)
         gathering = Gathering(place, control)
         seat = place.seat(gathering.ring)
-        hosting = _make_host(spec, place, control)
+        hosting = _make_host(spec, fds, place, control)
         hosting.memories = place.memories(seat.memory)
         gathering.tell_fault = lambda kind, row: hosting.events.write("fault", hosting.clock.now(), fault=kind, **row)
         replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
@@ -167,12 +126,21 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     return reporting(serve, fds[0])
 
 
-def _make_host(spec: dict[str, Any], place: Place, control: Control) -> Host:
+def _place(spec: dict[str, Any], fds: list[int], worker: int) -> Place:
+    keep_freed_memory()
+    config = from_dict(spec["config"])
+    torch.set_num_threads(config.threads or 1)
+    dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
+    return Place(config, make_task(config, dataset), worker, spec["incarnation"])
+
+
+def _make_host(spec: dict[str, Any], fds: list[int], place: Place, control: Control) -> Host:
     folder, seconds = RunFolder(Path(spec["folder"])), 0.0
     if spec["resume"]:
+        dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
 
         def seat(join: Join) -> Any:
-            return make_seat(place.config, make_task(place.config, place.dataset), place.work, join)
+            return make_seat(place.config, make_task(place.config, dataset), place.work, join)
 
         seconds = rebuild(place.server, seat, place.task, place.config, folder, control.send)
     hosting = Host(place.server, place.task, place.work, place.config, folder, control.send, seconds, spec["facts"])
@@ -185,7 +153,7 @@ def _make_host(spec: dict[str, Any], place: Place, control: Control) -> Host:
 
 def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Any other worker: until the ring says it is over, or worker 0 is gone."""
-    place = Place(spec, fds[1:], spec["worker"])
+    place = _place(spec, fds, spec["worker"])
     door = socket.socket(fileno=fds[0])
     door.send(json.dumps(identity_of(place.task)).encode())
     packet, passed, _, _ = socket.recv_fds(door, _LARGEST, place.num_workers + 1)
