@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
 from paceline.codebook import build_codec
 from paceline.config import RunConfig
-from paceline.core.encoding import Codecs
+from paceline.core.encoding import DENSE, Codecs
 from paceline.core.memory import MakeMemory
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
@@ -170,7 +170,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
         make_schedule(config),
         config.workers or 1,
         mean,
-        codecs_of(config, task.layout),
+        codecs_of(config, task.layout) if mean is None else DENSE,
     )
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from paceline.assemble import parse_strategy
+from paceline.codebook import build_codec
 from paceline.config import RunConfig, to_dict
 from paceline.crew import identity_of, make_task, prepare_device
 from paceline.data.datasets import Dataset
 from paceline.interfaces import Loader
+from paceline.models.dropout import mix64
 from paceline.ranks import Rank
 from paceline.runs.environment import package_version
 from paceline.runs.folder import RunFolder
@@ -23,6 +25,7 @@ from paceline.runtimes.replica import Place, Replica
 from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.parallel import EvenShares, make_parallel
 from paceline.transports.collective import CollectiveRing, Meeting, losing_nobody
+from paceline.transports.ring_codecs import Gathered, compress
 
 OWN = ("threads", "data_dir", "name", "runs")
 """Settings in which ranks may differ."""
@@ -42,15 +45,21 @@ class Member:
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
         self.place = Place(config, task, rank.number, 0, self.ring.mean)
-        work, overlapped = self.place.work, parse_strategy(config.strategy).local_steps == 1
+        self.ring.overlapped = parse_strategy(config.strategy).local_steps == 1
+        if self.ring.overlapped:
+            self.seat = self.place.seat(self.ring, self._even)
+            parallel = make_parallel(task)
+            if config.codec is not None:
+                compress(parallel, config.codec, mix64(config.seed, rank.number))
+        else:
+            if config.codec is not None:
+                self.ring.gathered = Gathered(
+                    build_codec(config.codec, task.layout, device), mix64(config.seed, rank.number), device
+                )
+            self.seat = self.place.seat(self.ring)
 
-        def even(loader: Loader) -> Loader:
-            return EvenShares(loader, task, work, config, rank.number) if overlapped else loader
-
-        self._seat = self.place.seat(self.ring, even)
-        if overlapped:
-            make_parallel(task)
-            self.ring.overlapped = True
+    def _even(self, loader: Loader) -> Loader:
+        return EvenShares(loader, self.place.task, self.place.work, self.config, self.rank.number)
 
     def lead(
         self, folder: RunFolder, report: Report, facts: dict[str, Any], stopped: Callable[[], str | None]
@@ -58,8 +67,8 @@ class Member:
         """Train with the others, keep the folder, and tell them what came of it."""
         place = self.place
         host = Host(place.server, place.task, place.work, self.config, folder, report, 0.0, facts)
-        host.memories = place.memories(self._seat.memory)
-        replica = Replica(host, self._seat, self.ring, self.config, host.timekeeper)
+        host.memories = place.memories(self.seat.memory)
+        replica = Replica(host, self.seat, self.ring, self.config, host.timekeeper)
         replica.start(place.roll())
 
         def stopping() -> bool:
@@ -81,8 +90,8 @@ class Member:
     def follow(self) -> dict[str, Any]:
         """Train with the others, and hear from the first rank what came of it."""
         driver = Unlogged(self.place.server)
-        driver.memories = self.place.memories(self._seat.memory)
-        replica = Replica(driver, self._seat, self.ring, self.config)
+        driver.memories = self.place.memories(self.seat.memory)
+        replica = Replica(driver, self.seat, self.ring, self.config)
         replica.start(self.place.roll())
         with losing_nobody(self.rank, lambda: self.place.server.version):
             replica.run()

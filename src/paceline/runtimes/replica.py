@@ -76,7 +76,7 @@ class Place:
         weights = self.server.weights.clone() if moves else self.server.weights
 
         def memory(sizes: Sizes) -> Memory:
-            return Memory.private(sizes, weights.device, weights=weights, update=ring.gradient, state=ring.state)
+            return Memory.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
 
         return Seat(task, around(loader), self.join, weights.device, make_memory=memory)
 
