@@ -28,8 +28,8 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
     config = recording.config
     if config.codec is not None and parse_strategy(config.strategy).on_ring:
         raise UserError(
-            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes again: "
-            "runs without a codec, or over a server, can be replayed"
+            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes "
+            "again: runs without a codec, or over a server, can be replayed"
         )
     location = locate_data(config)
     require_device(config)
