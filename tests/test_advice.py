@@ -89,3 +89,4 @@ def test_a_codec_on_one_machine_is_said_to_cost_more_than_it_saves_and_on_a_link
     assert "codec int8 between processes of one machine" in line and "leave it out" in line
     assert advice(resolve(RunConfig(workers=2, codec="int8", speeds="1s", link="1gbit"))) == []
     assert advice(resolve(RunConfig(workers=2, codec="none"))) == []
+    assert advice(resolve(RunConfig(strategy="allreduce", workers=2, codec="int8"), launched=True)) == []
