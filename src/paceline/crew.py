@@ -26,9 +26,10 @@ from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.models.dropout import mix64
+from paceline.preparation import augment_of, transform_of
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.local_steps import LocalSteps, SeveralBatches
-from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.segment import require_memory
 
 _INITIAL = 0x1417
@@ -67,7 +68,8 @@ def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
         F.nll_loss,
         train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
         test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),
-        transform=Normalise(dataset.info.mean, dataset.info.std),
+        transform=transform_of(dataset),
+        augment=augment_of(config, dataset),
         classes=dataset.info.classes,
     )
 

@@ -230,5 +230,7 @@ def test_archive_is_checked_by_its_members(server: Server, tmp_path: Path, monke
 
 def test_names() -> None:
     with pytest.raises(UserError, match="unknown dataset"):
+        get("imagnet")
+    with pytest.raises(DataError, match=r"imagenet cannot be fetched.*--data-dir"):
         get("imagenet")
     assert (get("fashion-mnist-sample") / "LICENSE").is_file()
