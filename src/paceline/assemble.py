@@ -47,10 +47,9 @@ STRATEGIES = {
     "async": "replies at once",
     "backup": "replies when all but B have pushed: backup:B",
     "bounded": "replies while within S steps of the slowest: bounded:S",
-    "allreduce": "all exchange with all, around a ring (simulated)",
-    "local": "H steps each, then the drift around a ring (simulated): local:H",
+    "allreduce": "all exchange with all, in step",
+    "local": "H steps each, then the drift is exchanged: local:H",
 }
-SIMULATED_STRATEGIES = ("allreduce", "local")
 ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), "local": ("H", 1)}
 """What stands behind a strategy's colon, and the least it can be."""
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}

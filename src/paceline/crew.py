@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
 from paceline.config import RunConfig
 from paceline.core.messages import Join
-from paceline.core.server import Server
+from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
+from paceline.interfaces import Loader, Task
 from paceline.models.dropout import mix64
 from paceline.preparation import augment_of, transform_of
 from paceline.rulebook import rows_nbytes
@@ -148,8 +149,8 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
     raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
-def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
-    """The server of a run, at its start."""
+def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None) -> Server:
+    """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
     return Server(
@@ -159,6 +160,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        mean,
     )
 
 
@@ -169,9 +171,13 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 
 def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
     """A worker in this process, on the device of the task's data."""
-    loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
-    steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
+    return Seat(*make_steps(config, task, work, join.worker), join, task.train[0].device)
+
+
+def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+    """What a worker does for one push, and its data: one step, or several by itself."""
+    loader = task.loader(work.batches(worker, config), config.seed, worker)
+    steps = parse_strategy(config.strategy).local_steps
     if steps == 1:
-        return Seat(task, loader, join, device)
-    inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
-    return Seat(inside, SeveralBatches(loader, steps), join, device)
+        return task, loader
+    return LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0), SeveralBatches(loader, steps)

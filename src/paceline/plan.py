@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import SIMULATED_STRATEGIES, cores, make_model, parse_strategy, resolve
+from paceline.assemble import cores, make_model, parse_strategy, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig
 from paceline.data.datasets import DATASETS
 from paceline.errors import UserError
@@ -99,7 +99,7 @@ def _num_parameters(config: RunConfig) -> int:
 
 def choose(found: list[Forecast]) -> Plan:
     """The smallest crew near the fastest, and on it the pace without staleness if it is near the fastest there."""
-    real = [one for one in found if parse_strategy(one.strategy).name not in SIMULATED_STRATEGIES]
+    real = [one for one in found if parse_strategy(one.strategy).local_steps == 1]
     fastest = max(real, key=lambda one: one.samples_per_second)
     enough = GOOD_ENOUGH * fastest.samples_per_second
     workers = min(one.workers for one in real if one.samples_per_second >= enough)
@@ -120,7 +120,7 @@ def _reason(choice: Forecast, fastest: Forecast, others: list[Forecast]) -> str:
     top = max(others, key=lambda one: one.samples_per_second, default=fastest)
     times = top.samples_per_second / choice.samples_per_second
     if times > WORTH_MENTIONING:
-        reason += f". {top.strategy} on {top.workers} would be {times:.1f} times as fast, once it runs for real"
+        reason += f". {top.strategy} on {top.workers} would be {times:.1f} times as fast: see what it does to accuracy"
     return reason
 
 
@@ -129,11 +129,11 @@ def plan_lines(plan: Plan) -> list[str]:
     alone = next((one.samples_per_second for one in plan.forecasts if one.workers == 1), None)
     rows = []
     for one in plan.forecasts:
-        simulated = "*" if parse_strategy(one.strategy).name in SIMULATED_STRATEGIES else ""
+        rarely = "*" if parse_strategy(one.strategy).local_steps > 1 else ""
         times = f"{one.samples_per_second / alone:.2f}" if alone else "-"
         rows.append(
             [
-                f"{one.workers} x {one.strategy}{simulated}",
+                f"{one.workers} x {one.strategy}{rarely}",
                 f"{one.samples_per_second:,.0f}",
                 times,
                 f"{one.staleness:.1f}",
@@ -144,4 +144,9 @@ def plan_lines(plan: Plan) -> list[str]:
             ]
         )
     header = ["workers", "samples/s", "times", "stale", "p95", "computing", "MB/s", ""]
-    return [table(header, rows), "* simulated only so far", "", f"use {plan.reason}"]
+    return [
+        table(header, rows),
+        "* several steps alone between exchanges, at a cost in accuracy",
+        "",
+        f"use {plan.reason}",
+    ]
