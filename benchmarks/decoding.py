@@ -48,30 +48,31 @@ def draw_pictures(folder: Path, count: int) -> None:
 
 
 def decode_rates(location: Location, wanted: int) -> dict[str, float]:
-    """Images a second: by one process, and by all cores, their start included."""
+    """Images a second: of processor time, and by all cores, their start included."""
     listing = image_folder.list_images(location.path)
     images = (listing.train * (1 + wanted // len(listing.train)))[:wanted]
     side = Reading().kept_size
-    began = time.perf_counter()
+    began = time.process_time()
     chunk, _ = decoding.decode_chunk([path for path, _ in images[: wanted // 4]], side)
-    alone = len(chunk) / (time.perf_counter() - began)
+    alone = len(chunk) / (time.process_time() - began)
     began = time.perf_counter()
     decoding.decode(images, side, np.empty, decoding.Skipped(), lambda done: None)
-    return {"one_process": alone, "all_cores": len(images) / (time.perf_counter() - began)}
+    return {"one_core": alone, "all_cores": len(images) / (time.perf_counter() - began)}
 
 
 def median_ms(action: Callable[[int], Any], rounds: int) -> float:
+    """Of processor time, which others on the machine disturb least; all of it is on one thread."""
     action(0)
     times = []
     for number in range(rounds):
-        began = time.perf_counter()
+        began = time.process_time()
         action(number)
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(1e3 * (time.process_time() - began))
     return statistics.median(times)
 
 
 def step_costs(model: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of one training step, and of what is done to its batch, on one thread."""
+    """Milliseconds of one core for a training step, and for what is done to its batch."""
     shape = SMALL.get(model, LARGE_SHAPE)
     padding, kept = (4, 32) if model in SMALL else (0, Reading().kept_size)
     pixels = torch.randint(0, 256, (BATCH_SIZE, 3, kept, kept), dtype=torch.uint8)
@@ -119,7 +120,7 @@ def main() -> int:
             print(f"decoding: {error}", file=sys.stderr)
             return 2
     print(f"decoded to {Reading().kept_size}x{Reading().kept_size}, images a second: ", end="")
-    print(f"{rates['one_process']:,.0f} by one process, {rates['all_cores']:,.0f} by all cores with their start")
+    print(f"{rates['one_core']:,.0f} a core, {rates['all_cores']:,.0f} by all cores with their start")
     rows = [step_costs(model, 1 if parsed.quick else 5) for model in parsed.models]
     print(
         f"{'model, batch 32':<20}{'step ms':>9}{'samples/s':>11}{'augment ms':>12}{'of a step':>11}{'normalise ms':>14}"

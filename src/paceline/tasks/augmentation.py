@@ -24,16 +24,17 @@ class Augment:
         self.size, self.padding, self.mirror = size, padding, mirror
 
     def __call__(self, images: Tensor, key: int) -> Tensor:  # uint8 [B, C, H, W] -> uint8 [B, C, *size]
-        high, wide, mirrored = _hashes(len(images), mix64(key, _PURPOSE), images.device)
-        if self.size is not None:
-            images = F.pad(images, (self.padding,) * 4) if self.padding else images
-            height, width = self.size
-            windows = images.unfold(2, height, 1).unfold(3, width, 1)  # a view: [B, C, tops, lefts, height, width]
-            tops, lefts = _below(high, windows.shape[2]), _below(wide, windows.shape[3])
-            images = windows[torch.arange(len(images), device=images.device), :, tops, lefts]
-        if self.mirror:
-            images = torch.where(_below(mirrored, 2).bool()[:, None, None, None], images.flip(3), images)
-        return images
+        high, wide, turned = _hashes(len(images), mix64(key, _PURPOSE), images.device)
+        rows = torch.arange(len(images), device=images.device)
+        if self.size is not None and self.padding:
+            images = F.pad(images, (self.padding,) * 4)
+        if self.mirror:  # behind the images their mirror images, so that one gather does both
+            rows = rows + len(images) * _below(turned, 2)
+            images = torch.cat([images, images.flip(3)])
+        if self.size is None:
+            return images[rows]
+        windows = images.unfold(2, self.size[0], 1).unfold(3, self.size[1], 1)  # a view: [B, C, tops, lefts, *size]
+        return windows[rows, :, _below(high, windows.shape[2]), _below(wide, windows.shape[3])]
 
 
 class CentreCrop:
