@@ -15,6 +15,7 @@ from paceline.config import RunConfig
 from paceline.crew import make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
+from paceline.lab.rows import check_rows
 from paceline.preparation import PADDING, ways_of
 from paceline.tasks.augmentation import Augment, _below, _hashes
 from paceline.tasks.supervised import Normalise
@@ -124,6 +125,13 @@ def test_larger_images_are_cut_at_random_in_training_and_in_the_middle_in_evalua
     windows = [all_windows(image, 28, 28) for image in images]
     assert all(any(torch.equal(w, c) for w in own.values()) for own, c in zip(windows, cut, strict=True))
     assert torch.equal(task.transform(cut), normalise(cut))
+
+
+def test_the_lab_takes_images_as_they_are() -> None:
+    check_rows([RunConfig(dataset="mnist"), RunConfig(dataset="cifar10", augment="none")])
+    for config in (RunConfig(dataset="cifar10"), RunConfig(dataset="imagenet", augment="none")):
+        with pytest.raises(UserError, match="the lab takes images as they are"):
+            check_rows([config])
 
 
 def test_ways_that_are_none() -> None:
