@@ -14,7 +14,7 @@ from data_files import write_images
 from paceline.data import decoding, image_folder
 from paceline.data.datasets import Dataset, Reading, load, locate
 from paceline.data.download import status
-from paceline.errors import DataError, UserError
+from paceline.errors import DataError, RunFailed, UserError
 from paceline.transports import segment
 
 pytest.importorskip("PIL")
@@ -149,3 +149,15 @@ def test_processes_decode_what_one_decodes_in_the_same_order(tmp_path: Path, mon
     there = decoding.decode(images, 16, np.empty, skipped, done.append)
     assert all(np.array_equal(one, other) for one, other in zip(here, there, strict=True))
     assert skipped.count == 1 and done[-1] == len(images) and done == sorted(done)
+
+
+@pytest.mark.real
+def test_a_decoder_that_dies_is_one_line_and_no_hang(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "data", {"a": 1})
+    decoder = decoding._Decoder()
+    try:
+        decoder.process.kill()
+        with pytest.raises(RunFailed, match="a process that decoded images died"):
+            decoder.fill([str(folder / "a" / "picture_000.JPEG")], np.empty((1, 3, 16, 16), np.uint8))
+    finally:
+        decoder.end()
