@@ -101,11 +101,11 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: Control) -> None:
         place = _place(spec, fds, 0)
         gathering = Gathering(place, control)
-        task, loader, weights = place.bind(gathering.ring)
+        seat = place.seat(gathering.ring)
         hosting = _make_host(spec, fds, place, control)
-        hosting.memories = place.memories(weights)
+        hosting.memories = place.memories(seat.memory)
         gathering.tell_fault = lambda kind, row: hosting.events.write("fault", hosting.clock.now(), fault=kind, **row)
-        replica = Replica(hosting, task, loader, place.join, gathering.ring, place.config, hosting.timekeeper)
+        replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
         gathering.wait()
         gathering.welcome(spec["resume"])
         replica.start(place.roll(gathering.missing))
@@ -167,10 +167,10 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     ring.listen(door, lambda: os._exit(0))
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
-    task, loader, weights = place.bind(ring)
+    seat = place.seat(ring)
     driver = Unlogged(place.server)
-    driver.memories = place.memories(weights)
-    replica = Replica(driver, task, loader, place.join, ring, place.config)
+    driver.memories = place.memories(seat.memory)
+    replica = Replica(driver, seat, ring, place.config)
     replica.start(place.roll(welcome["missing"]))
     replica.run()
     return 0

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from paceline.data.batches import Batches
 from paceline.errors import UserError
-from paceline.interfaces import Batch, Scores
+from paceline.interfaces import Batch, Scores, State
 from paceline.models.dropout import AddressedDropout, mix64
 from paceline.tasks.flat import FlatModule
 
@@ -103,6 +103,7 @@ class SupervisedTask:
         self.transform, self.augment = transform, augment
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
+        self.own: State = {}
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self._dropouts = [module for module in model.modules() if isinstance(module, AddressedDropout)]
