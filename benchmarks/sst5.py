@@ -1,8 +1,8 @@
-"""Test accuracy of the transformer on SST-5, from scratch, beside that of always saying the most frequent class.
+"""Test accuracy of the transformer on SST-5, from scratch, beside that of always saying one class.
 
     python benchmarks/sst5.py --data-dir DIR [--seeds N] [--strategy sync --workers 2] [--quick] [--json] [--strict]
 
-The learning rate was chosen by the accuracy on dev.txt, which no run sees. With --quick it makes 20 updates, which
+The learning rate was chosen on dev.txt, which no run sees. With --quick it makes 20 updates, which
 proves that it works and nothing else.
 """
 
@@ -50,16 +50,16 @@ def main() -> int:
     parser.add_argument("--workers", default="1")
     parsed = parser.parse_args()
     try:
-        labels = load(locate("sst5", Path(parsed.data_dir) if parsed.data_dir is not None else None)).test_labels
+        whole = load(locate("sst5", Path(parsed.data_dir) if parsed.data_dir is not None else None))
     except PacelineError as error:
         print(f"sst5: {error}", file=sys.stderr)
         return 2
-    majority = 100.0 * np.bincount(labels).max() / len(labels)
+    majority = 100.0 * float((whole.test_labels == np.bincount(whole.train_labels).argmax()).mean())
     words = ["--strategy", parsed.strategy, "--workers", parsed.workers]
     words += ["--data-dir", parsed.data_dir] if parsed.data_dir is not None else []
     words += ["--steps", "20"] if parsed.quick else []
     print(f"paceline train {SETTINGS} {' '.join(words)}")
-    print(f"always the most frequent class of the test set: {majority:.2f} %")
+    print(f"always the most frequent class of the train set: {majority:.2f} %")
     found = []
     with pairs.Disturbance() as by:
         for seed in range(parsed.seeds or parsed.pairs or 2):
