@@ -82,3 +82,10 @@ def test_batch_norm_on_skewed_labels_is_named_with_group_norm(
 @pytest.mark.parametrize("settings", [{"split": "iid"}, {"split": "labels", "strategy": "classic"}], ids=str)
 def test_batch_norm_on_even_data_or_alone_passes_in_silence(settings: dict[str, Any]) -> None:
     assert advice(resolve(RunConfig(model="resnet18", **settings))) == []
+
+
+def test_a_codec_on_one_machine_is_said_to_cost_more_than_it_saves_and_on_a_link_not() -> None:
+    (line,) = advice(resolve(RunConfig(workers=2, pull_codec="int8")))
+    assert "codec int8 between processes of one machine" in line and "leave it out" in line
+    assert advice(resolve(RunConfig(workers=2, codec="int8", speeds="1s", link="1gbit"))) == []
+    assert advice(resolve(RunConfig(workers=2, codec="none"))) == []

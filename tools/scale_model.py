@@ -205,7 +205,7 @@ def simulate(cell: Cell) -> Found | None:
     def start_server() -> Side:
         policy = make_policy(RunConfig(strategy=cell.text, workers=cell.workers))
         budget = Budget(samples, samples)
-        server = Server(model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers)
+        server = Server(model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers, nbytes=NBYTES)
         return Side(server, round(LEFT_OUT * samples), look)
 
     def stop(_: None) -> None:

@@ -146,8 +146,11 @@ def pushes_per_update(strategy: Strategy, workers: int) -> int:
     return workers - strategy.number if strategy.name == "backup" else workers
 
 
-def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what depends on other settings, and check every name and combination. Starts nothing."""
+def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
+    """Fill in what depends on other settings, and check every name and combination. Starts nothing.
+
+    `launched` says that a launcher started this process, as one rank of several.
+    """
     strategy = parse_strategy(config.strategy)
     if config.rule == "auto" and strategy.name not in ON_ARRIVAL:
         config = dataclasses.replace(config, rule="plain")  # nothing is stale
@@ -157,7 +160,7 @@ def resolve(config: RunConfig) -> RunConfig:
     resolved = dataclasses.replace(
         config,
         workers=workers,
-        codec=_codec(config, "codec", strategy),
+        codec=_codec(config, "codec", strategy, launched),
         pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
@@ -170,15 +173,21 @@ def resolve(config: RunConfig) -> RunConfig:
     return resolved
 
 
-def _codec(config: RunConfig, setting: str, strategy: Strategy) -> str | None:
+def _codec(config: RunConfig, setting: str, strategy: Strategy, on_ring: bool = False) -> str | None:
     """A codec that this run can use, or None for none."""
     text: str | None = getattr(config, setting)
     flag = f"--{setting.replace('_', '-')} {text}"
     if text is None or parse_codec(text)[0] == "none":
         return None
+    if strategy.on_ring and on_ring:
+        return text
     if not strategy.on_star:
-        wire = "has no wire" if strategy.name == "classic" else "exchanges around a ring, where no codec works so far"
-        raise UserError(f"{flag}: strategy {config.strategy} {wire}; choose sync, backup, async or bounded, or none")
+        alone = strategy.name == "classic" or setting == "pull_codec"
+        where = "has none" if alone else "has one only between ranks, as torchrun starts them"
+        raise UserError(
+            f"{flag} relieves a wire, and strategy {config.strategy} {where}: leave it out, or choose sync, backup, "
+            "async or bounded"
+        )
     if config.device != "cpu":
         raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
     if config.parameters is not None and parse_codec(text)[0] == "lowrank":

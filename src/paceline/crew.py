@@ -171,8 +171,8 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        mean,
         codecs_of(config, task.layout) if mean is None else DENSE,
-        mean=mean,
     )
 
 
@@ -202,7 +202,7 @@ def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     """A server of times alone, which knows what pushes and replies would weigh."""
     rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
     codecs, workers = codecs_of(config, layout), config.workers or 1
-    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs, nbytes=4 * layout.size)
+    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs=codecs, nbytes=4 * layout.size)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
