@@ -16,6 +16,7 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.preparation import check_preparation, ways_of
 from paceline.quantities import count
 from paceline.rulebook import ON_ARRIVAL, build_rule, check_rule, parse_rule
 
@@ -163,6 +164,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
+        augment=",".join(ways_of(config)) or "none",
         task=_anchored(config.task),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
     )
@@ -225,6 +227,7 @@ def _check_names(config: RunConfig) -> None:
             raise unknown_name(kind, asked, known)
     if config.task is None:
         _check_model_fits(config)
+    check_preparation(config)
     parse_split(config.split)
     if config.fold is not None:
         parse_fold(config.fold)

@@ -32,11 +32,12 @@ from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
+from paceline.preparation import augment_of, transform_of
 from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps, SeveralBatches
-from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
 
@@ -76,7 +77,8 @@ def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
         F.nll_loss,
         train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
         test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),
-        transform=Normalise(dataset.info.mean, dataset.info.std),
+        transform=transform_of(dataset),
+        augment=augment_of(config, dataset),
         classes=dataset.info.classes,
     )
 

@@ -41,7 +41,7 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
 
     marks = marks_of(recording)
     device = prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     own = config.threads or 1
