@@ -17,7 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
+from paceline.assemble import (
+    make_inside,
+    make_model,
+    make_optimizer,
+    make_policy,
+    make_rule,
+    make_schedule,
+    parse_strategy,
+)
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.server import Server
@@ -25,9 +33,10 @@ from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
+from paceline.interfaces import Loader, Task
 from paceline.models.dropout import mix64
 from paceline.rulebook import rows_nbytes
-from paceline.tasks.local_steps import LocalSteps, SeveralBatches
+from paceline.tasks.local_steps import LocalSteps
 from paceline.tasks.supervised import Normalise, SupervisedTask
 from paceline.transports.segment import require_memory
 
@@ -157,6 +166,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        make_inside(config),
     )
 
 
@@ -167,9 +177,13 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 
 def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
     """A worker in this process, on the device of the task's data."""
-    loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
-    steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
-    if steps == 1:
-        return Seat(task, loader, join, device)
-    inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
-    return Seat(inside, SeveralBatches(loader, steps), join, device)
+    computing, loader = make_work(config, task, work, join.worker)
+    return Seat(computing, loader, join, task.train[0].device)
+
+
+def make_work(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+    """What a worker computes for a push (a gradient, or the drift of local steps), and its batches."""
+    loader = task.loader(work.batches(worker, config), config.seed, worker)
+    if not parse_strategy(config.strategy).is_local:
+        return task, loader
+    return LocalSteps(task, make_optimizer(config, task.layout), task.train[0].device), loader

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
 from paceline.core.schedules import Budget
 from paceline.data.batches import Batches
@@ -55,9 +54,8 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     shards = [train[part] for part in parts]
     work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
-        steps = parse_strategy(config.strategy).local_steps
-        quotas: list[int | None] = [max(1, round(config.epochs * batches.per_epoch / steps)) for batches in work]
-        total = sum(b.samples_before((quota or 0) * steps) for b, quota in zip(work, quotas, strict=True))
+        quotas: list[int | None] = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
+        total = sum(b.samples_before(quota or 0) for b, quota in zip(work, quotas, strict=True))
         budget = Budget(total, len(train), own=True)
     else:
         quotas = [None] * workers

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.assemble import make_policy, make_rule, make_schedule, parse_strategy, pushes_per_update
+from paceline.assemble import (
+    make_inside,
+    make_policy,
+    make_rule,
+    make_schedule,
+    on_ring,
+    parse_strategy,
+    pushes_per_update,
+)
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
@@ -39,13 +47,14 @@ def forecast(config: RunConfig, num_parameters: int) -> Forecast:
     workers, strategy = config.workers or 1, parse_strategy(config.strategy)
     pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
     updates = -(-pushes // pushes_per_update(strategy, workers))
-    model = TimingModel(num_parameters, config.batch_size * strategy.local_steps)
+    model = TimingModel(num_parameters, config.batch_size)
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)
 
     def start() -> Unlogged:
         rule, policy = make_rule(config, model.layout), make_policy(config)
-        return Unlogged(Server(model.initial(), rule, policy, budget, make_schedule(config), workers))
+        schedule, inside = make_schedule(config), make_inside(config)
+        return Unlogged(Server(model.initial(), rule, policy, budget, schedule, workers, inside))
 
     agenda = Agenda()
     simulation = Simulation(
@@ -54,7 +63,7 @@ def forecast(config: RunConfig, num_parameters: int) -> Forecast:
     simulation.run()
     server, ages = simulation.side.server, staleness_summary(simulation.side.server.staleness)
     moved = 4 * num_parameters * (server.pushes + server.replies)
-    if strategy.on_ring:
+    if on_ring(config):
         moved = 4 * num_parameters * 2 * (workers - 1) * server.version
     return Forecast(
         config.strategy,

@@ -71,7 +71,7 @@ def pack(parameters: Sequence[tuple[str, tuple[int, ...], bool]]) -> Layout:
     return Layout(tuple(laid), max(offset, ALIGNMENT))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
     """One batch: what is in it, how many samples it counts for, and the 64-bit key all its randomness comes from."""
 
@@ -108,6 +108,8 @@ class Task(Protocol):
     layout: Layout
     state_size: int
     """Floats of a worker's own state that ride behind each push (running statistics)."""
+    own: State
+    """What lasts from push to push and stays with the worker (an inner optimizer's state); changed in place."""
 
     def initial(self) -> Tensor:
         """The weights training starts from, flat."""

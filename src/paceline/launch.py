@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_in_a_step, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
@@ -71,6 +71,8 @@ def _refuse_imagined(config: RunConfig) -> None:
     """Settings that only a simulated cluster has."""
     if parse_strategy(config.strategy).name in SIMULATED_STRATEGIES:
         raise UserError(f"strategy {config.strategy} is simulated only so far: 'paceline simulate', or sync for real")
+    if config.path == "ring":
+        raise UserError("--path ring is simulated only so far: 'paceline simulate', or --path star for real")
     asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
     if asked:
         raise UserError(
@@ -128,8 +130,8 @@ def hint(config: RunConfig, location: Location | None, console: Console, skew: f
             "'paceline data get fashion-mnist' fetches all 70,000"
         )
     strategy = parse_strategy(config.strategy)
-    pushes = pushes_per_update(strategy, config.workers or 1)
-    learns = not config.timing_only and strategy.name != "local"
+    pushes = pushes_in_a_step(strategy, config.workers or 1)
+    learns = not config.timing_only and not strategy.is_local
     if pushes > 1 and learns and lr_scale(config) == 1.0:
         console.note(
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "

@@ -61,7 +61,8 @@ def strategies(workers: int) -> list[str]:
     """What is worth comparing on so many workers."""
     if workers == 1:
         return ["async"]
-    return ["sync", f"backup:{max(1, workers // 10)}", "bounded:3", "async", "allreduce", f"local:{LOCAL_STEPS}"]
+    together = ["sync", f"backup:{max(1, workers // 10)}", "bounded:3", "async", "allreduce"]
+    return [*together, f"diloco:{LOCAL_STEPS}", f"async-local:{LOCAL_STEPS}"]  # local:H takes as long as diloco:H
 
 
 def make_plan(config: RunConfig, console: Console) -> Plan:
@@ -98,15 +99,15 @@ def _num_parameters(config: RunConfig) -> int:
 
 
 def choose(found: list[Forecast]) -> Plan:
-    """The smallest crew near the fastest, and on it the pace without staleness if it is near the fastest there."""
+    """The smallest crew near the fastest; on it, if near the fastest, an exchange every step, then no staleness."""
     real = [one for one in found if parse_strategy(one.strategy).name not in SIMULATED_STRATEGIES]
     fastest = max(real, key=lambda one: one.samples_per_second)
     enough = GOOD_ENOUGH * fastest.samples_per_second
     workers = min(one.workers for one in real if one.samples_per_second >= enough)
-    crew = [one for one in real if one.workers == workers]
-    best = max(crew, key=lambda one: one.samples_per_second)
-    even = [one for one in crew if not one.staleness and one.samples_per_second >= enough]
-    choice = max(even, key=lambda one: one.samples_per_second) if even else best
+    crew = [one for one in real if one.workers == workers and one.samples_per_second >= enough]
+    every_step = [one for one in crew if not parse_strategy(one.strategy).is_local]
+    even = [one for one in every_step or crew if not one.staleness]
+    choice = max(even or every_step or crew, key=lambda one: one.samples_per_second)
     return Plan(found, choice, _reason(choice, fastest, [one for one in found if one not in real]))
 
 

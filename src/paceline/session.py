@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from paceline.assemble import make_policy, make_rule, make_schedule, resolve
+from paceline.assemble import make_policy, make_rule, make_schedule, require_gradients, resolve
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Push, Reply
 from paceline.core.server import Server
@@ -246,6 +246,7 @@ def join(config: RunConfig | None = None) -> Session:
     if inherited is not None:
         return Session(inherited.config, inherited.worker, inherited.incarnation, inherited.door)
     alone = resolve(config if config is not None else RunConfig(strategy="classic", task="script"))
+    require_gradients(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
     return Session(alone, 0, 0, OwnServer(alone))

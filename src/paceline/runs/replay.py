@@ -126,7 +126,7 @@ class Replay:
             if str(worker) in states and member.seq >= 0:
                 seat.state.copy_(states[str(worker)])
             if not member.waiting:
-                seat.pending = Reply(worker, member.incarnation, member.serial, member.version, member.accepted)
+                seat.pending = self.server.last_answer(worker)
             self.seats[worker] = seat
 
     def feed(

@@ -24,10 +24,11 @@ from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
+from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.segment import require_memory
-from paceline.transports.shared_memory import Hello, ServerDoor, Slot
+from paceline.transports.shared_memory import Hello, ServerDoor, Slot, Timing
 
 GRACE_SECONDS = 5.0
 
@@ -72,6 +73,7 @@ class Service:
         self._expected = expected
         self.control = control
         self._patient = patient
+        self._pacing = Pacing() if host.config.local_steps == "speed" else None
         self.doors: dict[int, ServerDoor] = {}
         self._poll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
@@ -150,7 +152,7 @@ class Service:
             self.control.send({"kind": "note", "text": str(error)})
             message = None
         if isinstance(message, Push):
-            self.host.timekeeper.add(message.worker, door.timing)
+            self._keep_time(message.worker, door.timing)
             self.host.handle(message)
         elif message is None:
             self._hang_up(door)
@@ -158,6 +160,14 @@ class Service:
             self.welcome(door, message)
         else:
             self.host.figures[str(message.worker)] = message.values
+
+    def _keep_time(self, worker: int, timing: Timing) -> None:
+        """Before a push counts: what it took, and whether its worker should make fewer local steps from now on."""
+        steps = self.host.server.steps_of(worker)
+        self.host.timekeeper.add(worker, timing, steps)
+        told = self._pacing.look(self.host.server, worker, timing.wall / steps) if self._pacing is not None else None
+        if told is not None:
+            self.host.handle(told)
 
     def welcome(self, door: ServerDoor, hello: Hello) -> None:
         """Let a worker join, if it brings the model and the data that this run is about."""

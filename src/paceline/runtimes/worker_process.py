@@ -11,7 +11,7 @@ import torch
 from paceline.config import from_dict
 from paceline.core.messages import Push
 from paceline.core.worker import work as working
-from paceline.crew import identity_of, make_join, make_task, work_of
+from paceline.crew import identity_of, make_join, make_task, make_work, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.scheduling import CoreLender, polls_before_sleep, yield_to_server
@@ -32,12 +32,12 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     task = make_task(config, dataset)
     division = work_of(task, config)
     slot = Slot.create(task.layout.size, task.state_size)
-    task.bind(slot.weights, slot.gradient, slot.state)
+    computing, loader = make_work(config, task, division, worker)
+    computing.bind(slot.weights, slot.gradient, slot.state)
     join = make_join(config, division, worker, spec["incarnation"])
-    loader = task.loader(division.batches(worker, config), config.seed, worker)
     delay = parse_delays(config.delay or [], config.workers or 1).get(worker)
     lender = CoreLender(config, task.layout, spec.get("server_pid"))
-    generator = working(task, loader, join, slot.gradient, slot.state)
+    generator = working(computing, loader, join, slot.gradient, slot.state)
     next(generator)
     reply = door.hello(join, slot, identity_of(task))
     stopwatch = Stopwatch()
@@ -45,7 +45,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         push = generator.send(reply)
         assert isinstance(push, Push)
         if delay is not None:
-            time.sleep(delay.seconds(config.seed, worker, push.seq))
+            time.sleep((reply.steps or 1) * delay.seconds(config.seed, worker, push.seq))
         timing = stopwatch.step()
         lender.lend()
         reply = door.exchange(push, timing)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from paceline.data.batches import Batches
 from paceline.errors import UserError
-from paceline.interfaces import Batch, Scores
+from paceline.interfaces import Batch, Scores, State
 from paceline.models.dropout import AddressedDropout, mix64
 from paceline.tasks.flat import FlatModule
 
@@ -86,6 +86,7 @@ class SupervisedTask:
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
         self.initial, self.bind = self.flat.initial, self.flat.bind
+        self.own: State = {}
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self._dropouts = [module for module in model.modules() if isinstance(module, AddressedDropout)]
 

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.interfaces import Batch, Layout
+from paceline.core.worker import Stretch
+from paceline.interfaces import Batch, Layout, State
 
 
 class TimingModel:
@@ -17,6 +18,7 @@ class TimingModel:
         self.num_parameters = num_parameters
         self.layout = Layout((), 0)
         self.state_size = 0
+        self.own: State = {}
         self._batch = Batch(None, None, batch_size, 0)
 
     def initial(self) -> Tensor:
@@ -26,6 +28,8 @@ class TimingModel:
         pass
 
     def gradient(self, batch: Batch) -> float:
+        if isinstance(batch, Stretch):
+            batch.samples = self._batch.samples * batch.steps
         return math.nan  # there is no loss to show
 
     def batch(self, number: int) -> Batch:
