@@ -53,6 +53,8 @@ def test_momentum_that_adds_to_that_of_asynchrony_is_named_with_a_smaller_one(wo
         {"workers": 10, "rule": "cached", "optimizer": "adam", "split": "labels"},
         {"workers": 1000, "timing_only": True},
         {"strategy": "classic"},
+        {"strategy": "diloco:20", "workers": 5},
+        {"strategy": "local:500", "workers": 5, "steps": 3},
     ],
     ids=str,
 )
@@ -82,3 +84,11 @@ def test_batch_norm_on_skewed_labels_is_named_with_group_norm(
 @pytest.mark.parametrize("settings", [{"split": "iid"}, {"split": "labels", "strategy": "classic"}], ids=str)
 def test_batch_norm_on_even_data_or_alone_passes_in_silence(settings: dict[str, Any]) -> None:
     assert advice(resolve(RunConfig(model="resnet18", **settings))) == []
+
+
+@pytest.mark.parametrize("name", ["local", "diloco", "async-local"])
+def test_a_run_with_few_exchanges_is_named_with_a_number_that_gives_enough(name: str) -> None:
+    (line,) = advice(resolve(RunConfig(strategy=f"{name}:500", workers=5, epochs=3.0)))
+    assert f"{name}:500 with 5 workers exchanges only 2 times in 3 epochs" in line and "\n" not in line
+    offered = line.partition(f"{name}:500")[2].partition(f"{name}:")[2].split()[0]
+    assert advice(resolve(RunConfig(strategy=f"{name}:{offered}", workers=5, epochs=3.0))) == []

@@ -47,6 +47,8 @@ def test_local_steps_must_be_worth_it() -> None:
     assert choose(crew).choice.strategy == "sync"
     crew[0] = cell("sync", 4, 50.0)
     assert choose(crew).choice.strategy == "diloco:16"
+    crew[2] = cell("async-local:16", 4, 130.0, 3.0)
+    assert choose(crew).choice.strategy == "async-local:16"
 
 
 def test_sizes_double_up_to_what_was_asked() -> None:

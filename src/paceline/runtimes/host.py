@@ -281,7 +281,7 @@ class Host:
         config, found = self.config, self.server.divergence
         where = f"update {self.server.version} ({self.server.samples} samples)"
         what = (
-            f"worker {found.worker} sent a gradient with a NaN or infinity (its loss was {found.loss:g})"
+            f"worker {found.worker} sent a push with a NaN or infinity (its loss was {found.loss:g})"
             if found is not None
             else "the weights are no longer finite"
         )
@@ -290,6 +290,8 @@ class Host:
         advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
         if config.rule == "plain" and config.strategy.startswith(("async", "bounded")) and self.server.num_workers > 1:
             advice += "; or --rule auto, which allows for staleness"
+        if config.outer_lr is not None:
+            advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
         return f"training diverged at {where}: {what}.{advice}"
 
     def _worth_scoring(self) -> tuple[str, ...]:
