@@ -97,6 +97,7 @@ def refused(**settings: Any) -> str:
         ({"strategy": "diloco:4", "outer_lr": 0.0}, ["--outer-lr", "positive"]),
         ({"strategy": "async-local:4", "path": "ring"}, ["--path ring", "async-local:4"]),
         ({"strategy": "allreduce", "path": "star"}, ["--path star", "--strategy sync"]),
+        ({"strategy": "diloco:4", "local_steps": "speed"}, ["--local-steps speed", "--path star"]),
         ({"strategy": "sync", "path": "tree"}, ["path 'tree'", "star"]),
         ({"rule": "ringmaster:4", "strategy": "sync"}, ["rule ringmaster:4", "strategy sync"]),
         ({"rule": "ringmaster:4", "strategy": "bounded:2"}, ["rule ringmaster:4", "bounded:2", "async"]),

@@ -46,12 +46,11 @@ STRATEGIES = {
     "async": "replies at once",
     "backup": "replies when all but B have pushed: backup:B",
     "bounded": "replies while within S steps of the slowest: bounded:S",
-    "allreduce": "all exchange with all, around a ring (simulated)",
+    "allreduce": "all exchange with all, in step",
     "local": "H steps each, then the mean of their drifts: local:H",
     "diloco": "H steps each, then Nesterov's momentum on the mean drift: diloco:H",
     "async-local": "H steps each, each drift applied at once, momentum once a round: async-local:H",
 }
-SIMULATED_STRATEGIES = ("allreduce",)
 ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), **dict.fromkeys(LOCAL, ("H", 1))}
 """What stands behind a strategy's colon, and the least it can be."""
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
@@ -60,6 +59,8 @@ EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
 LOCAL_STEPS = ("even", "speed")
 PATHS = ("star", "ring")
+RINGS = ("allreduce", "local", "diloco")
+"""Strategies that need no server."""
 AUTO_WARMUP = 0.05
 
 
@@ -88,7 +89,7 @@ class Strategy:
 
 def on_ring(config: RunConfig) -> bool:
     """Whether workers exchange with each other instead of with a server."""
-    return config.path == "ring" or parse_strategy(config.strategy).name == "allreduce"
+    return config.path != "star" and parse_strategy(config.strategy).name in RINGS
 
 
 def keeps_own(config: RunConfig) -> bool:
@@ -281,8 +282,10 @@ def _check_local(config: RunConfig, strategy: Strategy) -> None:
                 "takes the mean of drifts as it is" if strategy.is_local else "has no drifts",
             )
             raise UserError(f"--{flag} {getattr(config, name):g}: strategy {config.strategy} {what}; use diloco:H")
-    if config.path == "ring" and strategy.name not in ("allreduce", "local", "diloco"):
+    if config.path == "ring" and strategy.name not in RINGS:
         raise UserError(f"--path ring: strategy {config.strategy} needs a server; use allreduce, local:H or diloco:H")
+    if config.local_steps == "speed" and on_ring(config):
+        raise UserError("--local-steps speed: a ring has nobody who compares speeds; add --path star")
     if config.path == "star" and strategy.name == "allreduce":
         raise UserError("--path star: allreduce is an exchange around a ring; over a star it is --strategy sync")
 

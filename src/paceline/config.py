@@ -125,7 +125,10 @@ class RunConfig:
         None, "pace", "of diloco and async-local: Nesterov momentum over drifts (default .9)", _fraction
     )
     path: str | None = setting(
-        None, "pace", "star (through the server) or ring (default for allreduce)", metavar="star|ring"
+        None,
+        "pace",
+        "star (through a server) or ring (default where there need be none: allreduce, local and diloco)",
+        metavar="star|ring",
     )
     optimizer: str = setting(
         "sgd", "optimizer", "sgd, adam or lars: one on the server, shared by all, or with local steps one a worker"

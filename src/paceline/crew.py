@@ -28,7 +28,7 @@ from paceline.assemble import (
 )
 from paceline.config import RunConfig
 from paceline.core.messages import Join
-from paceline.core.server import Server
+from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset
 from paceline.division import Work, divide_work
@@ -155,8 +155,8 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
     raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
-def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
-    """The server of a run, at its start."""
+def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None) -> Server:
+    """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
     return Server(
@@ -167,6 +167,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         make_schedule(config),
         config.workers or 1,
         make_inside(config),
+        mean,
     )
 
 
@@ -177,12 +178,11 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 
 def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
     """A worker in this process, on the device of the task's data."""
-    computing, loader = make_work(config, task, work, join.worker)
-    return Seat(computing, loader, join, task.train[0].device)
+    return Seat(*make_steps(config, task, work, join.worker), join, task.train[0].device)
 
 
-def make_work(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
-    """What a worker computes for a push (a gradient, or the drift of local steps), and its batches."""
+def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+    """What a worker does for one push, and its data: one step, or several by itself."""
     loader = task.loader(work.batches(worker, config), config.seed, worker)
     if not parse_strategy(config.strategy).is_local:
         return task, loader

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.assemble import on_ring
 from paceline.config import RunConfig
 from paceline.core.schedules import Budget
 from paceline.data.batches import Batches
@@ -54,8 +55,11 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     shards = [train[part] for part in parts]
     work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
-        quotas: list[int | None] = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
-        total = sum(b.samples_before(quota or 0) for b, quota in zip(work, quotas, strict=True))
+        counts = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
+        if on_ring(config):  # nobody leaves a ring early: who has fewer goes on into its next epoch
+            counts = [max(counts)] * workers
+        quotas: list[int | None] = list(counts)
+        total = sum(b.samples_before(count) for b, count in zip(work, counts, strict=True))
         budget = Budget(total, len(train), own=True)
     else:
         quotas = [None] * workers

@@ -10,16 +10,17 @@ from paceline.runs.arrivals import read_arrivals
 from paceline.runs.folder import RunFolder
 
 
-def test_real_equals_simulated_equals_replayed(tmp_path: Path, small_files: Path) -> None:
+def test_star_equals_ring_equals_simulated_equals_replayed(tmp_path: Path, small_files: Path) -> None:
     flags = ["--data-dir", str(small_files), "--threads", "1", "--workers", "2", "--runs", str(tmp_path)]
     flags += ["--strategy", "diloco:3", "--steps", "5", "--optimizer", "adam", "--schedule", "cosine"]
-    done = run("train", *flags, "--name", "real", cwd=tmp_path)
-    assert done.process.returncode == 0, done.err
+    for path in ("star", "ring"):
+        done = run("train", *flags, "--name", path, "--path", path, cwd=tmp_path)
+        assert done.process.returncode == 0, done.err
     run("simulate", *flags, "--name", "simulated", "--speeds", "lognormal:1s,1", cwd=tmp_path)
-    real, simulated = result_of(tmp_path / "real"), result_of(tmp_path / "simulated")
-    assert real["weights_sha256"] == simulated["weights_sha256"]
-    assert (real["updates"], real["samples"]) == (5, simulated["samples"])
-    replayed = run("replay", str(tmp_path / "real"), cwd=tmp_path)
+    star, ring, simulated = (result_of(tmp_path / name) for name in ("star", "ring", "simulated"))
+    assert star["weights_sha256"] == ring["weights_sha256"] == simulated["weights_sha256"]
+    assert (star["updates"], star["samples"]) == (5, simulated["samples"])
+    replayed = run("replay", str(tmp_path / "star"), cwd=tmp_path)
     assert replayed.process.returncode == 0 and "identical to the run" in replayed.out, replayed.out + replayed.err
 
 

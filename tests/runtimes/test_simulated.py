@@ -84,7 +84,19 @@ def test_local_steps_exchange_less(tmp_path: Path, path: str, strategy: str, exc
 
 @pytest.mark.parametrize("strategy", ["local:8", "async-local:8"])
 def test_by_speed_all_push_at_the_same_time_and_the_log_says_how_many_steps(tmp_path: Path, strategy: str) -> None:
-    flags = ["--workers", "3", "--speeds", "1,1,4", "--strategy", strategy, "--steps", "30", "--local-steps"]
+    flags = [
+        "--workers",
+        "3",
+        "--speeds",
+        "1,1,4",
+        "--strategy",
+        strategy,
+        "--steps",
+        "30",
+        "--path",
+        "star",
+        "--local-steps",
+    ]
     even, by_speed = (timed(tmp_path, how, *flags, how) for how in ("even", "speed"))
     records, _ = read_arrivals(tmp_path / "speed" / "arrivals.log", RunFolder.open(tmp_path / "speed").config())
     assert [(record.worker, record.seq) for record in records if record.kind == "steps"] == [(2, 2)]

@@ -15,7 +15,7 @@ from paceline.config import RunConfig
 from paceline.core.messages import Reply, Steps
 from paceline.core.server import Server
 from paceline.core.worker import Seat, dealt
-from paceline.crew import make_join, make_seat, make_server, make_task, make_work, work_of
+from paceline.crew import make_join, make_seat, make_server, make_steps, make_task, work_of
 from paceline.data.datasets import Dataset
 
 MakeDataset = Callable[..., Dataset]
@@ -142,7 +142,7 @@ def test_schedules_and_warm_up_go_on_inside_the_steps(make_dataset: MakeDataset)
 def test_what_was_sent_stays_as_it_was_and_own_state_changes_in_place(make_dataset: MakeDataset) -> None:
     config, dataset = local_config("diloco:2", momentum=0.9), make_dataset(40)
     task = make_task(config, dataset)
-    computing, loader = make_work(config, task, work_of(task, config), 0)
+    computing, loader = make_steps(config, task, work_of(task, config), 0)
     assert set(computing.own) == {"velocity"} and not task.own
     weights, drift = task.initial(), torch.zeros(task.layout.size)
     computing.bind(weights, drift, torch.zeros(task.state_size))

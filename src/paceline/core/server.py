@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +51,10 @@ class Divergence:
     loss: float
 
 
+Mean: TypeAlias = Callable[[list[Push], int], Tensor]
+"""How the pushes of a round, so many samples together, become one update; a ring brings it along already made."""
+
+
 class Server:
     """Turns pushes into weights; the policy says when, the rule says how."""
 
@@ -62,6 +67,7 @@ class Server:
         schedule: Schedule,
         num_workers: int,
         inside: Inside | None = None,
+        mean: Mean | None = None,
     ) -> None:
         self.weights = weights
         self.rule = rule
@@ -89,7 +95,8 @@ class Server:
         self._num_live: int | None = None
         self._lr = torch.zeros((), device=weights.device)
         self._lr_value = 0.0
-        self._mean = torch.empty_like(weights) if num_workers > 1 else weights
+        self._mean = torch.empty_like(weights) if num_workers > 1 and mean is None else weights
+        self._mean_of = mean or self._weighted_mean
         self._has_weights = weights.numel() > 0  # a simulation of times alone has none
 
     def steps_of(self, worker: int) -> int:
@@ -273,11 +280,12 @@ class Server:
 
     def _change_weights(self, pushes: list[Push], samples: int, staleness: int) -> bool:
         """Hand the rule the push, or the mean of several; False when it holds a NaN or an infinity."""
-        update = pushes[0].update if len(pushes) == 1 else self._weighted_mean(pushes, samples)
+        update = pushes[0].update if len(pushes) == 1 else self._mean_of(pushes, samples)
         if not math.isfinite(update.sum().item()):
             broken = [push for push in pushes if not torch.isfinite(push.update).all()]
             if broken:
-                self.divergence = Divergence(broken[0].worker, self.version, broken[0].loss)
+                first = next((push for push in broken if not math.isfinite(push.loss)), broken[0])
+                self.divergence = Divergence(first.worker, self.version, first.loss)
                 return False
         alone = pushes[0].worker if len(pushes) == 1 else None
         self._set_lr(self.lr)

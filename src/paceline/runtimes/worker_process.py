@@ -11,7 +11,7 @@ import torch
 from paceline.config import from_dict
 from paceline.core.messages import Push
 from paceline.core.worker import work as working
-from paceline.crew import identity_of, make_join, make_task, make_work, work_of
+from paceline.crew import identity_of, make_join, make_steps, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.scheduling import CoreLender, polls_before_sleep, yield_to_server
@@ -32,7 +32,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     task = make_task(config, dataset)
     division = work_of(task, config)
     slot = Slot.create(task.layout.size, task.state_size)
-    computing, loader = make_work(config, task, division, worker)
+    computing, loader = make_steps(config, task, division, worker)
     computing.bind(slot.weights, slot.gradient, slot.state)
     join = make_join(config, division, worker, spec["incarnation"])
     delay = parse_delays(config.delay or [], config.workers or 1).get(worker)

@@ -80,6 +80,10 @@ class SupervisedTask:
                 raise UserError(f"{name} data: {len(pair[0])} inputs but {len(pair[1])} targets; give one target each")
         self.flat = FlatModule(model, decay)
         self.model = self.flat.module
+        self.forward: nn.Module = self.model
+        """What computes outputs in training: the model, or something around it."""
+        self.loss_weight = 1.0
+        """What the loss counts for in the gradient."""
         self.loss = loss
         self.train, self.test = train, test
         self.transform = transform
@@ -110,8 +114,9 @@ class SupervisedTask:
         for dropout in self._dropouts:
             dropout.key = batch.key
         self.flat.clear()
-        loss = self.loss(self.model(batch.inputs), batch.targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.loss(self.forward(batch.inputs), batch.targets)
+        counted = loss if self.loss_weight == 1.0 else loss * self.loss_weight
+        counted.backward()  # type: ignore[no-untyped-call]
         self.flat.collect()
         return loss.item()
 
