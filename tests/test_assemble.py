@@ -233,6 +233,7 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
         ({"rule": "dana", "average": "none"}, "none"),
         ({"strategy": "local:2", "average": "20"}, "20"),
         ({"strategy": "diloco:2"}, "none"),
+        ({"strategy": "async-local:2"}, "on"),
     ],
     ids=str,
 )

@@ -109,7 +109,7 @@ class RunConfig:
         None,
         "pace",
         "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (default: on for "
-        "async and bounded with any rule but plain)",
+        "async, bounded and async-local with any rule but plain)",
     )
     local_steps: str | None = setting(
         None,
@@ -119,10 +119,13 @@ class RunConfig:
         metavar="even|speed",
     )
     outer_lr: float | None = setting(
-        None, "pace", "of diloco and async-local: what a mean drift is multiplied by (default .7)", _positive
+        None,
+        "pace",
+        "of diloco and async-local: what a mean drift is multiplied by (default .7; async-local .4)",
+        _positive,
     )
     outer_momentum: float | None = setting(
-        None, "pace", "of diloco and async-local: Nesterov momentum over drifts (default .9)", _fraction
+        None, "pace", "of diloco and async-local: Nesterov momentum over drifts (default .9; async-local .8)", _fraction
     )
     path: str | None = setting(
         None,

@@ -19,6 +19,7 @@ from paceline.core.rules.delayed import Delayed
 from paceline.core.rules.gap import Gap
 from paceline.core.rules.plain import Plain
 from paceline.interfaces import Arrival
+from paceline.rulebook import OUTER
 
 
 class SlowDamped:
@@ -160,3 +161,20 @@ def test_delayed_moves_in_n_pushes_as_nesterov_on_their_mean(drifts: list[list[f
         mean = torch.tensor(drifts).mean(0) * (round_ + 1)
         nesterov.apply(theirs, other, mean, Arrival(None, 0, lr, len(drifts)))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def distance_after(rounds: int, workers: int, lr: float, momentum: float) -> float:
+    """Of one weight from 0, its optimum, when each drift goes all the way there from where its worker was sent."""
+    rule, weights = Delayed(momentum), torch.ones(1)
+    state, sent = rule.start(weights), [torch.ones(1) for _ in range(workers)]
+    for _ in range(rounds):
+        for worker in range(workers):
+            arrival = Arrival(worker, workers - 1, torch.tensor(lr), workers)
+            rule.apply(weights, state, sent[worker].clone(), arrival)
+            sent[worker].copy_(weights)
+    return abs(weights.item())
+
+
+def test_the_default_outer_steps_are_stable_where_drifts_are_a_round_old_and_those_of_diloco_are_not() -> None:
+    assert all(distance_after(150, workers, *OUTER["async-local"]) < 0.02 for workers in (2, 5, 10))
+    assert distance_after(150, 10, *OUTER["diloco"]) > 100.0
