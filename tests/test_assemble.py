@@ -87,6 +87,7 @@ def refused(**settings: Any) -> str:
         ({"rule": "delayed", "strategy": "diloco:4"}, ["strategy diloco:4", "outer momentum", "--rule delayed"]),
         ({"rule": "delayed"}, ["rule delayed", "strategy async", "gradients"]),
         ({"rule": "farsight", "strategy": "async-local:4"}, ["rule farsight", "async-local:4", "--rule delayed"]),
+        ({"rule": "buffered:5", "strategy": "async-local:4"}, ["rule buffered:5", "async-local:4"]),
         ({"strategy": "local"}, ["local:H"]),
         ({"strategy": "diloco:0"}, ["diloco:0", "at least 1"]),
         ({"strategy": "sync", "local_steps": "speed"}, ["--local-steps speed", "strategy sync"]),

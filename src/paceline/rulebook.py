@@ -22,8 +22,6 @@ LOCAL = ("local", "diloco", "async-local")
 OUTER = {"diloco": (0.7, 0.9), "async-local": (0.4, 0.8)}
 """The outer learning rate and momentum of those that have them, unless said: as published (arXiv 2311.08105), and
 shorter where every drift is a round old: 10 workers whose drifts go all the way diverge from about .6 on."""
-ON_DRIFTS = ("delayed", "buffered")
-"""Rules that can be applied to drifts as they come."""
 PUBLISHED = ("plain", "plain-early")
 """Rules that stand for what published systems did, live weights included."""
 
@@ -100,10 +98,10 @@ def rule_for(config: RunConfig) -> str:
 
 def _check_on_drifts(config: RunConfig, strategy: str, rule: str) -> None:
     """What can be done with a drift is less than with a gradient: its learning rate is inside."""
-    if strategy == "async-local" and rule not in ON_DRIFTS:
+    if strategy == "async-local" and not RULES[rule].for_drifts:
         raise UserError(
-            f"rule {config.rule} is for gradients, and strategy {config.strategy} pushes drifts: use --rule delayed "
-            "(the default) or buffered:K"
+            f"rule {config.rule} is for gradients, and strategy {config.strategy} pushes drifts: use --rule delayed, "
+            "its default"
         )
     if strategy in LOCAL and strategy != "async-local" and rule != "plain":
         what = "averages drifts as they are" if strategy == "local" else "has its outer momentum"
@@ -203,14 +201,11 @@ def build_rule(
 def _on_drifts(config: RunConfig) -> Rule:
     """A rule for what local steps came to: their optimizer is inside them."""
     from paceline.core.optimizers import Sgd
-    from paceline.core.rules.buffered import Buffered
     from paceline.core.rules.delayed import Delayed
     from paceline.core.rules.plain import Plain
 
-    (name, number), momentum = parse_rule(config.rule), config.outer_momentum or 0.0
-    if name == "delayed":
-        return Delayed(momentum)
-    return Buffered(number, momentum) if name == "buffered" else Plain(Sgd(momentum, nesterov=True))
+    momentum = config.outer_momentum or 0.0
+    return Delayed(momentum) if config.rule == "delayed" else Plain(Sgd(momentum, nesterov=True))
 
 
 def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
