@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
@@ -38,6 +39,7 @@ class Bowl:
     layout, state_size = pack([("weights", (SIZE,), True)]), 0
 
     def __init__(self, worker: int) -> None:
+        self.own: State = {}
         self._bottom, self._steepness = BOTTOMS[worker], STEEPNESS[worker]
         self.own: State = {}
 
@@ -66,7 +68,7 @@ class Watched:
 
     server: Server
     agenda: Agenda
-    memories: dict[int, Tensor]
+    memories: dict[int, Memory]
     rows: list[list[str]]
     send: Callable[[Reply], None]
 
@@ -82,7 +84,7 @@ class Watched:
             row = [version + 1, f"{self.agenda.now:.0f} s", f"{distance:.3f}", stale, " ".join(who), now]
             self.rows.append([str(entry) for entry in row])
         for reply in replies:
-            self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)
 
 
@@ -90,7 +92,7 @@ def drive(policy: Policy, inside: Inside | None = None) -> list[list[str]]:
     """Two minutes of virtual time; a row for every update."""
     agenda, forever = Agenda(), Budget(1_000_000, 1)
     schedule = Schedule(LR if inside is None else 1.0)  # a drift has its learning rate inside and is applied as it is
-    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, schedule, NUM_WORKERS, inside)
+    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, schedule, NUM_WORKERS, inside=inside)
     side = Watched(server, agenda, {}, [], send=lambda reply: None)
 
     def come(worker: int, incarnation: int) -> Seat:

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.codebook import parse_codec
 from paceline.config import RunConfig
 from paceline.core.schedules import Inside, Schedule
 from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.quantities import count
 from paceline.rulebook import LOCAL, OUTER, build_rule, check_rule, parse_rule, rule_for
 
 if TYPE_CHECKING:
@@ -90,6 +92,11 @@ class Strategy:
 def on_ring(config: RunConfig) -> bool:
     """Whether workers exchange with each other instead of with a server."""
     return config.path != "star" and parse_strategy(config.strategy).name in RINGS
+
+
+def on_star(config: RunConfig) -> bool:
+    """Whether workers exchange with a server, over a wire that codecs can relieve."""
+    return not on_ring(config) and parse_strategy(config.strategy).name != "classic"
 
 
 def keeps_own(config: RunConfig) -> bool:
@@ -179,6 +186,8 @@ def resolve(config: RunConfig) -> RunConfig:
     resolved = dataclasses.replace(
         config,
         workers=workers,
+        codec=_codec(config, "codec", strategy),
+        pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
         **_local_settings(config, strategy),
@@ -200,6 +209,36 @@ def _local_settings(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
         found["outer_lr"] = config.outer_lr if config.outer_lr is not None else lr
         found["outer_momentum"] = config.outer_momentum if config.outer_momentum is not None else momentum
     return found
+
+
+def _codec(config: RunConfig, setting: str, strategy: Strategy) -> str | None:
+    """A codec that this run can use, or None for none."""
+    text: str | None = getattr(config, setting)
+    flag = f"--{setting.replace('_', '-')} {text}"
+    if text is None or parse_codec(text)[0] == "none":
+        return None
+    if not on_star(config):
+        star = ", or add --path star" if strategy.is_local else ""
+        wire = "has no wire" if strategy.name == "classic" else "exchanges around a ring, where no codec works so far"
+        raise UserError(
+            f"{flag}: strategy {config.strategy} {wire}; choose sync, backup, async or bounded, or none{star}"
+        )
+    if config.device != "cpu":
+        raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
+    if config.parameters is not None and parse_codec(text)[0] == "lowrank":
+        raise UserError(f"{flag} needs the shapes of a model's matrices: give --model instead of --parameters")
+    if config.parameters is not None and count(config.parameters) >= 1 << 31:
+        raise UserError(f"{flag}: codecs take up to 2^31 parameters, --parameters {config.parameters} are more")
+    return text
+
+
+def refuse_codecs(config: RunConfig) -> None:
+    """A script's own loop pushes gradients as they are."""
+    asked = config.codec or config.pull_codec
+    if asked is not None:
+        raise UserError(
+            f"codec {asked}: a loop of your own exchanges floats as they are; leave it out, or 'paceline train --task'"
+        )
 
 
 def _anchored(task: str | None) -> str | None:

@@ -133,6 +133,14 @@ class RunConfig:
         "star (through a server) or ring (default where there need be none: allreduce, local and diloco)",
         metavar="star|ring",
     )
+    codec: str | None = setting(
+        None,
+        "pace",
+        "how a push becomes fewer bytes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)",
+    )
+    pull_codec: str | None = setting(
+        None, "pace", "the same for replies, as changes of what a worker has (default none)"
+    )
     optimizer: str = setting(
         "sgd", "optimizer", "sgd, adam or lars: one on the server, shared by all, or with local steps one a worker"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -26,18 +27,25 @@ from paceline.assemble import (
     make_schedule,
     parse_strategy,
 )
+from paceline.codebook import build_codec
 from paceline.config import RunConfig
+from paceline.core.encoding import DENSE, Codecs
+from paceline.core.memory import MakeMemory
 from paceline.core.messages import Join
+from paceline.core.schedules import Budget
 from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
-from paceline.data.datasets import Dataset
+from paceline.data.datasets import DATASETS, Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
-from paceline.interfaces import Loader, Task
+from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
+from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
+from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
 from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
 
 _INITIAL = 0x1417
@@ -159,6 +167,9 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
     """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
+        if config.pull_codec is not None:
+            held = 4 * task.layout.size * (config.workers or 1)
+            require_memory(held, "table of what each worker has, for --pull-codec,", "memory")
     return Server(
         task.initial(),
         make_rule(config, task.layout, skew=work.skew),
@@ -166,9 +177,40 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
         work.budget,
         make_schedule(config),
         config.workers or 1,
-        make_inside(config),
-        mean,
+        codecs_of(config, task.layout) if mean is None else DENSE,
+        mean=mean,
+        inside=make_inside(config),
     )
+
+
+def codecs_of(config: RunConfig, layout: Layout) -> Codecs:
+    """How pushes and replies are encoded; seats and server of one process share the codecs' scratch."""
+
+    def key(worker: int) -> int:
+        return mix64(config.seed, worker)
+
+    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key)
+
+
+@functools.lru_cache(maxsize=4)
+def _codec(name: str | None, layout: Layout) -> Codec | None:
+    return build_codec(name, layout) if name is not None else None
+
+
+def timing_layout(config: RunConfig) -> Layout:
+    """The layout of what a simulation of times alone exchanges: the model's, or a vector of the size stated."""
+    if config.parameters is not None:
+        return one_vector(count(config.parameters))
+    info = DATASETS[config.dataset]
+    return FlatModule(make_model(config.model, info.image_shape, len(info.classes))).layout
+
+
+def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
+    """A server of times alone, which knows what pushes and replies would weigh."""
+    rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
+    codecs, workers, nbytes = codecs_of(config, layout), config.workers or 1, 4 * layout.size
+    inside = make_inside(config)
+    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs, nbytes=nbytes, inside=inside)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
@@ -176,9 +218,12 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
     return Join(worker, incarnation, work.quotas[worker], config.threads or 1)
 
 
-def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
-    """A worker in this process, on the device of the task's data."""
-    return Seat(*make_steps(config, task, work, join.worker), join, task.train[0].device)
+def make_seat(
+    config: RunConfig, task: SupervisedTask, work: Work, join: Join, make_memory: MakeMemory | None = None
+) -> Seat:
+    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
+    task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
+    return Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory)
 
 
 def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import cores, make_model, parse_strategy, resolve
+from paceline.assemble import cores, on_star, parse_strategy, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig
-from paceline.data.datasets import DATASETS
+from paceline.crew import timing_layout
 from paceline.errors import UserError
 from paceline.forecast import Forecast, forecast
 from paceline.launch import train
-from paceline.quantities import count
 from paceline.reports.console import Console
 from paceline.reports.tables import table
-from paceline.tasks.flat import FlatModule
 
 WORTH_IT = 1.2
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
@@ -79,23 +77,19 @@ def make_plan(config: RunConfig, console: Console) -> Plan:
 
 
 def _simulate_all(config: RunConfig, console: Console) -> Plan:
-    num_parameters = _num_parameters(config)
+    if config.task is not None and config.parameters is None:
+        raise UserError("a task of your own: give its size too, as in --parameters 25.6M")
+    layout = timing_layout(config)
     cells = [(workers, strategy) for workers in sizes(config) for strategy in strategies(workers)]
     found = []
     for number, (workers, strategy) in enumerate(cells):
-        cell = dataclasses.replace(config, workers=workers, strategy=strategy, shard_weights=None)
-        found.append(forecast(resolve(cell), num_parameters))
+        cell = dataclasses.replace(config, workers=workers, strategy=strategy, shard_weights=None, path=None)
+        cell = dataclasses.replace(cell, local_steps=None, outer_lr=None, outer_momentum=None)
+        if not on_star(cell):
+            cell = dataclasses.replace(cell, codec=None, pull_codec=None)
+        found.append(forecast(resolve(cell), layout))
         console.report({"kind": "working", "text": f"simulated {number + 1} of {len(cells)}"})
     return choose(found)
-
-
-def _num_parameters(config: RunConfig) -> int:
-    if config.parameters is not None:
-        return count(config.parameters)
-    if config.task is not None:
-        raise UserError("a task of your own: give its size too, as in --parameters 25.6M")
-    info = DATASETS[config.dataset]
-    return FlatModule(make_model(config.model, info.image_shape, len(info.classes))).layout.size
 
 
 def choose(found: list[Forecast]) -> Plan:

@@ -31,8 +31,11 @@ def test_a_run_replays_to_the_same_bits_whoever_comes_and_goes(record: Record, s
     assert_same(again.server, run.server)
 
 
-def test_without_an_optimizers_state_a_run_replays_from_a_cut_too(record: Record) -> None:
-    run = record(3, strategy="async-local:2", workers=3, momentum=0.0, schedule="cosine", epochs=4.0)
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_run_replays_from_a_cut_too(record: Record, momentum: float, codec: str) -> None:
+    settings = {"momentum": momentum, "schedule": "cosine", "epochs": 4.0, "codec": codec}
+    run = record(3, strategy="async-local:2", workers=3, **settings)
     run.join_all()
     run.host.handle(Steps(2, 1))
     run.push_at_random(7)
@@ -44,11 +47,14 @@ def test_without_an_optimizers_state_a_run_replays_from_a_cut_too(record: Record
     assert_same(again.server, run.server)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_goes_on_where_it_was_though_no_checkpoint_holds_the_workers_own_state(
-    record: Record, strategy: str
+@pytest.mark.parametrize(
+    ("strategy", "path"), [*((strategy, "star") for strategy in STRATEGIES), ("local:2", "ring"), ("diloco:3", "ring")]
+)
+def test_a_run_goes_on_where_it_was_from_a_checkpoint_or_around_a_ring_from_the_start(
+    record: Record, strategy: str, path: str
 ) -> None:
-    run = record(1, strategy=strategy, workers=2, epochs=40.0)
+    """A ring's checkpoint is made by its first worker, who does not know the others' optimizers."""
+    run = record(1, strategy=strategy, workers=2, epochs=40.0, path=path)
     run.join_all()
     run.push_at_random(6)
     while not run.server.can_be_cut:
@@ -61,4 +67,4 @@ def test_a_run_goes_on_where_it_was_though_no_checkpoint_holds_the_workers_own_s
     server, notes = run.new_server(), list[dict[str, str]]()
     rebuild(server, run.make_seat, small_task(), run.config, run.folder, notes.append)
     assert_same(server, run.server)
-    assert "since the start" in notes[-1]["text"]
+    assert ("since the start" if path == "ring" else "since checkpoint") in notes[-1]["text"]

@@ -44,7 +44,7 @@ class InRounds:
     def _deliver(self, replies: tuple[Reply, ...]) -> None:
         for reply in replies:
             self.replies.append(reply)
-            self.server.weights_for(reply.worker, self.seats[reply.worker].weights)
+            self.server.hand_out(reply, self.seats[reply.worker].memory)
             self.seats[reply.worker].pending = reply
 
     def rounds(self, number: int) -> Tensor:

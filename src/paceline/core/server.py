@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from paceline.core.encoding import DENSE, Codecs, Decoded, Differences
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Decision, Policy, Rule
@@ -66,9 +68,12 @@ class Server:
         budget: Budget,
         schedule: Schedule,
         num_workers: int,
-        inside: Inside | None = None,
+        codecs: Codecs = DENSE,
+        nbytes: int | None = None,
         mean: Mean | None = None,
+        inside: Inside | None = None,
     ) -> None:
+        """`nbytes` is what all weights take, where a simulation of times alone has none of them."""
         self.weights = weights
         self.rule = rule
         self.policy = policy
@@ -87,6 +92,8 @@ class Server:
         self.late = 0
         self.pushes = 0
         self.replies = 0
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
         self.staleness: Counter[int] = Counter()
         self.over = False
         self.divergence: Divergence | None = None
@@ -98,6 +105,11 @@ class Server:
         self._mean = torch.empty_like(weights) if num_workers > 1 and mean is None else weights
         self._mean_of = mean or self._weighted_mean
         self._has_weights = weights.numel() > 0  # a simulation of times alone has none
+        self.nbytes = nbytes if nbytes is not None else weights.nbytes
+        self.codecs = codecs
+        encoded = codecs if self._has_weights else DENSE
+        self._decoded = Decoded(encoded.push, weights) if encoded.push is not None else None
+        self.differences = Differences(encoded.pull, codecs.key, weights) if encoded.pull is not None else None
 
     def steps_of(self, worker: int) -> int:
         """Steps that the push of `worker` on its way is made of."""
@@ -157,6 +169,27 @@ class Server:
         if self._has_weights:
             self.rule.weights_for(self.weights, self.rule_state, worker, out)
 
+    def hand_out(self, reply: Reply, memory: Memory) -> None:
+        """Write what a reply speaks of into its worker's memory, once: all weights, or how those it has change."""
+        worker, pull = reply.worker, self.codecs.pull
+        if pull is None or not reply.serial:
+            memory.nbytes = self.nbytes
+            self.weights_for(worker, memory.weights)
+            if self.differences is not None:
+                self.differences.begin(worker, memory.weights)
+        elif self.differences is None:
+            memory.nbytes = pull.capacity
+        else:
+            memory.nbytes = self.differences.encode(worker, lambda out: self.weights_for(worker, out), memory.pulled)
+            memory.num_pulled = memory.nbytes
+        self.bytes_pulled += memory.nbytes
+
+    def nbytes_of(self, push: Push) -> int:
+        """What a push weighs on the way."""
+        if self.codecs.push is None:
+            return self.nbytes
+        return push.update.nbytes if self._has_weights else self.codecs.push.capacity
+
     def _join(self, join: Join) -> Outcome:
         member = self.members.get(join.worker)
         if member is not None and (member.live or join.incarnation <= member.incarnation):
@@ -192,6 +225,10 @@ class Server:
             return Outcome(Verdict.REPEATED, again)
         if member.waiting or push.reply != member.serial:
             return Outcome(Verdict.REJECTED)  # one reply is worth one push
+        nbytes = self.nbytes_of(push)
+        if self._decoded is not None and not self.over:
+            push = push._replace(update=self._decoded.decode(push.update))  # before anything is changed
+        self.bytes_pushed += nbytes
         member.seq, member.waiting = push.seq, True
         member.pushes += 1
         self.pushes += 1
@@ -203,6 +240,7 @@ class Server:
         decision = self.policy.push(push.worker, self.version - member.version)
         if decision.dropped:
             self.dropped += 1
+            self._free([push])
         else:
             self._held[push.worker] = push
         replies = self._settle(decision)
@@ -221,8 +259,12 @@ class Server:
         had_work = not member.done
         member.live = member.waiting = False
         self._num_live = None
-        if self._held.pop(leave.worker, None) is not None:
+        if self.differences is not None:
+            self.differences.forget(leave.worker)
+        held = self._held.pop(leave.worker, None)
+        if held is not None:
             self.dropped += 1
+            self._free([held])
         if had_work:
             self.rule.leave(self.rule_state, leave.worker)
         if not had_work or self.over:
@@ -236,6 +278,8 @@ class Server:
             if member.live and not member.done:
                 self.rule.leave(self.rule_state, worker)
             member.live = member.waiting = False
+            if self.differences is not None:
+                self.differences.forget(worker)
         self._num_live = None
         self._forget_held()
         self.policy.clear()
@@ -246,7 +290,14 @@ class Server:
     def _forget_held(self) -> None:
         """Pushes that will never be applied: nobody was told that they count."""
         self.dropped += len(self._held)
+        self._free(self._held.values())
         self._held.clear()
+
+    def _free(self, pushes: Iterable[Push]) -> None:
+        """Pushes that are done with: memory they were decoded into serves others."""
+        if self._decoded is not None:
+            for push in pushes:
+                self._decoded.free(push.update)
 
     def _settle(self, decision: Decision) -> tuple[Reply, ...]:
         """Carry a decision out: one update, then the answers it sets free, then those who have finished their work."""
@@ -271,6 +322,7 @@ class Server:
         staleness = [self.version - self.members[worker].version for worker in workers]
         if self._has_weights and not self._change_weights(pushes, samples, max(staleness)):
             return False
+        self._free(pushes)
         self.version += 1
         self.samples += samples
         for worker, age in zip(workers, staleness, strict=True):
@@ -358,6 +410,9 @@ class Server:
             "late": self.late,
             "pushes": self.pushes,
             "replies": self.replies,
+            "bytes_pushed": self.bytes_pushed,
+            "bytes_pulled": self.bytes_pulled,
+            "codecs": self.codecs.names,
             "over": self.over,
             "staleness": sorted(self.staleness.items()),
             "members": {str(worker): asdict(member) for worker, member in self.members.items()},
@@ -374,6 +429,8 @@ class Server:
         self.version, self.samples = facts["version"], facts["samples"]
         self.dropped, self.late, self.over = facts["dropped"], facts["late"], facts["over"]
         self.pushes, self.replies = facts["pushes"], facts["replies"]
+        self.bytes_pushed = facts.get("bytes_pushed", self.pushes * self.nbytes)
+        self.bytes_pulled = facts.get("bytes_pulled", self.replies * self.nbytes)
         self.staleness = Counter({int(value): count for value, count in facts["staleness"]})
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])

@@ -13,6 +13,7 @@ from paceline.assemble import parse_strategy
 from paceline.config import RunConfig, to_dict
 from paceline.crew import identity_of, make_task, prepare_device
 from paceline.data.datasets import Dataset
+from paceline.interfaces import Loader
 from paceline.ranks import Rank
 from paceline.runs.environment import package_version
 from paceline.runs.folder import RunFolder
@@ -41,11 +42,15 @@ class Member:
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
         self.place = Place(config, task, rank.number, 0, self.ring.mean)
-        self._steps, self._loader, self._weights = self.place.bind(self.ring)
-        if not parse_strategy(config.strategy).is_local:
+        self.ring.overlapped = not parse_strategy(config.strategy).is_local
+        if self.ring.overlapped:
+            self.seat = self.place.seat(self.ring, self._even)
             make_parallel(task)
-            self.ring.overlapped = True
-            self._loader = EvenShares(self._loader, task, self.place.work, config, rank.number)
+        else:
+            self.seat = self.place.seat(self.ring)
+
+    def _even(self, loader: Loader) -> Loader:
+        return EvenShares(loader, self.place.task, self.place.work, self.config, self.rank.number)
 
     def lead(
         self, folder: RunFolder, report: Report, facts: dict[str, Any], stopped: Callable[[], str | None]
@@ -53,8 +58,8 @@ class Member:
         """Train with the others, keep the folder, and tell them what came of it."""
         place = self.place
         host = Host(place.server, place.task, place.work, self.config, folder, report, 0.0, facts)
-        host.memories = place.memories(self._weights)
-        replica = Replica(host, self._steps, self._loader, place.join, self.ring, self.config, host.timekeeper)
+        host.memories = place.memories(self.seat.memory)
+        replica = Replica(host, self.seat, self.ring, self.config, host.timekeeper)
         replica.start(place.roll())
 
         def stopping() -> bool:
@@ -76,8 +81,8 @@ class Member:
     def follow(self) -> dict[str, Any]:
         """Train with the others, and hear from the first rank what came of it."""
         driver = Unlogged(self.place.server)
-        driver.memories = self.place.memories(self._weights)
-        replica = Replica(driver, self._steps, self._loader, self.place.join, self.ring, self.config)
+        driver.memories = self.place.memories(self.seat.memory)
+        replica = Replica(driver, self.seat, self.ring, self.config)
         replica.start(self.place.roll())
         with losing_nobody(self.rank, lambda: self.place.server.version):
             replica.run()

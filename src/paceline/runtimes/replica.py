@@ -13,12 +13,13 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.config import RunConfig
+from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Mean, Server
-from paceline.core.worker import work as working
+from paceline.core.worker import Seat
 from paceline.crew import make_join, make_server, make_steps, work_of
 from paceline.delays import parse_delays
-from paceline.interfaces import Loader, Task
+from paceline.interfaces import Loader
 from paceline.runtimes.timekeeping import Stopwatch, Timekeeper
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.shared_memory import Timing
@@ -67,15 +68,20 @@ class Place:
             for worker in range(self.num_workers)
         ]
 
-    def bind(self, ring: Ring) -> tuple[Task, Loader, Tensor]:
-        """The task and its batches, computing on the server's own weights: no push moves them."""
+    def seat(self, ring: Ring, around: Callable[[Loader], Loader] = lambda loader: loader) -> Seat:
+        """This worker, computing on the server's own weights: no push moves them."""
         task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
-        task.bind(self.server.weights, ring.gradient, ring.state)
-        return task, loader, self.server.weights
+        weights = self.server.weights
 
-    def memories(self, own: Tensor) -> dict[int, Tensor]:
+        def memory(sizes: Sizes) -> Memory:
+            return Memory.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
+
+        return Seat(task, around(loader), self.join, weights.device, make_memory=memory)
+
+    def memories(self, own: Memory) -> dict[int, Memory]:
         """Where each worker's weights go: only this one's are here, the others write their own."""
-        return {w: own if w == self.join.worker else self.server.weights for w in range(self.num_workers)}
+        others = Memory.private(Sizes(0), weights=self.server.weights)
+        return {worker: own if worker == self.join.worker else others for worker in range(self.num_workers)}
 
 
 class Replica:
@@ -84,19 +90,16 @@ class Replica:
     def __init__(
         self,
         driver: Driver,
-        task: Task,
-        loader: Loader,
-        join: Join,
+        seat: Seat,
         ring: Ring,
         config: RunConfig,
         timekeeper: Timekeeper | None = None,
     ) -> None:
-        self._driver, self._ring, self._join, self._config = driver, ring, join, config
+        self._driver, self._seat, self._ring, self._config = driver, seat, ring, config
+        self._join = seat.join
         self._timekeeper = timekeeper
-        self._delay = parse_delays(config.delay or [], config.workers or 1).get(join.worker)
-        self._generator = working(task, loader, join, ring.gradient, ring.state)
+        self._delay = parse_delays(config.delay or [], config.workers or 1).get(seat.join.worker)
         self._reply: Reply | None = None
-        next(self._generator)
         driver.send = self._take
 
     def _take(self, reply: Reply) -> None:
@@ -133,8 +136,9 @@ class Replica:
         self._ring.exchange(self._compute(reply), Timing(0.0, 0.0, 0.0))
 
     def _compute(self, reply: Reply) -> Push:
-        push = self._generator.send(reply)
-        assert isinstance(push, Push)
+        self._seat.pending = reply
+        push = self._seat.push()
+        assert push is not None, "a reply that was not the last is worth a push"
         if self._delay is not None:
             time.sleep((reply.steps or 1) * self._delay.seconds(self._config.seed, self._join.worker, push.seq))
         return push

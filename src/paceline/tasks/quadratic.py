@@ -36,8 +36,8 @@ class Quadratic:
     state_size = 1
 
     def __init__(self, worker: int, even: bool, poison: int | None = None) -> None:
-        self._worker, self._even, self._poison = worker, even, poison
         self.own: State = {}
+        self._worker, self._even, self._poison = worker, even, poison
 
     def initial(self) -> Tensor:
         return torch.zeros(len(ANSWER))

@@ -89,8 +89,8 @@ class SupervisedTask:
         self.transform = transform
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
-        self.initial, self.bind = self.flat.initial, self.flat.bind
         self.own: State = {}
+        self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self._dropouts = [module for module in model.modules() if isinstance(module, AddressedDropout)]
 

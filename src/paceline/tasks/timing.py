@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.worker import Stretch
-from paceline.interfaces import Batch, Layout, State
+from paceline.interfaces import Batch, Layout, Parameter, State
+
+
+def one_vector(num_parameters: int) -> Layout:
+    """A layout of so many floats and no matrices."""
+    return Layout((Parameter("all", (num_parameters,), 0),), num_parameters)
 
 
 class TimingModel:
