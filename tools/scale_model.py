@@ -205,7 +205,9 @@ def simulate(cell: Cell) -> Found | None:
     def start_server() -> Side:
         config, budget = RunConfig(strategy=cell.text, workers=cell.workers), Budget(samples, samples)
         policy, inside = make_policy(config), make_inside(config)
-        server = Server(model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers, inside=inside)
+        server = Server(
+            model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers, nbytes=NBYTES, inside=inside
+        )
         return Side(server, round(LEFT_OUT * samples), look)
 
     def stop(_: None) -> None:
