@@ -38,10 +38,13 @@ def test_a_larger_crew_must_be_worth_it() -> None:
     assert choose(crew).choice.workers == 2
 
 
-def test_what_cannot_run_yet_is_mentioned_but_never_chosen() -> None:
-    plan = choose([cell("async", 2, 100.0, 1.0), cell("local:16", 2, 500.0)])
-    assert plan.choice.strategy == "async"
-    assert "local:16 on 2 would be 5.0 times as fast" in plan.reason
+def test_local_steps_must_be_worth_it() -> None:
+    crew = [cell("sync", 4, 95.0), cell("diloco:16", 4, 100.0), cell("async-local:16", 4, 101.0, 3.0)]
+    assert choose(crew).choice.strategy == "sync"
+    crew[0] = cell("sync", 4, 50.0)
+    assert choose(crew).choice.strategy == "diloco:16"
+    crew[2] = cell("async-local:16", 4, 130.0, 3.0)
+    assert choose(crew).choice.strategy == "async-local:16"
 
 
 def test_sizes_double_up_to_what_was_asked() -> None:

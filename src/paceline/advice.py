@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from paceline.assemble import parse_strategy
 from paceline.config import RunConfig, is_simulated
+from paceline.data.datasets import DATASETS
 from paceline.rulebook import ON_ARRIVAL, RULES, parse_rule
 
 SKEWED_BELOW = 1.0
@@ -11,13 +13,15 @@ GROUP_NORM = "-gn"
 """Ends the names of models with group norm in the place of batch norm."""
 STARVING = ("damped", "gap", "ringmaster")
 """Rules that let pushes of slow workers count for less, or not at all."""
+FEWEST_EXCHANGES = 30
+"""With fewer in a whole run, local steps have little to average, and an outer momentum no time to grow."""
 
 
 def advice(config: RunConfig) -> list[str]:
     """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
     if config.timing_only:
         return []
-    found = [_batch_norm_on_skew(config), _codec_at_home(config)]
+    found = [_batch_norm_on_skew(config), _few_exchanges(config), _codec_at_home(config)]
     if config.strategy.partition(":")[0] in ON_ARRIVAL:
         found += [_starved(config), _adam_on_skew(config), _momentum(config)]
     return [line for line in found if line is not None]
@@ -102,4 +106,18 @@ def _momentum(config: RunConfig) -> str | None:
     return (
         f"momentum {config.momentum:g} with {workers} workers on rule plain can diverge, as stale pushes act as "
         f"momentum too: --rule auto looks ahead, or --momentum {most:.3g} and less"
+    )
+
+
+def _few_exchanges(config: RunConfig) -> str | None:
+    strategy = parse_strategy(config.strategy)
+    if not strategy.is_local or config.task is not None or config.steps is not None:
+        return None
+    batches = config.epochs * DATASETS[config.dataset].train_size / (config.batch_size * (config.workers or 1))
+    exchanges, most = batches / strategy.local_steps, int(batches / FEWEST_EXCHANGES)
+    if exchanges >= FEWEST_EXCHANGES or strategy.local_steps == 1:
+        return None
+    return (
+        f"strategy {config.strategy} with {config.workers} workers exchanges only {max(1, round(exchanges))} times in "
+        f"{config.epochs:g} epochs: {strategy.name}:{max(1, most)} would exchange {FEWEST_EXCHANGES} times"
     )

@@ -112,19 +112,43 @@ class RunConfig:
     task: str | None = setting(
         None, "model", "own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )
-    strategy: str = setting("async", "pace", "classic, sync, async, backup:B or bounded:S")
+    strategy: str = setting(
+        "async", "pace", "classic, sync, async, backup:B, bounded:S, local:H, diloco:H or async-local:H"
+    )
     workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
     rule: str = setting(
         "auto",
         "pace",
         "how a push changes the weights: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
-        "ringleader, ringmaster:R, buffered:K, foresight, farsight or farsight-fair",
+        "ringleader, ringmaster:R, buffered:K, foresight, farsight or farsight-fair; for async-local delayed",
     )
     average: str | None = setting(
         None,
         "pace",
         "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (default: on for "
-        "async and bounded with any rule but plain)",
+        "async, bounded and async-local with any rule but plain)",
+    )
+    local_steps: str | None = setting(
+        None,
+        "pace",
+        "of local:H and its kin: even (H each) or speed (H for the fastest, fewer for slower workers, so that all push "
+        "together; default for async-local)",
+        metavar="even|speed",
+    )
+    outer_lr: float | None = setting(
+        None,
+        "pace",
+        "of diloco and async-local: what a mean drift is multiplied by (default .7; async-local .4)",
+        _positive,
+    )
+    outer_momentum: float | None = setting(
+        None, "pace", "of diloco and async-local: Nesterov momentum over drifts (default .9; async-local .8)", _fraction
+    )
+    path: str | None = setting(
+        None,
+        "pace",
+        "star (through a server) or ring (default where there need be none: allreduce, local and diloco)",
+        metavar="star|ring",
     )
     codec: str | None = setting(
         None,
@@ -134,7 +158,9 @@ class RunConfig:
     pull_codec: str | None = setting(
         None, "pace", "the same for replies, as changes of what a worker has (default none)"
     )
-    optimizer: str = setting("sgd", "optimizer", "sgd, adam or lars, one shared by all workers, on the server")
+    optimizer: str = setting(
+        "sgd", "optimizer", "sgd, adam or lars: one on the server, shared by all, or with local steps one a worker"
+    )
     lr: float | None = setting(
         None, "optimizer", "learning rate (default .005 for sgd, .001 for adam, 1 for lars)", _positive
     )

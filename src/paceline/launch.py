@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.assemble import lr_scale, on_ring, parse_strategy, pushes_in_a_step, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
@@ -134,8 +134,8 @@ def hint(config: RunConfig, location: Location | None, console: Console, skew: f
             "'paceline data get fashion-mnist' fetches all 70,000"
         )
     strategy = parse_strategy(config.strategy)
-    pushes = pushes_per_update(strategy, config.workers or 1)
-    learns = not config.timing_only and strategy.name != "local"
+    pushes = pushes_in_a_step(strategy, config.workers or 1)
+    learns = not config.timing_only and not strategy.is_local
     if pushes > 1 and learns and lr_scale(config) == 1.0:
         console.note(
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
@@ -189,7 +189,7 @@ def _train_on_processes(
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
-        if parse_strategy(config.strategy).on_ring:
+        if on_ring(config):
             processes = processes.in_ring()
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)

@@ -88,7 +88,7 @@ def check_rows(configs: list[RunConfig]) -> None:
         if config.model not in BATCHED or config.task is not None:
             raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
         strategy = parse_strategy(config.strategy)
-        if strategy.name == "local" or config.eval_every is not None or config.faults is not None:
+        if strategy.is_local or config.eval_every is not None or config.faults is not None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
             )

@@ -45,7 +45,7 @@ class Member:
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
         self.place = Place(config, task, rank.number, 0, self.ring.mean)
-        self.ring.overlapped = parse_strategy(config.strategy).local_steps == 1
+        self.ring.overlapped = not parse_strategy(config.strategy).is_local
         if self.ring.overlapped:
             self.seat = self.place.seat(self.ring, self._even)
             parallel = make_parallel(task)
