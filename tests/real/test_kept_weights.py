@@ -12,7 +12,7 @@ from commands import Command, run, wait_for_records
 from safetensors.torch import load_file
 from torch import equal
 
-SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--seed", "3", "--steps", "300", "--checkpoint-every", "0.4")
+SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--seed", "3", "--steps", "160", "--checkpoint-every", "0.2")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -22,11 +22,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("strategy", ["classic", "sync"])
 def test_a_killed_and_resumed_run_has_the_snapshots_of_one_that_was_not(tmp_path: Path, strategy: str) -> None:
     workers = ("--workers", "1" if strategy == "classic" else "2", "--threads", "1")
-    arguments = (*SAMPLE, "--strategy", strategy, *workers, "--snapshots", "12.5")
+    arguments = (*SAMPLE, "--strategy", strategy, *workers, "--snapshots", "25")
     whole = run(*arguments, "--name", "whole", cwd=tmp_path)
     assert whole.process.returncode == 0, whole.err
     with Command(*arguments, "--name", "killed", cwd=tmp_path) as command:
-        wait_for_records(tmp_path / "runs/killed", 230)
+        wait_for_records(tmp_path / "runs/killed", 120)
         os.killpg(command.process.pid, signal.SIGKILL)
         command.finish()
     assert not (tmp_path / "runs/killed/result.json").exists()
@@ -34,11 +34,11 @@ def test_a_killed_and_resumed_run_has_the_snapshots_of_one_that_was_not(tmp_path
     assert resumed.process.returncode == 0, resumed.err
     assert contents(tmp_path / "runs/killed") == contents(tmp_path / "runs/whole")
     rows = json.loads((tmp_path / "runs/killed/snapshots/index.json").read_text())["snapshots"]
-    assert rows[0]["version"] == 0 and rows[-1]["version"] == 300 and len(rows) > 8
+    assert rows[0]["version"] == 0 and rows[-1]["version"] == 160 and len(rows) > 8
     assert "identical to the run" in run("replay", "runs/killed", cwd=tmp_path).out
 
 
-@pytest.mark.parametrize("strategy", ["async", "bounded:1", "backup:1"])
+@pytest.mark.parametrize("strategy", ["async", "backup:1"])
 def test_a_snapshot_is_what_replay_saves_for_that_update(tmp_path: Path, strategy: str) -> None:
     arguments = ("--strategy", strategy, "--workers", "2", "--snapshots", "5", "--name", "it")
     trained = run(*SAMPLE, *arguments, cwd=tmp_path)
