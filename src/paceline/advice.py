@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.assemble import parse_strategy
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
 from paceline.rulebook import ON_ARRIVAL, RULES, parse_rule
 
@@ -21,7 +21,7 @@ def advice(config: RunConfig) -> list[str]:
     """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
     if config.timing_only:
         return []
-    found = [_batch_norm_on_skew(config), _few_exchanges(config)]
+    found = [_batch_norm_on_skew(config), _few_exchanges(config), _codec_at_home(config)]
     if config.strategy.partition(":")[0] in ON_ARRIVAL:
         found += [_starved(config), _adam_on_skew(config), _momentum(config)]
     return [line for line in found if line is not None]
@@ -66,6 +66,16 @@ def _batch_norm_on_skew(config: RunConfig) -> str | None:
     return (
         f"batch norm in {config.model} with --split {config.split} normalises by each worker's own labels, which the "
         f"evaluated model never sees alone: use group norm, as in --model {other}{GROUP_NORM}"
+    )
+
+
+def _codec_at_home(config: RunConfig) -> str | None:
+    codec = config.codec or config.pull_codec
+    if codec is None or is_simulated(config):
+        return None
+    return (
+        f"codec {codec} between processes of one machine takes longer than their shared memory does: it pays on a "
+        "network, as 'paceline simulate --link 1gbit,0.2ms' shows; leave it out here unless you try it out"
     )
 
 

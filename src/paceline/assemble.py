@@ -176,8 +176,11 @@ def pushes_in_a_step(strategy: Strategy, workers: int) -> int:
     return workers if strategy.name == "async-local" else pushes_per_update(strategy, workers)
 
 
-def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what depends on other settings, and check every name and combination. Starts nothing."""
+def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
+    """Fill in what depends on other settings, and check every name and combination. Starts nothing.
+
+    `launched` says that a launcher started this process, as one rank of several.
+    """
     strategy = parse_strategy(config.strategy)
     config = dataclasses.replace(config, rule=rule_for(config))
     _check_names(config)
@@ -186,7 +189,7 @@ def resolve(config: RunConfig) -> RunConfig:
     resolved = dataclasses.replace(
         config,
         workers=workers,
-        codec=_codec(config, "codec", strategy),
+        codec=_codec(config, "codec", strategy, launched),
         pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
@@ -211,17 +214,20 @@ def _local_settings(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     return found
 
 
-def _codec(config: RunConfig, setting: str, strategy: Strategy) -> str | None:
+def _codec(config: RunConfig, setting: str, strategy: Strategy, launched: bool = False) -> str | None:
     """A codec that this run can use, or None for none."""
     text: str | None = getattr(config, setting)
     flag = f"--{setting.replace('_', '-')} {text}"
     if text is None or parse_codec(text)[0] == "none":
         return None
+    if on_ring(config) and launched:
+        return text
     if not on_star(config):
-        star = ", or add --path star" if strategy.is_local else ""
-        wire = "has no wire" if strategy.name == "classic" else "exchanges around a ring, where no codec works so far"
+        alone = strategy.name == "classic" or setting == "pull_codec"
+        where = "has none" if alone else "has one only between ranks, as torchrun starts them"
         raise UserError(
-            f"{flag}: strategy {config.strategy} {wire}; choose sync, backup, async or bounded, or none{star}"
+            f"{flag} relieves a wire, and strategy {config.strategy} {where}: leave it out, or choose sync, backup, "
+            f"async or bounded{', or add --path star' if strategy.is_local else ''}"
         )
     if config.device != "cpu":
         raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")

@@ -177,8 +177,8 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        mean,
         codecs_of(config, task.layout) if mean is None else DENSE,
-        mean=mean,
         inside=make_inside(config),
     )
 
@@ -208,9 +208,9 @@ def timing_layout(config: RunConfig) -> Layout:
 def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     """A server of times alone, which knows what pushes and replies would weigh."""
     rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
-    codecs, workers, nbytes = codecs_of(config, layout), config.workers or 1, 4 * layout.size
-    inside = make_inside(config)
-    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs, nbytes=nbytes, inside=inside)
+    workers, nbytes, inside = config.workers or 1, 4 * layout.size, make_inside(config)
+    codecs = codecs_of(config, layout)
+    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs=codecs, nbytes=nbytes, inside=inside)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:

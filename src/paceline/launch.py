@@ -31,7 +31,7 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     rank = rank_here()
     if rank is not None:
         config = config_of(rank, config)
-    config = resolve(config)
+    config = resolve(config, launched=rank is not None)
     _refuse_imagined(config)
     faults = _faults(config)
     location = locate_data(config)

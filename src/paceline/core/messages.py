@@ -25,7 +25,8 @@ class Join(NamedTuple):
 class Push(NamedTuple):
     """A gradient, named by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
-    `update` and `state` are the worker's own memory, to be read only until the worker is answered.
+    `update` (with a codec: its payload, the bytes that cross) and `state` are the worker's own memory, to be read only
+    until the worker is answered.
     """
 
     worker: int

@@ -68,9 +68,9 @@ class Server:
         budget: Budget,
         schedule: Schedule,
         num_workers: int,
+        mean: Mean | None = None,
         codecs: Codecs = DENSE,
         nbytes: int | None = None,
-        mean: Mean | None = None,
         inside: Inside | None = None,
     ) -> None:
         """`nbytes` is what all weights take, where a simulation of times alone has none of them."""
