@@ -86,16 +86,17 @@ def test_batch_norm_on_even_data_or_alone_passes_in_silence(settings: dict[str, 
     assert advice(resolve(RunConfig(model="resnet18", **settings))) == []
 
 
+def test_a_codec_on_one_machine_is_said_to_cost_more_than_it_saves_and_on_a_link_not() -> None:
+    (line,) = advice(resolve(RunConfig(workers=2, pull_codec="int8")))
+    assert "codec int8 between processes of one machine" in line and "leave it out" in line
+    assert advice(resolve(RunConfig(workers=2, codec="int8", speeds="1s", link="1gbit"))) == []
+    assert advice(resolve(RunConfig(workers=2, codec="none"))) == []
+    assert advice(resolve(RunConfig(strategy="allreduce", workers=2, codec="int8"), launched=True)) == []
+
+
 @pytest.mark.parametrize("name", ["local", "diloco", "async-local"])
 def test_a_run_with_few_exchanges_is_named_with_a_number_that_gives_enough(name: str) -> None:
     (line,) = advice(resolve(RunConfig(strategy=f"{name}:500", workers=5, epochs=3.0)))
     assert f"{name}:500 with 5 workers exchanges only 2 times in 3 epochs" in line and "\n" not in line
     offered = line.partition(f"{name}:500")[2].partition(f"{name}:")[2].split()[0]
     assert advice(resolve(RunConfig(strategy=f"{name}:{offered}", workers=5, epochs=3.0))) == []
-
-
-def test_a_codec_on_one_machine_is_said_to_cost_more_than_it_saves_and_on_a_link_not() -> None:
-    (line,) = advice(resolve(RunConfig(workers=2, pull_codec="int8")))
-    assert "codec int8 between processes of one machine" in line and "leave it out" in line
-    assert advice(resolve(RunConfig(workers=2, codec="int8", speeds="1s", link="1gbit"))) == []
-    assert advice(resolve(RunConfig(workers=2, codec="none"))) == []

@@ -37,6 +37,22 @@ CASES = {
     "unknown flag": (["--stratgy", "sync"], "unknown flag '--stratgy': did you mean --strategy"),
     "unknown optimizer": (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'"),
     "unknown split": (["--split", "label"], "did you mean 'labels'"),
+    "a second name for a split": (["--shard", "label"], "unknown split 'label': did you mean 'labels'"),
+    "unknown augmentation": (["--augment", "flip"], "--augment 'flip': give auto, none, crop, mirror or crop,mirror"),
+    "sentences that are mirrored": (
+        ["--dataset", "sst5", "--model", "transformer", "--augment", "mirror"],
+        "--augment mirror is for images, and dataset sst5 holds sentences",
+    ),
+    "longer sentences than the model reads": (
+        ["--dataset", "sst5", "--model", "transformer", "--max-length", "257"],
+        "--max-length 257: the transformer reads at most 256 words",
+    ),
+    "a model of images on sentences": (["--dataset", "sst5"], "choose --model transformer, or another dataset"),
+    "a data set that is not here": (
+        ["--dataset", "imagenet", "--data-dir", "."],
+        "does not hold it: give --data-dir a folder of your own with train/CLASS",
+    ),
+    "an augmented task of one's own": (["--task", "a:b", "--augment", "crop"], "is for built-in data sets"),
     "unknown schedule": (["--schedule", "cosin"], "unknown schedule 'cosin': did you mean 'cosine'"),
     "no workers": ([*SAMPLE, "--workers", "0"], "--workers must be at least 1, got 0"),
     "fewer than no workers": ([*SAMPLE, "--workers", "-3"], "--workers must be at least 1, got -3"),

@@ -71,8 +71,8 @@ def _batch_norm_on_skew(config: RunConfig) -> str | None:
 
 def _codec_at_home(config: RunConfig) -> str | None:
     codec = config.codec or config.pull_codec
-    if codec is None or is_simulated(config):
-        return None
+    if codec is None or is_simulated(config) or config.strategy.startswith(("allreduce", "local")):
+        return None  # those have a codec only between ranks, most likely of several machines
     return (
         f"codec {codec} between processes of one machine takes longer than their shared memory does: it pays on a "
         "network, as 'paceline simulate --link 1gbit,0.2ms' shows; leave it out here unless you try it out"

@@ -16,6 +16,7 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.preparation import check_preparation, ways_of
 from paceline.quantities import count
 from paceline.rulebook import LOCAL, OUTER, build_rule, check_rule, parse_rule, rule_for
 
@@ -193,6 +194,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
+        augment=",".join(ways_of(config)) or "none",
         **_local_settings(config, strategy),
         task=_anchored(config.task),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
@@ -220,14 +222,15 @@ def _codec(config: RunConfig, setting: str, strategy: Strategy, launched: bool =
     flag = f"--{setting.replace('_', '-')} {text}"
     if text is None or parse_codec(text)[0] == "none":
         return None
-    if on_ring(config) and launched:
+    if launched:
         return text
     if not on_star(config):
         alone = strategy.name == "classic" or setting == "pull_codec"
         where = "has none" if alone else "has one only between ranks, as torchrun starts them"
+        star = ", or add --path star" if strategy.is_local else ""
         raise UserError(
             f"{flag} relieves a wire, and strategy {config.strategy} {where}: leave it out, or choose sync, backup, "
-            f"async or bounded{', or add --path star' if strategy.is_local else ''}"
+            f"async or bounded{star}"
         )
     if config.device != "cpu":
         raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
@@ -270,6 +273,7 @@ def _check_names(config: RunConfig) -> None:
             raise unknown_name(kind, asked, known)
     if config.task is None:
         _check_model_fits(config)
+    check_preparation(config)
     parse_split(config.split)
     if config.fold is not None:
         parse_fold(config.fold)

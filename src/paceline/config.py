@@ -64,9 +64,16 @@ def _betas(name: str, value: list[float]) -> None:
         raise UserError(f"--{name} takes two numbers from 0 to below 1, as in .9,.999; got {value}")
 
 
-def setting(default: Any, group: str, text: str, check: Check | None = None, metavar: str | None = None) -> Any:
-    """A config field with everything the command line needs to know of it."""
-    metadata = {"group": group, "help": text, "check": check, "metavar": metavar}
+def setting(
+    default: Any,
+    group: str,
+    text: str,
+    check: Check | None = None,
+    metavar: str | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A config field with everything the command line needs to know of it; `alias` is another name for the flag."""
+    metadata = {"group": group, "help": text, "check": check, "metavar": metavar, "alias": alias}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -76,8 +83,10 @@ def setting(default: Any, group: str, text: str, check: Check | None = None, met
 class RunConfig:
     """One run. A field left at None is resolved from the others when the run is set up."""
 
-    dataset: str = setting("fashion-mnist", "data", "fashion-mnist, mnist, cifar10 or fashion-mnist-sample")
-    split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA")
+    dataset: str = setting(
+        "fashion-mnist", "data", "fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample"
+    )
+    split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA", alias="shard")
     shard_weights: list[float] | None = setting(
         None, "data", "relative shard sizes, one a worker, as in 1,1,2 (unequal machines)", metavar="W,W,..."
     )
@@ -86,6 +95,14 @@ class RunConfig:
         None, "data", "hold out and score part I of K of the train set, as in 2/5; no test set", metavar="I/K"
     )
     data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
+    augment: str = setting(
+        "auto",
+        "data",
+        "what is done to training images: crop, mirror, crop,mirror or none (auto: both for cifar10 and imagenet)",
+        metavar="WAYS",
+    )
+    max_length: int = setting(64, "data", "words of a sentence that are read; the rest is cut", _at_least_one)
+    image_size: int = setting(224, "data", "pixels a side that imagenet's images are cut to", _at_least_one)
     model: str = setting(
         "lenet5",
         "model",
@@ -227,6 +244,7 @@ SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only
 """Settings of a cluster that does not exist."""
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
+ALIASES = {spec.metadata["alias"]: name for name, spec in FIELDS.items() if spec.metadata["alias"]}
 _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -266,7 +284,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     raw = parse_toml(path, "give a TOML file of settings, or flags alone")
     values = {}
     for key, value in raw.items():
-        name = key.replace("-", "_")
+        name = ALIASES.get(key, key.replace("-", "_"))
         if name == "schema":
             continue
         if name not in FIELDS:

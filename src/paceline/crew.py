@@ -40,11 +40,12 @@ from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
+from paceline.preparation import augment_of, transform_of
 from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
-from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
 
@@ -84,7 +85,8 @@ def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
         F.nll_loss,
         train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
         test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),
-        transform=Normalise(dataset.info.mean, dataset.info.std),
+        transform=transform_of(dataset),
+        augment=augment_of(config, dataset),
         classes=dataset.info.classes,
     )
 
@@ -208,8 +210,8 @@ def timing_layout(config: RunConfig) -> Layout:
 def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     """A server of times alone, which knows what pushes and replies would weigh."""
     rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
-    workers, nbytes, inside = config.workers or 1, 4 * layout.size, make_inside(config)
-    codecs = codecs_of(config, layout)
+    codecs, workers, nbytes = codecs_of(config, layout), config.workers or 1, 4 * layout.size
+    inside = make_inside(config)
     return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs=codecs, nbytes=nbytes, inside=inside)
 
 

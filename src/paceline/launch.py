@@ -18,6 +18,7 @@ from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
 from paceline.faults import Fault
+from paceline.preparation import reading_of
 from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
 from paceline.rulebook import chosen
@@ -101,7 +102,8 @@ def locate_data(config: RunConfig) -> Location | None:
     """Where the run's data set lies; a task of one's own brings its data along."""
     if config.task is not None:
         return None
-    return locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
+    location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
+    return dataclasses.replace(location, reading=reading_of(config))
 
 
 def in_this_process(config: RunConfig) -> bool:
@@ -179,7 +181,7 @@ def _train_on_processes(
     from paceline.runtimes.shared_dataset import SharedDataset
 
     with ForkServer() as forks:
-        shared = SharedDataset(location) if location is not None else None
+        shared = SharedDataset(location, console.report) if location is not None else None
         skew = None
         if shared is not None:
             skew = divide_work(shared.dataset.train_labels, config).skew
@@ -217,7 +219,7 @@ def _train_here(
 
     keep_freed_memory()
     device = prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)

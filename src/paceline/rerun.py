@@ -28,8 +28,8 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
     config = recording.config
     if config.codec is not None and on_ring(config):
         raise UserError(
-            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes: "
-            "runs without a codec, or over a server, can be replayed"
+            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes "
+            "again: runs without a codec, or over a server, can be replayed"
         )
     location = locate_data(config)
     require_device(config)
@@ -41,7 +41,7 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
 
     marks = marks_of(recording)
     device = prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     own = config.threads or 1

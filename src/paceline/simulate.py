@@ -70,7 +70,7 @@ def _simulate(
     from paceline.runtimes.agenda import Agenda
     from paceline.runtimes.host import Host
 
-    crew = _timing_crew(config) if config.timing_only else _training_crew(config, location)
+    crew = _timing_crew(config) if config.timing_only else _training_crew(config, location, console)
     hint(config, location, console, crew.work.skew if crew.work is not None else None)
     agenda = Agenda()
     hosts: list[Host] = []
@@ -122,10 +122,10 @@ class Crew:
     make_seat: Callable[[Join], Seat]
 
 
-def _training_crew(config: RunConfig, location: Location | None) -> Crew:
+def _training_crew(config: RunConfig, location: Location | None, console: Console) -> Crew:
     """Workers that compute real gradients."""
     prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset)
     work = work_of(task, config)
 

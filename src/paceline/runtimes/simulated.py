@@ -117,6 +117,7 @@ class Simulation:
         self.on_fault: Callable[[Fault], None] | None = None
         """Told of each fault before it strikes."""
         self.side: ServerSide = self._attend(start_server())
+        assert self.side.server.nbytes == cluster.nbytes, "server and cluster speak of the same weights"
 
     def _attend(self, side: ServerSide) -> ServerSide:
         side.send = self._send

@@ -1,7 +1,7 @@
 """Codecs on a ring of ranks: torch's own communication hooks where it has one, ours by gather where it has none.
 
-`fp16`, `bf16` and `lowrank` add up on their way round; `int8`, `sign` and `topk` do not, so each payload is carried to
-everybody, and the cost grows with the number of ranks.
+`fp16`, `lowrank` and, on GPUs, `bf16` add up on their way round; `int8`, `sign` and `topk` do not, so each payload is
+carried to everybody, and the cost grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class GatherBuckets:
         self._text, self._key = text, key
         self._gathered: dict[tuple[int, int], Gathered] = {}
 
-    def __call__(self, state: Any, bucket: Any) -> Any:
+    def exchange(self, bucket: Any) -> Any:
+        """The hook: a future of the bucket's mean."""
         buffer = bucket.buffer()
         place = (bucket.index(), buffer.numel())  # buckets are made anew after the first round
         if place not in self._gathered:
@@ -82,8 +83,10 @@ def compress(parallel: DistributedDataParallel, text: str, key: int) -> None:
             batch_tensors_with_same_shape=True,
         )  # fmt: skip
         parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name in ("fp16", "bf16"):
-        hook = default_hooks.fp16_compress_hook if name == "fp16" else default_hooks.bf16_compress_hook
-        parallel.register_comm_hook(None, hook)
+    elif name == "fp16":
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "bf16" and dist.get_backend() == "nccl":
+        parallel.register_comm_hook(None, default_hooks.bf16_compress_hook)
     else:
-        parallel.register_comm_hook(None, GatherBuckets(text, key))
+        buckets = GatherBuckets(text, key)
+        parallel.register_comm_hook(None, lambda state, bucket: buckets.exchange(bucket))
