@@ -1,7 +1,8 @@
 """What codecs save and what that costs in accuracy: simulated runs of 5 workers, beside the same runs without one.
 
-    python benchmarks/codec_accuracy.py [--data-dir DIR] [--models lenet5,cnn] [--codecs int8,lowrank:4] [--both]
-                                        [--strategy async] [--epochs 6] [--seeds N] [--quick] [--json]
+    python benchmarks/codec_accuracy.py [--data-dir DIR] [--dataset NAME] [--models lenet5,cnn]
+                                        [--codecs int8,lowrank:4] [--both] [--strategy async]
+                                        [--epochs 6] [--seeds N] [--quick] [--json]
 
 Bytes are those that crossed. With --both, replies are encoded too. With --quick it trains a tenth of an epoch on the
 built-in sample, which proves that it works and nothing else.
@@ -89,6 +90,7 @@ HEADER += ["times fewer pushed", "both ways"]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds Fashion-MNIST [where paceline looks]")
+    parser.add_argument("--dataset", default="fashion-mnist")
     parser.add_argument("--models", default="lenet5,cnn", help="models, with commas [lenet5,cnn]")
     parser.add_argument("--codecs", default="int8,lowrank:4", help="codecs, with commas [int8,lowrank:4]")
     parser.add_argument("--both", action="store_true", help="encode replies by the same codec too")
@@ -99,7 +101,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one line of JSON last")
     asked = parser.parse_args()
     base = RunConfig(
-        dataset=SAMPLE if asked.quick else "fashion-mnist",
+        dataset=SAMPLE if asked.quick else asked.dataset,
         data_dir=None if asked.quick else asked.data_dir,
         strategy=asked.strategy,
         workers=WORKERS,
@@ -124,7 +126,8 @@ def main() -> int:
         return error.exit_code
     plain_of = {row.model: row for row in rows if row.codec == row.pull_codec == "none"}
     print(table(HEADER, [cells(row, plain_of[row.model]) for row in rows]))
-    print(f"{WORKERS} workers, {asked.strategy}, epochs {base.epochs:g}, seeds {asked.seeds}; at most {MOST_LOST} lost")
+    print(f"{base.dataset}, {WORKERS} workers, {asked.strategy}, epochs {base.epochs:g}, seeds {asked.seeds}")
+    print(f"at most {MOST_LOST} points may be lost")
     if asked.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
     return 0
