@@ -56,6 +56,7 @@ OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
+PRECISIONS = ("fp32", "bf16")
 AUTO_WARMUP = 0.05
 
 
@@ -152,12 +153,20 @@ def resolve(config: RunConfig) -> RunConfig:
         workers=workers,
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
+        channels_last=_channels_last(config),
         task=_anchored(config.task),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
     )
     if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
     return resolved
+
+
+def _channels_last(config: RunConfig) -> bool:
+    """As asked; else where tensor cores want it."""
+    if config.channels_last is not None:
+        return config.channels_last
+    return config.device == "cuda" and config.precision == "bf16"
 
 
 def _anchored(task: str | None) -> str | None:
@@ -173,6 +182,7 @@ def _check_names(config: RunConfig) -> None:
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("epoch mode", config.epoch_mode, EPOCH_MODES),
         ("device", config.device, DEVICES),
+        ("precision", config.precision, PRECISIONS),
     ]
     if config.task is None:
         named += [("model", config.model, MODELS), ("dataset", config.dataset, DATASETS)]
@@ -203,6 +213,7 @@ def _check_model_fits(config: RunConfig) -> None:
 
 def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
     parse_delays(config.delay or [], workers)
+    _check_step(config)
     if strategy.name == "classic" and workers != 1:
         raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
     if strategy.name == "backup" and strategy.number >= workers:
@@ -224,6 +235,16 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError(f"--fold {config.fold} holds out a part already: leave out --validation")
     if config.fold is not None and config.eval_every is not None:
         raise UserError(f"--fold {config.fold} leaves the test set alone, which --eval-every scores: leave out one")
+
+
+def _check_step(config: RunConfig) -> None:
+    """Settings of how a step is computed."""
+    if config.accumulate > config.batch_size:
+        raise UserError(
+            f"--accumulate {config.accumulate} parts of a batch of {config.batch_size}: a part needs a sample at least"
+        )
+    if config.capture and config.device != "cuda":
+        raise UserError(f"--capture is for a GPU, and --device is {config.device}: add --device cuda, or leave it out")
 
 
 def make_policy(config: RunConfig) -> Policy:

@@ -28,6 +28,7 @@ from paceline.errors import UserError
 from paceline.models.dropout import mix64
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.local_steps import LocalSteps, SeveralBatches
+from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import Normalise, SupervisedTask
 from paceline.transports.segment import require_memory
 
@@ -41,6 +42,7 @@ def prepare_device(config: RunConfig) -> torch.device:
     if config.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a kernel a tensor
     return torch.device(config.device)
 
 
@@ -57,7 +59,16 @@ def seed_generators(seed: int) -> None:
 
 
 def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """The task of a run: a built-in model on `dataset`, or the user's own. The seed fixes the initial weights."""
+    """The task of a run, which steps as the config says. The seed fixes the initial weights."""
+    task = _plain_task(config, dataset)
+    task.step_by(
+        StepSettings(config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
+    )
+    return task
+
+
+def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
+    """A built-in model on `dataset`, or the user's own."""
     seed_generators(initial_seed(config))
     if config.task is not None:
         return load_task(config.task)
@@ -170,6 +181,9 @@ def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -
     loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
     steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
     if steps == 1:
-        return Seat(task, loader, join, device)
-    inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
-    return Seat(inside, SeveralBatches(loader, steps), join, device)
+        seat = Seat(task, loader, join, device)
+    else:
+        inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
+        seat = Seat(inside, SeveralBatches(loader, steps), join, device)
+    task.warm_up(loader.batch(0))
+    return seat

@@ -99,7 +99,7 @@ class Transformer(nn.Module):
             tokens = layer(tokens, real)
         share = real.to(tokens.dtype) / real.sum(1, keepdim=True).clamp(min=1)
         mean = (tokens * share[:, :, None]).sum(1)
-        return F.log_softmax(self.fc(mean), dim=1)
+        return F.log_softmax(self.fc(mean).float(), dim=1)
 
 
 def _without_common_padding(ids: Tensor) -> Tensor:

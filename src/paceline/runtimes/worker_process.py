@@ -35,6 +35,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     task.bind(slot.weights, slot.gradient, slot.state)
     join = make_join(config, division, worker, spec["incarnation"])
     loader = task.loader(division.batches(worker, config), config.seed, worker)
+    task.warm_up(loader.batch(0))
     delay = parse_delays(config.delay or [], config.workers or 1).get(worker)
     lender = CoreLender(config, task.layout, spec.get("server_pid"))
     generator = working(task, loader, join, slot.gradient, slot.state)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from paceline.data.batches import Batches
 from paceline.errors import UserError
 from paceline.interfaces import Batch, Scores
-from paceline.models.dropout import AddressedDropout, mix64
+from paceline.models.dropout import mix64
 from paceline.tasks.flat import FlatModule
+from paceline.tasks.stepping import Step, StepSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +87,21 @@ class SupervisedTask:
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
-        self._dropouts = [module for module in model.modules() if isinstance(module, AddressedDropout)]
+        self.step_by(StepSettings())
+
+    def step_by(self, settings: StepSettings) -> None:
+        """How steps and evaluations are computed from now on."""
+        self._step = Step(self.flat, self.loss, settings)
+
+    def warm_up(self, batch: Batch) -> None:
+        """After `bind`, before the clock runs: compile or capture the step, and leave everything as it was."""
+        if not self._step.starts_slowly:
+            return
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        self.gradient(batch)
+        with torch.no_grad():
+            for buffer, value in zip(self.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
 
     def to(self, device: torch.device) -> SupervisedTask:
         """Move the model and the data to `device`; before `bind`."""
@@ -106,11 +120,8 @@ class SupervisedTask:
         torch.default_generator.manual_seed(batch.key)
         if batch.inputs.is_cuda:
             torch.cuda.manual_seed(batch.key)
-        for dropout in self._dropouts:
-            dropout.key = batch.key
         self.flat.clear()
-        loss = self.loss(self.model(batch.inputs), batch.targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._step(batch)
         self.flat.collect()
         return loss.item()
 
@@ -127,7 +138,7 @@ class SupervisedTask:
             for start in range(0, total, EVALUATION_BATCH):
                 rows = slice(start, start + EVALUATION_BATCH) if indices is None else indices[start:][:EVALUATION_BATCH]
                 x, y = inputs[rows], targets[rows]
-                outputs = functional_call(self.model, tensors, (self.transform(x) if self.transform else x,))
+                outputs = self._step.outputs(self.transform(x) if self.transform else x, tensors)
                 loss_sum += self.loss(outputs, y).item() * len(y)
                 if counted:
                     right = outputs.argmax(1) == y
