@@ -72,6 +72,7 @@ def sweep_verb(arguments: list[str]) -> int:
     folder = Path(parsed.runs) / grid.name
     from paceline.many_runs import is_done, why_not_in_the_lab
     from paceline.reports import sweep_table
+    from paceline.reports.tables import as_csv
     from paceline.sweep import prepare, sweep
 
     with Console() as console:
@@ -87,7 +88,7 @@ def sweep_verb(arguments: list[str]) -> int:
         rows = sweep_table.rows_of(swept)
         files = {
             "table.md": sweep_table.markdown(swept),
-            "table.csv": sweep_table.as_csv(rows),
+            "table.csv": as_csv(rows),
             "runs.csv": sweep_table.runs_as_csv(grid, configs, results),
         }
         made = write(folder, files)
