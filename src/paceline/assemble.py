@@ -56,6 +56,7 @@ OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
+SCORES = ("all", "test", "none")
 PRECISIONS = ("fp32", "bf16")
 AUTO_WARMUP = 0.05
 
@@ -182,6 +183,7 @@ def _check_names(config: RunConfig) -> None:
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("epoch mode", config.epoch_mode, EPOCH_MODES),
         ("device", config.device, DEVICES),
+        ("score", config.score, SCORES),
         ("precision", config.precision, PRECISIONS),
     ]
     if config.task is None:
@@ -223,6 +225,8 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         )
     if config.target_accuracy is not None and config.eval_every is None:
         raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
+    if config.eval_train and config.eval_every is None:
+        raise UserError("--eval-train is for evaluations on the way: add --eval-every, as in --eval-every 1")
     if config.steps is not None and config.epoch_mode == "own":
         raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
     if config.shard_weights is not None and len(config.shard_weights) != workers:

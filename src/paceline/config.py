@@ -131,6 +131,8 @@ class RunConfig:
         None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
     )
     eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _sensible)
+    eval_train: bool = setting(False, "length", "score the train data too at each of these evaluations")
+    score: str = setting("all", "length", "what is scored at the end: all, test or none")
     seed: int = setting(0, "machine", "seed of everything random", _seed)
     device: str = setting("cpu", "machine", "cpu or cuda")
     threads: int | None = setting(None, "machine", "threads a worker (default cores / workers)", _at_least_one)

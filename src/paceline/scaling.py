@@ -54,8 +54,8 @@ def configs_for(asked: RunConfig, kind: str, counts: list[int], repeats: int) ->
         steps = (asked.steps or STEPS) * (1 if strategy.in_rounds else count)
         for repeat in range(repeats):
             name = f"{count}-workers-{repeat + 1}"
-            one = replace(asked, workers=count, batch_size=batch, steps=steps, threads=asked.threads or 1, name=name)
-            configs.append(one)
+            how = replace(asked, workers=count, batch_size=batch, steps=steps, threads=asked.threads or 1, score="none")
+            configs.append(replace(how, name=name))
     return configs
 
 

@@ -29,7 +29,7 @@ def bench_verb(arguments: list[str]) -> int:
     parser.add_argument("--workers", dest="counts", metavar="N,N,...", help="counts to try (default: up to the cores)")
     parser.add_argument("--repeats", type=number(int), default=1, help="runs of each count; the median counts [1]")
     parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
-    add_settings(parser, left_out=(*SIMULATED_ONLY, "workers", "epochs", "epoch_mode", "shard_weights"))
+    add_settings(parser, left_out=(*SIMULATED_ONLY, "workers", "epochs", "epoch_mode", "shard_weights", "score"))
     parsed = parser.parse_strictly(arguments)
     if parsed.repeats < 1:
         raise UserError(f"--repeats {parsed.repeats}: at least 1")

@@ -28,6 +28,8 @@ SCRIPT_DECIDES = (
     "validation",
     "fold",
     "eval_every",
+    "eval_train",
+    "score",
     "target_accuracy",
 )
 TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
