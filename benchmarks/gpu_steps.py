@@ -134,7 +134,6 @@ def gradients(model: str, settings: StepSettings, images: Tensor, labels: Tensor
     task.step_by(settings)
     gradient, state = torch.zeros(task.layout.size).to(images), torch.zeros(task.state_size).to(images)
     task.bind(task.initial(), gradient, state)
-    task.warm_up(Batch(images, labels, BATCH, 1))
     found = []
     for key in (1, 2, 2**63 + 5):
         loss = task.gradient(Batch(images.roll(key % 7, 0), labels, BATCH, key))

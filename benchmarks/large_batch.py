@@ -5,8 +5,8 @@
     python benchmarks/large_batch.py --model resnet18 --dataset mnist --device cuda --epochs 4 --data-dir DIR
 
 The published run (ResNet18, 4 GPUs, batch 128 each, Adam with lr .01 x 4 from the first step on) had 13.78 % of the
-test images right after its first epoch. Every worker goes through the whole train set each epoch. On a CPU the workers are
-simulated, in step, which gives the weights of real ones; on a GPU they share it.
+test images right after its first epoch. Every worker goes through the whole train set each epoch.
+On a CPU the workers are simulated, in step, which gives the weights of real ones; on a GPU they share it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def main() -> int:
     verdict = "met" if min(kept) > BAR else "MISSED"
     print(
         f"test accuracy in percent, {parsed.seeds} seed{'s' if parsed.seeds > 1 else ''}. First epoch: "
-        f"{min(collapsed):.2f} without warm-up (published {PUBLISHED}), {min(kept):.2f} with it; bar above {BAR:g}: {verdict}"
+        f"{min(collapsed):.2f} without warm-up (published {PUBLISHED}), {min(kept):.2f} with it; bar above {BAR:g}: "
+        f"{verdict}"
     )
     return 1 if parsed.strict and min(kept) <= BAR else 0
 

@@ -11,16 +11,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from loops import LR, MOMENTUM, Body, LeNet5, Shuffled, answer_with_steps, plain_step, timed_together, times_of_steps
+from loops import (
+    LR,
+    MODELS,
+    MOMENTUM,
+    Body,
+    LeNet5,
+    Shuffled,
+    answer_with_steps,
+    plain_step,
+    timed_together,
+    times_of_steps,
+)
 from processes import DROPPED_STEPS, LEAST_STEPS
 from torch import Tensor, nn
 
-KINDS = ("ddp", "rpc", "ray")
+KINDS = ("ddp", "ddp-cnn", "rpc", "ray")
 CALIBRATION_STEPS = 30
 
 
@@ -36,13 +48,13 @@ def rate(kind: str, workers: int, seconds: float) -> float:
         return timed_together(commands, silent=servers)
 
 
-def ddp(rank: int, workers: int, seconds: float, meeting: str) -> None:
+def ddp(rank: int, workers: int, seconds: float, meeting: str, model: str = "lenet5") -> None:
     """Plain DistributedDataParallel on Gloo; every process makes the same number of steps."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=workers)
-    step = plain_step(DistributedDataParallel(LeNet5()))
+    step = plain_step(DistributedDataParallel(MODELS[model]()))
     data, begun = Shuffled(), 0.0
     for number in range(2 * CALIBRATION_STEPS):
         if number == CALIBRATION_STEPS:
@@ -151,6 +163,6 @@ def ray(rank: int, workers: int, seconds: float, meeting: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"ddp": ddp, "rpc": rpc, "ray": ray}[sys.argv[1]](
+    {"ddp": ddp, "ddp-cnn": partial(ddp, model="cnn"), "rpc": rpc, "ray": ray}[sys.argv[1]](
         int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
     )

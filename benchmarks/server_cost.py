@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pairs
 import torch
 
+from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Push, Verdict
 from paceline.core.optimizers import Adam, Optimizer, Sgd
 from paceline.core.policies import AtOnce
@@ -47,7 +48,7 @@ class Served:
 
     def update(self, worker: int) -> None:
         slot, serial = self._slots[worker], self._serials[worker]
-        outcome = self._server.handle(Push(worker, 0, serial, serial, 32, 0.5, slot.gradient, slot.state))
+        outcome = self._server.handle(Push(worker, 0, serial, serial, 32, 0.5, slot.update, slot.state))
         assert outcome.verdict is Verdict.TAKEN
         for reply in outcome.replies:
             self._server.weights_for(reply.worker, self._slots[reply.worker].weights)
@@ -66,7 +67,7 @@ class Floor:
 
     def update(self, worker: int) -> None:
         slot = self._slots[worker]
-        self._rule.apply(self._weights, self._state, slot.gradient, self._arrivals[worker])
+        self._rule.apply(self._weights, self._state, slot.update, self._arrivals[worker])
         slot.weights.copy_(self._weights)
 
 
@@ -81,9 +82,9 @@ def milliseconds(update: Callable[[int], None], repetitions: int) -> float:
 def measure(name: str, size: int, number: int, seconds: float, say: Callable[[str], None] | None) -> pairs.Row:
     """One row: both sides warmed up by 10 updates, then pairs of about `seconds` a side."""
     make = OPTIMIZERS[name.partition(" ")[0]]
-    slots = [Slot.create(size, 0) for _ in range(NUM_WORKERS)]
+    slots = [Slot.create(Sizes(size)) for _ in range(NUM_WORKERS)]
     for slot in slots:
-        slot.gradient.copy_(torch.randn(size) * 1e-3)
+        slot.update.copy_(torch.randn(size) * 1e-3)
         slot.segment.close_descriptor()
     served, floor = Served(make(), slots, size), Floor(make(), slots, size)
     milliseconds(served.update, 10)

@@ -41,6 +41,8 @@ CASES = {
     "sync-2-cnn": Case("sync", "cnn", 2, 0.88),
     "async-10": Case("async", "lenet5", 10, 0.90),
     "sync-10": Case("sync", "lenet5", 10, 0.90),
+    "allreduce-2": Case("allreduce", "lenet5", 2, 0.80),
+    "allreduce-2-cnn": Case("allreduce", "cnn", 2, 0.80),
 }
 NUM_PEERS = 2
 RULES = ("auto", "foresight")
@@ -85,7 +87,8 @@ def main() -> int:
             print("ray is not installed")
             continue
         their_side = functools.partial(peers.rate, kind, NUM_PEERS, seconds)
-        bare_side = functools.partial(loops.rate, "lenet5", min(NUM_PEERS, cores), 1, seconds)
+        model = "cnn" if kind.endswith("-cnn") else "lenet5"
+        bare_side = functools.partial(loops.rate, model, min(NUM_PEERS, cores), 1, seconds)
         theirs.append(pairs.compare(kind, their_side, bare_side, number, say=pairs.teller(parsed, kind)))
     if theirs:
         print(pairs.table(theirs, "samples/s", sides=("theirs", "bare")))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
@@ -17,7 +18,7 @@ from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.interfaces import Batch, Policy, pack
+from paceline.interfaces import Batch, Policy, State, pack
 from paceline.reports.tables import table
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.network import Link
@@ -38,6 +39,7 @@ class Bowl:
     layout, state_size = pack([("weights", (SIZE,), True)]), 0
 
     def __init__(self, worker: int) -> None:
+        self.own: State = {}
         self._bottom, self._steepness = BOTTOMS[worker], STEEPNESS[worker]
 
     def initial(self) -> Tensor:
@@ -65,7 +67,7 @@ class Watched:
 
     server: Server
     agenda: Agenda
-    memories: dict[int, Tensor]
+    memories: dict[int, Memory]
     rows: list[list[str]]
     send: Callable[[Reply], None]
 
@@ -81,7 +83,7 @@ class Watched:
             row = [version + 1, f"{self.agenda.now:.0f} s", f"{distance:.3f}", stale, " ".join(who), now]
             self.rows.append([str(entry) for entry in row])
         for reply in replies:
-            self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)
 
 

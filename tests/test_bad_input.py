@@ -25,6 +25,12 @@ CASES = {
     "a buffer of nothing": (["--rule", "buffered:0"], "rule 'buffered:0': the number after the colon"),
     "drop everything": (["--rule", "ringmaster:0"], "rule 'ringmaster:0': the number after the colon"),
     "unknown average": (["--average", "much"], "--average 'much': give auto, none, on or a number of updates"),
+    "unknown codec": (["--codec", "int9"], "unknown codec 'int9': did you mean 'int8'"),
+    "unknown codec of replies": (["--pull-codec", "lowrank:0"], "codec 'lowrank:0': the rank after the colon"),
+    "a codec without a wire": (["--codec", "int8", "--strategy", "classic"], "strategy classic has no wire"),
+    "a codec on a ring": (["--codec", "int8", "--strategy", "allreduce"], "where no codec works so far"),
+    "a codec of replies on a ring": (["--pull-codec", "sign", "--strategy", "local:3"], "--pull-codec sign: strategy"),
+    "a codec within a GPU": ([*SAMPLE, "--codec", "int8", "--device", "cuda"], "have no wire between them"),
     "unknown flag": (["--stratgy", "sync"], "unknown flag '--stratgy': did you mean --strategy"),
     "unknown optimizer": (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'"),
     "unknown split": (["--split", "label"], "did you mean 'labels'"),
@@ -139,6 +145,13 @@ def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
     assert "script nothing.py does not exist" in complaint(capsys)
     assert main(["run", "-n", "2"]) == 2
     assert "which script?" in complaint(capsys)
+
+
+def test_a_script_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop.py").write_text("")
+    assert main(["run", "-n", "2", "--codec", "int8", "loop.py"]) == 2
+    assert "codec int8: a loop of your own exchanges floats as they are" in complaint(capsys)
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_too_little_memory_is_found_before_anything_is_taken(

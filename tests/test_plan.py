@@ -17,6 +17,7 @@ from paceline.plan import choose, sizes, strategies
 from paceline.runs.folder import RunFolder
 from paceline.runs.timings import measured
 from paceline.runtimes.timekeeping import Timekeeper
+from paceline.tasks.timing import one_vector
 from paceline.transports.shared_memory import Timing
 
 
@@ -53,7 +54,7 @@ def test_sizes_double_up_to_what_was_asked() -> None:
 def test_a_forecast_is_what_the_speeds_say(strategy: str, expected: float) -> None:
     """Three workers at a step a second and one at a quarter, in steps a second."""
     config = resolve(RunConfig(strategy=strategy, workers=4, speeds="1,1,1,4", batch_size=1))
-    found = forecast(config, 1000)
+    found = forecast(config, one_vector(1000))
     assert found.samples_per_second == pytest.approx(expected if strategy != "async" else 3.25, rel=0.02)
     assert found.workers == 4 and 0 < found.computing <= 1.0
 
@@ -85,9 +86,9 @@ def test_a_cluster_like_a_run_has_its_times(tmp_path: Path) -> None:
     stated = cluster_of(resolve(RunConfig(workers=3, speeds=f"measured:{path}*1,1,2")), 1000)
     assert stated.step_times.distributions == cluster.step_times.distributions
     assert stated.cores is None
-    two = forecast(resolve(RunConfig(workers=2, like=str(path), batch_size=1)), 1000)
+    two = forecast(resolve(RunConfig(workers=2, like=str(path), batch_size=1)), one_vector(1000))
     assert two.samples_per_second == pytest.approx(2 / 0.0044, rel=0.05)
-    four = forecast(resolve(RunConfig(workers=4, like=str(path), batch_size=1)), 1000)
+    four = forecast(resolve(RunConfig(workers=4, like=str(path), batch_size=1)), one_vector(1000))
     assert four.samples_per_second == pytest.approx(0.92 * 2 / 0.0043, rel=0.05)
 
 

@@ -77,6 +77,12 @@ def test_every_rule_has_its_row() -> None:
     assert all(re.search(rf"^\|.*`{name}[:`].*\|.*\|", README, re.MULTILINE) for name in RULES)
 
 
+def test_every_codec_has_its_row() -> None:
+    from paceline.codebook import CODECS
+
+    assert all(re.search(rf"^\|.*`{name}[:`].*\|.*\|", README, re.MULTILINE) for name in CODECS)
+
+
 def test_every_name_of_the_api_that_is_mentioned_exists() -> None:
     mentioned = set(re.findall(r"\bpaceline\.([A-Za-z]+)\b", README))
     assert mentioned <= set(paceline.__all__), mentioned - set(paceline.__all__)

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.codebook import parse_codec
 from paceline.config import RunConfig
 from paceline.core.schedules import Schedule
 from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.quantities import count
 from paceline.rulebook import ON_ARRIVAL, build_rule, check_rule, parse_rule
 
 if TYPE_CHECKING:
@@ -46,10 +48,9 @@ STRATEGIES = {
     "async": "replies at once",
     "backup": "replies when all but B have pushed: backup:B",
     "bounded": "replies while within S steps of the slowest: bounded:S",
-    "allreduce": "all exchange with all, around a ring (simulated)",
-    "local": "H steps each, then the drift around a ring (simulated): local:H",
+    "allreduce": "all exchange with all, in step",
+    "local": "H steps each, then the drift is exchanged: local:H",
 }
-SIMULATED_STRATEGIES = ("allreduce", "local")
 ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), "local": ("H", 1)}
 """What stands behind a strategy's colon, and the least it can be."""
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
@@ -82,6 +83,11 @@ class Strategy:
     def local_steps(self) -> int:
         """Steps a worker makes for one push."""
         return self.number if self.name == "local" else 1
+
+    @property
+    def on_star(self) -> bool:
+        """Whether workers exchange with a server, over a wire that codecs can relieve."""
+        return not self.on_ring and self.name != "classic"
 
 
 def cores() -> int:
@@ -152,6 +158,8 @@ def resolve(config: RunConfig) -> RunConfig:
     resolved = dataclasses.replace(
         config,
         workers=workers,
+        codec=_codec(config, "codec", strategy),
+        pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
         channels_last=_channels_last(config),
@@ -168,6 +176,33 @@ def _channels_last(config: RunConfig) -> bool:
     if config.channels_last is not None:
         return config.channels_last
     return config.device == "cuda" and config.precision == "bf16"
+
+
+def _codec(config: RunConfig, setting: str, strategy: Strategy) -> str | None:
+    """A codec that this run can use, or None for none."""
+    text: str | None = getattr(config, setting)
+    flag = f"--{setting.replace('_', '-')} {text}"
+    if text is None or parse_codec(text)[0] == "none":
+        return None
+    if not strategy.on_star:
+        wire = "has no wire" if strategy.name == "classic" else "exchanges around a ring, where no codec works so far"
+        raise UserError(f"{flag}: strategy {config.strategy} {wire}; choose sync, backup, async or bounded, or none")
+    if config.device != "cpu":
+        raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
+    if config.parameters is not None and parse_codec(text)[0] == "lowrank":
+        raise UserError(f"{flag} needs the shapes of a model's matrices: give --model instead of --parameters")
+    if config.parameters is not None and count(config.parameters) >= 1 << 31:
+        raise UserError(f"{flag}: codecs take up to 2^31 parameters, --parameters {config.parameters} are more")
+    return text
+
+
+def refuse_codecs(config: RunConfig) -> None:
+    """A script's own loop pushes gradients as they are."""
+    asked = config.codec or config.pull_codec
+    if asked is not None:
+        raise UserError(
+            f"codec {asked}: a loop of your own exchanges floats as they are; leave it out, or 'paceline train --task'"
+        )
 
 
 def _anchored(task: str | None) -> str | None:
@@ -249,6 +284,8 @@ def _check_step(config: RunConfig) -> None:
         )
     if config.capture and config.device != "cuda":
         raise UserError(f"--capture is for a GPU, and --device is {config.device}: add --device cuda, or leave it out")
+    if config.capture and parse_strategy(config.strategy).on_ring:
+        raise UserError(f"--capture: strategy {config.strategy} exchanges inside its step; leave out one of the two")
 
 
 def make_policy(config: RunConfig) -> Policy:

@@ -109,6 +109,14 @@ class RunConfig:
         "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (default: on for "
         "async and bounded with any rule but plain)",
     )
+    codec: str | None = setting(
+        None,
+        "pace",
+        "how a push becomes fewer bytes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)",
+    )
+    pull_codec: str | None = setting(
+        None, "pace", "the same for replies, as changes of what a worker has (default none)"
+    )
     optimizer: str = setting("sgd", "optimizer", "sgd, adam or lars, one shared by all workers, on the server")
     lr: float | None = setting(
         None, "optimizer", "learning rate (default .005 for sgd, .001 for adam, 1 for lars)", _positive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -18,18 +19,26 @@ import torch
 import torch.nn.functional as F
 
 from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
+from paceline.codebook import build_codec
 from paceline.config import RunConfig
+from paceline.core.encoding import DENSE, Codecs
+from paceline.core.memory import MakeMemory
 from paceline.core.messages import Join
-from paceline.core.server import Server
+from paceline.core.schedules import Budget
+from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
-from paceline.data.datasets import Dataset
+from paceline.data.datasets import DATASETS, Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
+from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
+from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
+from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps, SeveralBatches
 from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
 
 _INITIAL = 0x1417
@@ -157,10 +166,13 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
     raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
-def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
-    """The server of a run, at its start."""
+def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None) -> Server:
+    """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
+        if config.pull_codec is not None:
+            held = 4 * task.layout.size * (config.workers or 1)
+            require_memory(held, "table of what each worker has, for --pull-codec,", "memory")
     return Server(
         task.initial(),
         make_rule(config, task.layout, skew=work.skew),
@@ -168,7 +180,38 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work) -> Server:
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        codecs_of(config, task.layout) if mean is None else DENSE,
+        mean=mean,
     )
+
+
+def codecs_of(config: RunConfig, layout: Layout) -> Codecs:
+    """How pushes and replies are encoded; seats and server of one process share the codecs' scratch."""
+
+    def key(worker: int) -> int:
+        return mix64(config.seed, worker)
+
+    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key)
+
+
+@functools.lru_cache(maxsize=4)
+def _codec(name: str | None, layout: Layout) -> Codec | None:
+    return build_codec(name, layout) if name is not None else None
+
+
+def timing_layout(config: RunConfig) -> Layout:
+    """The layout of what a simulation of times alone exchanges: the model's, or a vector of the size stated."""
+    if config.parameters is not None:
+        return one_vector(count(config.parameters))
+    info = DATASETS[config.dataset]
+    return FlatModule(make_model(config.model, info.image_shape, len(info.classes))).layout
+
+
+def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
+    """A server of times alone, which knows what pushes and replies would weigh."""
+    rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
+    codecs, workers = codecs_of(config, layout), config.workers or 1
+    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs, nbytes=4 * layout.size)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
@@ -176,14 +219,20 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
     return Join(worker, incarnation, work.quotas[worker], config.threads or 1)
 
 
-def make_seat(config: RunConfig, task: SupervisedTask, work: Work, join: Join) -> Seat:
-    """A worker in this process, on the device of the task's data."""
-    loader = task.loader(work.batches(join.worker, config), config.seed, join.worker)
-    steps, device = parse_strategy(config.strategy).local_steps, task.train[0].device
-    if steps == 1:
-        seat = Seat(task, loader, join, device)
-    else:
-        inside = LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0)
-        seat = Seat(inside, SeveralBatches(loader, steps), join, device)
-    task.warm_up(loader.batch(0))
+def make_seat(
+    config: RunConfig, task: SupervisedTask, work: Work, join: Join, make_memory: MakeMemory | None = None
+) -> Seat:
+    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
+    task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
+    seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory)
+    task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
+
+
+def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+    """What a worker does for one push, and its data: one step, or several by itself."""
+    loader = task.loader(work.batches(worker, config), config.seed, worker)
+    steps = parse_strategy(config.strategy).local_steps
+    if steps == 1:
+        return task, loader
+    return LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0), SeveralBatches(loader, steps)

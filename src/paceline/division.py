@@ -55,8 +55,12 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     shards = [train[part] for part in parts]
     work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
-        steps = parse_strategy(config.strategy).local_steps
-        quotas: list[int | None] = [max(1, round(config.epochs * batches.per_epoch / steps)) for batches in work]
+        strategy = parse_strategy(config.strategy)
+        steps = strategy.local_steps
+        counts = [max(1, round(config.epochs * batches.per_epoch / steps)) for batches in work]
+        if strategy.on_ring:  # nobody leaves a ring early: who has fewer goes on into its next epoch
+            counts = [max(counts)] * workers
+        quotas: list[int | None] = list(counts)
         total = sum(b.samples_before((quota or 0) * steps) for b, quota in zip(work, quotas, strict=True))
         budget = Budget(total, len(train), own=True)
     else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.assemble import make_policy, make_rule, make_schedule, parse_strategy, pushes_per_update
+from paceline.assemble import parse_strategy, pushes_per_update
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
 from paceline.core.worker import Seat
+from paceline.crew import timing_server
+from paceline.interfaces import Layout
 from paceline.runs.result import staleness_summary
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
@@ -34,28 +35,27 @@ class Forecast:
     bytes_per_second: float
 
 
-def forecast(config: RunConfig, num_parameters: int) -> Forecast:
+def forecast(config: RunConfig, layout: Layout) -> Forecast:
     """Simulate `config` (its strategy, workers, speeds, links) for some tens of pushes a worker."""
     workers, strategy = config.workers or 1, parse_strategy(config.strategy)
     pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
     updates = -(-pushes // pushes_per_update(strategy, workers))
-    model = TimingModel(num_parameters, config.batch_size * strategy.local_steps)
+    model = TimingModel(layout.size, config.batch_size * strategy.local_steps)
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)
 
     def start() -> Unlogged:
-        rule, policy = make_rule(config, model.layout), make_policy(config)
-        return Unlogged(Server(model.initial(), rule, policy, budget, make_schedule(config), workers))
+        return Unlogged(timing_server(config, layout, budget))
 
     agenda = Agenda()
     simulation = Simulation(
-        agenda, cluster_of(config, num_parameters), workers, lambda w, i: Seat(model, model, Join(w, i)), start
+        agenda, cluster_of(config, layout.size), workers, lambda w, i: Seat(model, model, Join(w, i)), start
     )
     simulation.run()
     server, ages = simulation.side.server, staleness_summary(simulation.side.server.staleness)
-    moved = 4 * num_parameters * (server.pushes + server.replies)
+    moved = server.bytes_pushed + server.bytes_pulled
     if strategy.on_ring:
-        moved = 4 * num_parameters * 2 * (workers - 1) * server.version
+        moved = server.nbytes * 2 * (workers - 1) * server.version
     return Forecast(
         config.strategy,
         workers,

@@ -108,6 +108,8 @@ class Task(Protocol):
     layout: Layout
     state_size: int
     """Floats of a worker's own state that ride behind each push (running statistics)."""
+    own: State
+    """What outlives a push and the server never needs (an inner optimizer's state); changed in place, often empty."""
 
     def initial(self) -> Tensor:
         """The weights training starts from, flat."""
@@ -194,7 +196,7 @@ class Codec(Protocol):
         ...
 
     def start(self, key: int = 0) -> State:
-        """The memory of a worker that has not pushed yet: what was left out so far; `key` is its address."""
+        """The memory of a worker that has not pushed yet: `error` is what was left out so far; `key` is its address."""
         ...
 
     def encode(self, update: Tensor, memory: State, out: Tensor) -> int:

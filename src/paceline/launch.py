@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import SIMULATED_STRATEGIES, lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
 from paceline.faults import Fault
+from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
 from paceline.rulebook import chosen
 from paceline.runs.arrivals import read_arrivals
@@ -30,6 +31,9 @@ from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, i
 
 def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Run what the config says; returns where it lies and what it came to."""
+    rank = rank_here()
+    if rank is not None:
+        config = config_of(rank, config)
     config = resolve(config)
     _refuse_imagined(config)
     faults = _faults(config)
@@ -38,6 +42,8 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
         config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
         location = locate_data(config)
     require_device(config)
+    if rank is not None:
+        return _train_as_rank(config, rank, location, console)
     folder = RunFolder.create(config)
     with holding(folder):
         if in_this_process(config):
@@ -72,8 +78,6 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
 
 def _refuse_imagined(config: RunConfig) -> None:
     """Settings that only a simulated cluster has."""
-    if parse_strategy(config.strategy).name in SIMULATED_STRATEGIES:
-        raise UserError(f"strategy {config.strategy} is simulated only so far: 'paceline simulate', or sync for real")
     asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
     if asked:
         raise UserError(
@@ -199,6 +203,8 @@ def _train_on_processes(
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
+        if parse_strategy(config.strategy).on_ring:
+            processes = processes.in_ring()
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return result
@@ -247,6 +253,31 @@ def _train_here(
         result = host.finish()
     host.close()
     return result
+
+
+def _train_as_rank(
+    config: RunConfig, rank: Rank, location: Location | None, console: Console
+) -> tuple[RunFolder, dict[str, Any]]:
+    """One of the processes that a launcher started; only the first keeps a folder, and speaks."""
+    from paceline.runtimes.collective import Member
+    from paceline.transports.collective import Meeting
+
+    if config.faults is not None:
+        raise UserError(
+            f"--faults {config.faults}: processes that a launcher started are not ours to kill; leave it out"
+        )
+    dataset = load(location) if location is not None else None
+    meeting = Meeting(rank)
+    with contextlib.closing(meeting), stop_signals(console) as reasons:
+        if not rank.leads:
+            result = Member(config, rank, dataset, meeting).follow()
+            return RunFolder(Path(result["folder"])), result
+        folder = RunFolder.create(config)
+        with holding(folder):
+            member = Member(config, rank, dataset, meeting)
+            hint(config, location, console, member.place.work.skew)
+            facts = {**facts_of(config, location), "folder": str(folder.path)}
+            return folder, member.lead(folder, console.report, facts, lambda: reasons[0] if reasons else None)
 
 
 @contextlib.contextmanager

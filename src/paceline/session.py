@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from paceline.assemble import make_policy, make_rule, make_schedule, resolve
+from paceline.assemble import make_policy, make_rule, make_schedule, refuse_codecs, resolve
 from paceline.config import RunConfig
+from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Push, Reply
 from paceline.core.server import Server
 from paceline.crew import class_labels, seed_generators
@@ -131,9 +132,9 @@ class Session:
         config = RunConfig(**{**self.config.__dict__, "batch_size": batch_size})
         work = divide_work(labels, config)
         flat = FlatModule(model)
-        slot = Slot.create(flat.layout.size, flat.state_size)
+        slot = Slot.create(Sizes(flat.layout.size, flat.state_size))
         slot.weights.copy_(flat.initial())
-        flat.bind(slot.weights, slot.gradient, slot.state)
+        flat.bind(slot.weights, slot.update, slot.state)
         if isinstance(self._door, OwnServer):
             self._door.start(flat, slot, work.budget)
         join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
@@ -174,7 +175,7 @@ class Session:
             serial,
             self._samples,
             value,
-            self._slot.gradient,
+            self._slot.update,
             self._slot.state,
         )
         self.stepped = True
@@ -246,6 +247,7 @@ def join(config: RunConfig | None = None) -> Session:
     if inherited is not None:
         return Session(inherited.config, inherited.worker, inherited.incarnation, inherited.door)
     alone = resolve(config if config is not None else RunConfig(strategy="classic", task="script"))
+    refuse_codecs(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
     return Session(alone, 0, 0, OwnServer(alone))

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import make_model, make_policy, make_rule, make_schedule, parse_strategy, resolve
+from paceline.assemble import parse_strategy, resolve
 from paceline.clusters import DEFAULT_SPEED, cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.crew import make_seat, make_server, make_task, prepare_device, work_of
+from paceline.crew import make_seat, make_server, make_task, prepare_device, timing_layout, timing_server, work_of
 from paceline.data.datasets import DATASETS, SAMPLE, Location, load
 from paceline.division import Work
 from paceline.errors import UserError
@@ -26,7 +26,6 @@ from paceline.quantities import count
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runtimes.simulated import Simulation
-from paceline.tasks.flat import FlatModule
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
 
@@ -146,17 +145,13 @@ def _timing_crew(config: RunConfig) -> Crew:
     quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers * steps))) if own else None
     samples = max(1, round(config.epochs * info.train_size))
     budget = Budget(samples, info.train_size, steps=config.steps, own=own)
-    if config.parameters is not None:
-        size = count(config.parameters)
-    else:
-        size = FlatModule(make_model(config.model, info.image_shape, len(info.classes))).layout.size
-    model = TimingModel(size, config.batch_size * steps)
+    layout = timing_layout(config)
+    model = TimingModel(layout.size, config.batch_size * steps)
 
     def server() -> Server:
-        rule, policy = make_rule(config, model.layout), make_policy(config)
-        return Server(model.initial(), rule, policy, budget, make_schedule(config), workers)
+        return timing_server(config, layout, budget)
 
-    return Crew(model, None, [quota] * workers, size, server, lambda join: Seat(model, model, join))
+    return Crew(model, None, [quota] * workers, layout.size, server, lambda join: Seat(model, model, join))
 
 
 def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def sync_config(workers: int, batch_size: int = 8, shard_weights: list[float] | 
 
 def deliver(server: Server, seats: dict[int, Seat], replies: tuple[Reply, ...]) -> None:
     for reply in replies:
-        server.weights_for(reply.worker, seats[reply.worker].weights)
+        server.weights_for(reply.worker, seats[reply.worker].memory.weights)
         seats[reply.worker].pending = reply
 
 

@@ -90,7 +90,7 @@ class RecordedRun:
         join = make_join(self.config, self.work, worker, self._incarnations[worker])
         self._incarnations[worker] += 1
         self.seats[worker] = self.make_seat(join)
-        self.host.memories[worker] = self.seats[worker].weights
+        self.host.memories[worker] = self.seats[worker].memory
         self.host.handle(join)
 
     def join_all(self) -> None:

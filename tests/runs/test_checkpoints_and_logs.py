@@ -28,7 +28,7 @@ def recorded(record: Record, strategy: str = "async") -> RecordedRun:
         run.push_at_random(5)
         while not run.server.can_be_cut:
             run.push_at_random(1)
-        sent = {worker: seat.weights for worker, seat in run.seats.items()}
+        sent = {worker: seat.memory for worker, seat in run.seats.items()}
         write_cut(run.folder.checkpoints, take_cut(run.server, sent, run.host.log.nbytes, 1.5))
     run.push_at_random(4)
     while not run.server.can_be_cut:
@@ -209,7 +209,7 @@ def test_a_cut_is_a_copy(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(3)
-    cut = take_cut(run.server, {w: seat.weights for w, seat in run.seats.items()}, 0, 0.0)
+    cut = take_cut(run.server, {w: seat.memory for w, seat in run.seats.items()}, 0, 0.0)
     before = {name: tensor.clone() for name, tensor in cut.tensors.items()}
     run.run_to_the_end()
     assert all(torch.equal(cut.tensors[name], tensor) for name, tensor in before.items())

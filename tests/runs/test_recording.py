@@ -111,7 +111,7 @@ def test_a_log_cut_before_a_checkpoint_is_told_by_the_checkpoint(record: Record)
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(8)
-    sent = {worker: seat.weights for worker, seat in run.seats.items()}
+    sent = {worker: seat.memory for worker, seat in run.seats.items()}
     write_cut(run.folder.checkpoints, take_cut(run.server, sent, run.host.log.nbytes, 1.0))
     run.close()
     path = run.folder.arrivals_file

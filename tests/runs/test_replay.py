@@ -27,7 +27,7 @@ def cut_now(run: RecordedRun) -> Cut:
     """A cut at the next moment that allows one, as the host takes it."""
     while not run.server.can_be_cut:
         run.push_at_random(1)
-    sent = {w: run.seats[w].weights for w, m in run.server.members.items() if m.live and not m.done}
+    sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
     return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
 
 
@@ -165,14 +165,14 @@ def test_a_repeated_push_is_answered_with_the_weights_its_reply_names(record: Re
     run.host.handle(pushed)
     reply = run.seats[0].pending
     assert reply is not None
-    sent = run.seats[0].weights.clone()
+    sent = run.seats[0].memory.weights.clone()
     run.push(1)
     run.seats[0].pending = None
     run.host.handle(pushed)
     repeated = run.seats[0].pending
     assert repeated is not None
     assert (repeated.serial, repeated.version) == (reply.serial, reply.version)
-    assert torch.equal(run.seats[0].weights, sent)
+    assert torch.equal(run.seats[0].memory.weights, sent)
     run.close()
 
 

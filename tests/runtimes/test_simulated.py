@@ -117,6 +117,9 @@ def test_bounded_staleness_holds_the_fast_ones_back(tmp_path: Path) -> None:
         (["--link", "1gbit,2ms,3"], "more than two"),
         (["--server-time", "fast"], "--server-time"),
         (["--parameters", "5M"], "add --timing-only"),
+        (["--timing-only", "--parameters", "5M", "--codec", "lowrank:4"], "give --model instead of --parameters"),
+        (["--timing-only", "--parameters", "3000M", "--codec", "int8"], "up to 2^31 parameters"),
+        (["--strategy", "allreduce", "--codec", "int8"], "exchanges around a ring"),
         (["--faults", "no-such.toml"], "no-such.toml"),
     ],
 )

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from paceline.core.encoding import DENSE, Codecs, Decoded, Differences
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Stop, Verdict
 from paceline.core.schedules import Budget, Schedule
 from paceline.interfaces import Arrival, Decision, Policy, Rule
@@ -46,12 +49,26 @@ class Divergence:
     loss: float
 
 
+Mean: TypeAlias = Callable[[list[Push], int], Tensor]
+"""How the pushes of a round, so many samples together, become one update; a ring brings it along already made."""
+
+
 class Server:
     """Turns pushes into weights; the policy says when, the rule says how."""
 
     def __init__(
-        self, weights: Tensor, rule: Rule, policy: Policy, budget: Budget, schedule: Schedule, num_workers: int
+        self,
+        weights: Tensor,
+        rule: Rule,
+        policy: Policy,
+        budget: Budget,
+        schedule: Schedule,
+        num_workers: int,
+        codecs: Codecs = DENSE,
+        nbytes: int | None = None,
+        mean: Mean | None = None,
     ) -> None:
+        """`nbytes` is what all weights take, where a simulation of times alone has none of them."""
         self.weights = weights
         self.rule = rule
         self.policy = policy
@@ -67,6 +84,8 @@ class Server:
         self.late = 0
         self.pushes = 0
         self.replies = 0
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
         self.staleness: Counter[int] = Counter()
         self.over = False
         self.divergence: Divergence | None = None
@@ -75,8 +94,14 @@ class Server:
         self._num_live: int | None = None
         self._lr = torch.zeros((), device=weights.device)
         self._lr_value = 0.0
-        self._mean = torch.empty_like(weights) if num_workers > 1 else weights
+        self._mean = torch.empty_like(weights) if num_workers > 1 and mean is None else weights
+        self._mean_of = mean or self._weighted_mean
         self._has_weights = weights.numel() > 0  # a simulation of times alone has none
+        self.nbytes = nbytes if nbytes is not None else weights.nbytes
+        self.codecs = codecs
+        encoded = codecs if self._has_weights else DENSE
+        self._decoded = Decoded(encoded.push, weights) if encoded.push is not None else None
+        self.differences = Differences(encoded.pull, codecs.key, weights) if encoded.pull is not None else None
 
     @property
     def num_live(self) -> int:
@@ -120,6 +145,27 @@ class Server:
         if self._has_weights:
             self.rule.weights_for(self.weights, self.rule_state, worker, out)
 
+    def hand_out(self, reply: Reply, memory: Memory) -> None:
+        """Write what a reply speaks of into its worker's memory, once: all weights, or how those it has change."""
+        worker, pull = reply.worker, self.codecs.pull
+        if pull is None or not reply.serial:
+            memory.nbytes = self.nbytes
+            self.weights_for(worker, memory.weights)
+            if self.differences is not None:
+                self.differences.begin(worker, memory.weights)
+        elif self.differences is None:
+            memory.nbytes = pull.capacity
+        else:
+            memory.nbytes = self.differences.encode(worker, lambda out: self.weights_for(worker, out), memory.pulled)
+            memory.num_pulled = memory.nbytes
+        self.bytes_pulled += memory.nbytes
+
+    def nbytes_of(self, push: Push) -> int:
+        """What a push weighs on the way."""
+        if self.codecs.push is None:
+            return self.nbytes
+        return push.update.nbytes if self._has_weights else self.codecs.push.capacity
+
     def _join(self, join: Join) -> Outcome:
         member = self.members.get(join.worker)
         if member is not None and (member.live or join.incarnation <= member.incarnation):
@@ -155,6 +201,10 @@ class Server:
             return Outcome(Verdict.REPEATED, again)
         if member.waiting or push.reply != member.serial:
             return Outcome(Verdict.REJECTED)  # one reply is worth one push
+        nbytes = self.nbytes_of(push)
+        if self._decoded is not None and not self.over:
+            push = push._replace(update=self._decoded.decode(push.update))  # before anything is changed
+        self.bytes_pushed += nbytes
         member.seq, member.waiting = push.seq, True
         member.pushes += 1
         self.pushes += 1
@@ -166,6 +216,7 @@ class Server:
         decision = self.policy.push(push.worker, self.version - member.version)
         if decision.dropped:
             self.dropped += 1
+            self._free([push])
         else:
             self._held[push.worker] = push
         replies = self._settle(decision)
@@ -184,8 +235,12 @@ class Server:
         had_work = not member.done
         member.live = member.waiting = False
         self._num_live = None
-        if self._held.pop(leave.worker, None) is not None:
+        if self.differences is not None:
+            self.differences.forget(leave.worker)
+        held = self._held.pop(leave.worker, None)
+        if held is not None:
             self.dropped += 1
+            self._free([held])
         if had_work:
             self.rule.leave(self.rule_state, leave.worker)
         if not had_work or self.over:
@@ -199,6 +254,8 @@ class Server:
             if member.live and not member.done:
                 self.rule.leave(self.rule_state, worker)
             member.live = member.waiting = False
+            if self.differences is not None:
+                self.differences.forget(worker)
         self._num_live = None
         self._forget_held()
         self.policy.clear()
@@ -209,7 +266,14 @@ class Server:
     def _forget_held(self) -> None:
         """Pushes that will never be applied: nobody was told that they count."""
         self.dropped += len(self._held)
+        self._free(self._held.values())
         self._held.clear()
+
+    def _free(self, pushes: Iterable[Push]) -> None:
+        """Pushes that are done with: memory they were decoded into serves others."""
+        if self._decoded is not None:
+            for push in pushes:
+                self._decoded.free(push.update)
 
     def _settle(self, decision: Decision) -> tuple[Reply, ...]:
         """Carry a decision out: one update, then the answers it sets free, then those who have finished their work."""
@@ -234,6 +298,7 @@ class Server:
         staleness = [self.version - self.members[worker].version for worker in workers]
         if self._has_weights and not self._change_weights(pushes, samples, max(staleness)):
             return False
+        self._free(pushes)
         self.version += 1
         self.samples += samples
         for worker, age in zip(workers, staleness, strict=True):
@@ -243,11 +308,12 @@ class Server:
 
     def _change_weights(self, pushes: list[Push], samples: int, staleness: int) -> bool:
         """Hand the rule the push, or the mean of several; False when it holds a NaN or an infinity."""
-        update = pushes[0].update if len(pushes) == 1 else self._weighted_mean(pushes, samples)
+        update = pushes[0].update if len(pushes) == 1 else self._mean_of(pushes, samples)
         if not math.isfinite(update.sum().item()):
             broken = [push for push in pushes if not torch.isfinite(push.update).all()]
             if broken:
-                self.divergence = Divergence(broken[0].worker, self.version, broken[0].loss)
+                first = next((push for push in broken if not math.isfinite(push.loss)), broken[0])
+                self.divergence = Divergence(first.worker, self.version, first.loss)
                 return False
         alone = pushes[0].worker if len(pushes) == 1 else None
         self._set_lr(self.lr)
@@ -307,6 +373,9 @@ class Server:
             "late": self.late,
             "pushes": self.pushes,
             "replies": self.replies,
+            "bytes_pushed": self.bytes_pushed,
+            "bytes_pulled": self.bytes_pulled,
+            "codecs": self.codecs.names,
             "over": self.over,
             "staleness": sorted(self.staleness.items()),
             "members": {str(worker): asdict(member) for worker, member in self.members.items()},
@@ -322,6 +391,8 @@ class Server:
         self.version, self.samples = facts["version"], facts["samples"]
         self.dropped, self.late, self.over = facts["dropped"], facts["late"], facts["over"]
         self.pushes, self.replies = facts["pushes"], facts["replies"]
+        self.bytes_pushed = facts.get("bytes_pushed", self.pushes * self.nbytes)
+        self.bytes_pulled = facts.get("bytes_pulled", self.replies * self.nbytes)
         self.staleness = Counter({int(value): count for value, count in facts["staleness"]})
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])

@@ -11,38 +11,52 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
+from paceline.core.encoding import DENSE, Codecs, WorkerEnd
+from paceline.core.memory import MakeMemory, Memory, load_own
 from paceline.core.messages import Join, Push, Reply
 from paceline.interfaces import Loader, Task
 
 
-def work(
-    task: Task, loader: Loader, join: Join, gradient: Tensor, state: Tensor
-) -> Generator[Join | Push, Reply, None]:
+def work(task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor) -> Generator[Join | Push, Reply, None]:
     """Join, then push the gradient of each batch dealt, until told that it is over.
 
-    `gradient` and `state` are the memories `task` is bound to; a push carries them, and whoever drives this generator
-    sends the reply only after the new weights lie in the bound weights.
+    `end` and `state` are bound to the memory that `task` is bound to; whoever drives this generator sends the reply
+    only after what it speaks of lies in that memory.
     """
     reply = yield join
     while not reply.over:
+        end.receive()
         batch = loader.batch(reply.batch)
         loss = c_float(task.gradient(batch)).value  # as the log keeps it; one that is too large becomes infinite
         seq = reply.serial  # one push a reply, so the reply's number names the push too
-        reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, gradient, state)
+        update = end.send(seq)
+        reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
 
 
 class Seat:
-    """A worker in this process: its memory, its generator, and the reply it has not acted on yet."""
+    """A worker at work: its memory (this process's own, unless made otherwise), its generator, its next reply."""
 
-    def __init__(self, task: Task, loader: Loader, join: Join, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        loader: Loader,
+        join: Join,
+        device: torch.device | None = None,
+        codecs: Codecs = DENSE,
+        make_memory: MakeMemory | None = None,
+    ) -> None:
         self.join = join
-        self.weights = torch.zeros(task.layout.size, device=device)
-        self.gradient = torch.zeros(task.layout.size, device=device)
-        self.state = torch.zeros(task.state_size, device=device)
-        task.bind(self.weights, self.gradient, self.state)
+        self._end = WorkerEnd(codecs, join.worker, task, device)
+        sizes = self._end.sizes
+        self.memory = Memory.private(sizes, device) if make_memory is None else make_memory(sizes)
+        self._end.bind(self.memory, task)
         self.pending: Reply | None = None
-        self._generator = work(task, loader, join, self.gradient, self.state)
+        self._generator = work(task, loader, join, self._end, self.memory.state)
         next(self._generator)
+
+    def recall(self, own: Tensor) -> None:
+        """Put the worker's own state back to what these bytes say."""
+        load_own(self._end.own, own)
 
     def push(self) -> Push | None:
         """Act on the pending reply: the next push, or None when it said that it is over."""

@@ -91,6 +91,8 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
             )
+        if config.codec is not None or config.pull_codec is not None:
+            raise UserError("the lab has no codecs: 'paceline simulate' has them, on the CPU")
         if config.snapshots is not None:
             raise UserError("the lab keeps no weights on the way: leave out --snapshots")
         if config.precision != "fp32" or config.compile or config.capture or config.accumulate > 1:
@@ -151,7 +153,7 @@ def _results(family: Family, train: Images, test: Images, parts: Sequence[str], 
         row, (evaluated, live) = family.rows[number], family.final[number]
         found = bool(torch.isfinite(evaluated).all())
         scores = scores if found else {}
-        result = summarise(row.config, row.trace.server, 4 * family.layout.size, row.trace.virtual_seconds, scores)
+        result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
         result["rule_applied"] = family.rule.name  # the trace was made without weights
         yield Finished(row.config, result, evaluated.cpu(), live.cpu(), family.layout)

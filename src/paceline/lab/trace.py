@@ -51,8 +51,8 @@ class Trace:
 class _TracedServer(Server):
     """Writes down every update and every answer."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.rows: list[tuple[list[int], list[int], int, float, int]] = []
         self.released: list[list[int]] = [[]]
         self.left: list[tuple[int, int]] = []
@@ -95,7 +95,7 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
 
     def start() -> Unlogged:
         parts = (make_rule(config, Layout((), 0)), make_policy(config), work.budget, make_schedule(config))
-        servers.append(_TracedServer(torch.empty(0), *parts, num_workers))
+        servers.append(_TracedServer(torch.empty(0), *parts, num_workers, nbytes=4 * num_floats))
         return Unlogged(servers[-1])
 
     def come(worker: int, incarnation: int) -> Seat:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.assemble import SIMULATED_STRATEGIES
 from paceline.config import RunConfig
 from paceline.published.rows import Asked, Machine, cells_of, figure
 
@@ -51,13 +50,12 @@ class DistmlRow:
 
     def config(self, asked: Asked) -> RunConfig:
         """The same on this machine's devices; rows of their two machines are one run here."""
-        usual = "sync" if "allreduce" in SIMULATED_STRATEGIES else "allreduce"  # on the star: the same numbers
         config = RunConfig(
             dataset=self.dataset,
             data_dir=asked.data_dir,
             split="full",
             model=self.model,
-            strategy="classic" if self.workers == 1 else usual,
+            strategy="classic" if self.workers == 1 else "allreduce",
             workers=self.workers,
             optimizer="adam",
             lr=LR,

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from paceline.core.memory import Memory
 from paceline.core.server import Server
 from paceline.errors import UserError
 
@@ -41,20 +43,37 @@ class Cut:
         return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
-def take_cut(server: Server, sent: dict[int, Tensor], log_offset: int, now: float) -> Cut:
-    """One copy of everything; `sent` holds each live worker's weights as last sent."""
+def take_cut(server: Server, memories: Mapping[int, Memory], log_offset: int, now: float) -> Cut:
+    """One copy of everything, with what each live worker's memory holds: its weights as last sent, its own state."""
     tensors = {"weights": server.weights}
     tensors |= {f"rule.{name}": tensor for name, tensor in server.rule_state.items()}
-    tensors |= {f"sent.{worker}": weights for worker, weights in sent.items()}
+    for worker, member in server.members.items():
+        if member.live and not member.done:
+            tensors |= _of_worker(server, worker, memories[worker], member.seq)
     tensors |= {f"state.{worker}": state for worker, state in server.worker_states.items()}
     copies = {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in tensors.items()}
     return Cut(server.facts(), copies, log_offset, now)
 
 
+def _of_worker(server: Server, worker: int, memory: Memory, seq: int) -> dict[str, Tensor]:
+    """What a live worker has, and its own state as the last push that was taken left it."""
+    found, differences = {f"sent.{worker}": memory.weights}, server.differences
+    if differences is not None and worker in differences.held:
+        found[f"sent.{worker}"] = differences.held[worker]  # the worker itself may be about to add the last of it
+        found |= {f"pull.{worker}.{name}": tensor for name, tensor in differences.states[worker].items()}
+    if memory.sizes.own and seq >= 0:
+        found[f"own.{worker}"] = memory.kept(seq)
+    return found
+
+
 def restore(server: Server, cut: Cut) -> None:
     """Make `server` what it was when the cut was taken; a cut of another rule or model is a UserError."""
     _require_same_rule(server, cut)
+    _require_same_codecs(server, cut)
     server.restore(cut.facts, cut.tensors["weights"], cut.group("rule."))
+    if server.differences is not None:
+        held = {int(worker): weights for worker, weights in cut.group("sent.").items()}
+        server.differences.restore(held, {worker: cut.group(f"pull.{worker}.") for worker in held})
     server.worker_states = {int(worker): state for worker, state in cut.group("state.").items()}
 
 
@@ -67,6 +86,15 @@ def _require_same_rule(server: Server, cut: Cut) -> None:
         raise UserError(
             f"checkpoint {cut.version} was made by rule {rule} ({_in_words(there)}), and this run has rule "
             f"{server.rule.name} ({_in_words(here)}): put back the settings it was made with, or start a new run"
+        )
+
+
+def _require_same_codecs(server: Server, cut: Cut) -> None:
+    then = cut.facts.get("codecs", ["none", "none"])
+    if then != server.codecs.names:
+        raise UserError(
+            f"checkpoint {cut.version} was made with codecs {' and '.join(then)}, and this run has "
+            f"{' and '.join(server.codecs.names)}: put back the settings it was made with, or start a new run"
         )
 
 

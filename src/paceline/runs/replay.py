@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Outcome, Push, Reply, Verdict
 from paceline.core.server import Server
 from paceline.errors import RunFailed
@@ -22,11 +23,12 @@ class Chair(Protocol):
     """Where pushes are computed again: a Seat in this process, or a script in another."""
 
     join: Join
-    weights: Tensor
-    state: Tensor
+    memory: Memory
     pending: Reply | None
 
     def push(self) -> Push | None: ...
+
+    def recall(self, own: Tensor) -> None: ...
 
 
 MakeSeat = Callable[[Join], Chair]
@@ -116,15 +118,17 @@ class Replay:
             self._seat_the_living(cut)
 
     def _seat_the_living(self, cut: Cut) -> None:
-        """Put every live worker back to where the cut found it: its weights, its state, its unanswered push."""
-        sent, states = cut.group("sent."), cut.group("state.")
+        """Put every live worker back to where the cut found it: weights, states, its unanswered push."""
+        sent, states, own = cut.group("sent."), cut.group("state."), cut.group("own.")
         for worker, member in self.server.members.items():
             if not member.live or member.done:
                 continue
             seat = self._make_seat(Join(worker, member.incarnation, member.quota))
-            seat.weights.copy_(sent[str(worker)])
+            seat.memory.weights.copy_(sent[str(worker)])
             if str(worker) in states and member.seq >= 0:
-                seat.state.copy_(states[str(worker)])
+                seat.memory.state.copy_(states[str(worker)])
+            if str(worker) in own:
+                seat.recall(own[str(worker)])
             if not member.waiting:
                 seat.pending = Reply(worker, member.incarnation, member.serial, member.version, member.accepted)
             self.seats[worker] = seat
@@ -216,7 +220,7 @@ class Replay:
     def _deliver(self, outcome: Outcome) -> None:
         for reply in outcome.replies:
             seat = self.seats[reply.worker]
-            self.server.weights_for(reply.worker, seat.weights)
+            self.server.hand_out(reply, seat.memory)
             seat.pending = reply
             self._send(reply)
 

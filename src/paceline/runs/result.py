@@ -81,9 +81,7 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
     }
 
 
-def summarise(
-    config: RunConfig, server: Server, nbytes: int, seconds: float, scores: dict[str, Scores | None]
-) -> dict[str, Any]:
+def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[str, Scores | None]) -> dict[str, Any]:
     """The measured part of the result; status, environment and data origin are added by whoever ran it."""
     test = scores.get("test")
     settings = to_dict(config)
@@ -95,6 +93,8 @@ def summarise(
         "rule_applied": server.rule.name,
         "average": average_in_words(config),
         **({"dataset": None, "model": None} if config.task is not None else {}),
+        "codec": config.codec or "none",
+        "pull_codec": config.pull_codec or "none",
         "epochs": config.epochs,
         "epoch_mode": config.epoch_mode,
         "batch_size": config.batch_size,
@@ -109,6 +109,6 @@ def summarise(
         "staleness": staleness_summary(server.staleness),
         "dropped_pushes": server.dropped,
         "late_pushes": server.late,
-        "bytes_pushed": server.pushes * nbytes,
-        "bytes_pulled": server.replies * nbytes,
+        "bytes_pushed": server.bytes_pushed,
+        "bytes_pulled": server.bytes_pulled,
     }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.faults import Fault, read_faults
@@ -27,8 +28,9 @@ def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault
     if config.faults is None:
         return ()
     faults = read_faults(Path(config.faults), config.workers or 1)
+    ring = parse_strategy(config.strategy).on_ring
     for fault in faults:
-        why = _impossible(fault, script)
+        why = _impossible(fault, script) or (_impossible_in_ring(fault) if ring else None)
         if why is not None:
             raise UserError(f"{config.faults}: {fault.kind} at {fault.at:g} s: {why}")
     return faults
@@ -44,6 +46,14 @@ def _impossible(fault: Fault, script: bool) -> str | None:
         return "a killed process is noticed at once; leave noticed_after out, or try it in 'paceline simulate'"
     if script and fault.restart_after is not None:
         return "a script cannot come back in the middle of its run; leave restart_after out"
+    return None
+
+
+def _impossible_in_ring(fault: Fault) -> str | None:
+    if fault.restart_after is not None:
+        return "nobody comes back into a ring; leave restart_after out, or choose --strategy sync"
+    if fault.kind == "crash" and fault.worker == 0:
+        return "worker 0 of a ring keeps the run's folder; kill another, or choose --strategy sync"
     return None
 
 

@@ -27,6 +27,8 @@ ROLES = {
     "script": "paceline.runtimes.script_process:main",
     "script server": "paceline.runtimes.script_server:main",
     "replay server": "paceline.runtimes.replay_server:main",
+    "ring host": "paceline.runtimes.ring_process:host",
+    "ring worker": "paceline.runtimes.ring_process:worker",
 }
 PRELOADED = ("paceline.runtimes.server_process", "paceline.runtimes.worker_process", "paceline.tasks.supervised")
 _PR_SET_PDEATHSIG = 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
@@ -69,10 +70,9 @@ class Host:
         self.server, self.config, self.folder = server, config, folder
         self.task = task if isinstance(task, SupervisedTask) else None
         self._trained = task
-        self._num_floats = task.num_parameters if isinstance(task, TimingModel) else task.layout.size
         self._num_parameters = (task if isinstance(task, TimingModel) else task.layout).num_parameters
         self.work = work
-        self.memories: dict[int, Tensor] = {}
+        self.memories: dict[int, Memory] = {}
         self.send: Callable[[Reply], None] = _nobody
         self.stop_reason: str | None = None
         self.lost: list[int] = []
@@ -119,7 +119,7 @@ class Host:
             self.clock.go()
         for reply in outcome.replies:
             if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
-                self.server.weights_for(reply.worker, self.memories[reply.worker])
+                self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)
         if isinstance(message, Push):
             self._loss_sum += message.loss
@@ -206,8 +206,7 @@ class Host:
     def checkpoint(self) -> None:
         """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
         now = self.clock.now()
-        live = {w: self.memories[w] for w, m in self.server.members.items() if m.live and not m.done}
-        cut = take_cut(self.server, live, self.log.nbytes, now)
+        cut = take_cut(self.server, self.memories, self.log.nbytes, now)
         self._writer.do("a checkpoint", lambda: write_cut(self.folder.checkpoints, cut))
         self.events.write("checkpoint", now, updates=self.server.version)
         self._next_checkpoint = now + self.config.checkpoint_every
@@ -330,7 +329,7 @@ class Host:
                 live = trained_tensors(self.server, self._trained, live=True)
                 write_atomically(self.folder.live_weights_file, save(live))
             result = {
-                **summarise(self.config, self.server, 4 * self._num_floats, self.clock.now(), scores),
+                **summarise(self.config, self.server, self.clock.now(), scores),
                 "weights_sha256": weights_sha256(tensors),
                 "num_parameters": self._num_parameters,
                 "status": status,

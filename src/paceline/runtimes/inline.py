@@ -31,7 +31,7 @@ def run_inline(
 
     host.send = deliver
     for seat in by_worker.values():
-        host.memories[seat.join.worker] = seat.weights
+        host.memories[seat.join.worker] = seat.memory
         host.handle(seat.join)
     while turn:
         reason = stopped()

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.config import RunConfig, to_dict
@@ -38,7 +38,7 @@ class Reported(PacelineError):
 class Processes:
     """What the processes of a run are told: their roles, a spec of JSON values, and descriptors all of them get.
 
-    `faults` is what they are made to suffer.
+    `faults` is what they are made to suffer. Workers before `first_worker` live in the process that keeps the folder.
     """
 
     spec: dict[str, Any]
@@ -47,6 +47,11 @@ class Processes:
     server_role: str = "server"
     worker_role: str = "worker"
     faults: tuple[Fault, ...] = ()
+    first_worker: int = 0
+
+    def in_ring(self) -> Processes:
+        """The same without a server: worker 0 keeps the folder, and everybody updates a copy of the weights."""
+        return replace(self, server_role="ring host", worker_role="ring worker", first_worker=1)
 
 
 class Supervisor:
@@ -63,7 +68,7 @@ class Supervisor:
         self._forks, self._config, self._folder, self._report = forks, config, folder, report
         self._processes = processes
         self._common = {"config": to_dict(config), "folder": str(folder.path), **processes.spec}
-        self._incarnations = dict.fromkeys(range(config.workers or 1), processes.incarnation)
+        self._incarnations = dict.fromkeys(range(processes.first_worker, config.workers or 1), processes.incarnation)
         self._injector = Injector(processes.faults, self._tell_fault, self._restart)
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._names: dict[int, str] = {}
@@ -75,7 +80,8 @@ class Supervisor:
     def start(self) -> None:
         """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
         server_fds = [self._server_end.fileno(), *self._processes.fds]
-        asked = request(self._processes.server_role, {**self._common, "name": "server"})
+        own = {"name": "server", "incarnation": self._processes.incarnation}
+        asked = request(self._processes.server_role, {**self._common, **own})
         self._send(self._forks.socket, asked, server_fds)
         self._server_end.close()
         for worker in self._incarnations:
@@ -167,6 +173,8 @@ class Supervisor:
             self._running.add(notice["pid"])
             if notice["name"] in self._numbers:
                 self._injector.started(self._numbers[notice["name"]], notice["pid"])
+            elif self._processes.first_worker:
+                self._injector.started(0, notice["pid"])
         elif notice["kind"] == "complaint":
             self._hear_server_out()
             raise Reported(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
@@ -180,9 +188,10 @@ class Supervisor:
         if name == "server" and not self._finished:
             self._hear_server_out()
             if not self._finished:
-                raise self._failure(f"the server process ended ({notice['how']})")
+                keeper = "the server process" if not self._processes.first_worker else "the process of worker 0"
+                raise self._failure(f"{keeper} ended ({notice['how']})")
         elif notice["status"] and not self._finished:
-            left = sum(self._names[pid] != "server" for pid in self._running)
+            left = sum(self._names[pid] != "server" for pid in self._running) + self._processes.first_worker
             goes_on = f"the run goes on with {left}" if left else "no worker is left"
             self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
 

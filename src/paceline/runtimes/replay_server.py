@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from paceline.core.memory import Memory
 from paceline.core.messages import Join, Push, Reply
 from paceline.errors import ProtocolError, RunFailed
 from paceline.runs.arrivals import Record
@@ -34,9 +36,13 @@ class ScriptSeat:
     def __init__(self, join: Join, door: ServerDoor, patience: float) -> None:
         assert door.slot is not None
         self.join, self.door = join, door
-        self.weights, self.state = door.slot.weights, door.slot.state
+        self.memory: Memory = door.slot
         self.pending: Reply | None = None
         self._patience = patience
+
+    def recall(self, own: Tensor) -> None:
+        """A script's replay begins with the run, never at a checkpoint."""
+        raise AssertionError("a script keeps its own state to itself")
 
     def push(self) -> Push | None:
         """The push that the script sends next; None when it ended instead."""

@@ -15,8 +15,12 @@ WORTH_SHARING = 1 << 19
 
 
 def server_threads(config: RunConfig, layout: Layout) -> int:
-    """While a round closes the workers wait, so the server may use their cores, where the vector is worth it."""
-    waiting = parse_strategy(config.strategy).in_rounds and layout.size >= WORTH_SHARING
+    """While a round closes the workers wait, so the server may use their cores, where the vector is worth it.
+
+    In a ring nobody waits meanwhile: each worker makes the update by itself.
+    """
+    strategy = parse_strategy(config.strategy)
+    waiting = strategy.in_rounds and not strategy.on_ring and layout.size >= WORTH_SHARING
     return cores() if waiting else 1
 
 

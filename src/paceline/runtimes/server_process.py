@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from paceline.config import from_dict
+from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Leave, Push, Reply, Resume
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
@@ -150,8 +151,7 @@ class Service:
             self.control.send({"kind": "note", "text": str(error)})
             message = None
         if isinstance(message, Push):
-            self.host.timekeeper.add(message.worker, door.timing)
-            self.host.handle(message)
+            self._take(door, message)
         elif message is None:
             self._hang_up(door)
         elif isinstance(message, Hello):
@@ -159,15 +159,28 @@ class Service:
         else:
             self.host.figures[str(message.worker)] = message.values
 
+    def _take(self, door: ServerDoor, push: Push) -> None:
+        """A push whose bytes are none is its worker's fault: nothing has changed, and the worker is sent away."""
+        self.host.timekeeper.add(push.worker, door.timing)
+        try:
+            self.host.handle(push)
+        except ProtocolError as error:
+            self.control.send({"kind": "note", "text": f"worker {door.worker}: {error}"})
+            self._hang_up(door)
+
     def welcome(self, door: ServerDoor, hello: Hello) -> None:
         """Let a worker join, if it brings the model and the data that this run is about."""
         wrong = [name for name, value in self._expected.items() if hello.facts.get(name) != value]
-        if wrong or hello.slot.weights.numel() != self.host.server.weights.numel():
-            text = f"worker {door.worker} was refused: it differs from this run in {' and '.join(wrong) or 'size'}"
+        if hello.slot.sizes[0] != self.host.server.weights.numel():
+            wrong.append("size")
+        if hello.slot.sizes[2:4] != self.host.server.codecs.capacities:
+            wrong.append("codecs")
+        if wrong:
+            text = f"worker {door.worker} was refused: it differs from this run in {' and '.join(wrong)}"
             self.control.send({"kind": "note", "text": text})
             self._hang_up(door)
             return
-        self.host.memories[door.worker] = hello.slot.weights
+        self.host.memories[door.worker] = hello.slot
         self.host.handle(hello.join)
         self._tell_clock()
 
@@ -228,8 +241,9 @@ def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
     dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
     task = make_task(config, dataset)
     work = work_of(task, config)
-    require_memory((config.workers or 1) * Slot.nbytes(task.layout.size, task.state_size), "workers' weights")
     server = make_server(config, task, work)
+    sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
+    require_memory((config.workers or 1) * Slot.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
     folder = RunFolder(Path(spec["folder"]))
     if not spec["resume"]:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
@@ -32,6 +31,7 @@ class Cluster:
 
     step_times: StepTimes
     nbytes: int
+    """Of all weights, as they go round a ring; the server knows what its pushes and replies weigh."""
     link: Link | None = None
     latency: float = 0.0
     """Of a message where there is no link: between processes of one machine."""
@@ -49,7 +49,7 @@ class ServerSide(Protocol):
     """Whoever keeps the server: takes inputs, writes weights into `memories`, and answers through `send`."""
 
     server: Server
-    memories: dict[int, Tensor]
+    memories: dict[int, Memory]
     send: Callable[[Reply], None]
 
     def handle(self, message: Input) -> None: ...
@@ -98,7 +98,7 @@ class Simulation:
         self.workers = [Worker(number) for number in range(num_workers)]
         link = None if cluster.ring else cluster.link
         latency = link.latency if link is not None else cluster.latency
-        self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, cluster.nbytes, num_workers)
+        self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, num_workers)
         self._make_seat, self._start_server = make_seat, start_server
         cores = float(cluster.cores) if cluster.cores is not None else None
         self._cores = Shared(agenda, cores, 1.0, cluster.turns) if cores is not None else None
@@ -227,8 +227,9 @@ class Simulation:
         self._carry_up(worker, worker.unanswered)
 
     def _carry_up(self, worker: Worker, message: Join | Push) -> None:
-        delivery, heavy = (self._server_life, message), isinstance(message, Push)
-        self.wire.carry(worker.number, UP, self.deliver, delivery, self._try_again_later, (worker, message), heavy)
+        delivery = self._server_life, message
+        nbytes = self.side.server.nbytes_of(message) if isinstance(message, Push) else None
+        self.wire.carry(worker.number, UP, self.deliver, delivery, self._try_again_later, (worker, message), nbytes)
 
     def _send(self, reply: Reply) -> None:
         """Carry a reply, with its weights, from the server to its worker."""
@@ -242,8 +243,8 @@ class Simulation:
             self.agenda.at(self.agenda.now + seconds, self._receive, (worker.life, reply))
             return
         asked = worker, worker.unanswered or worker.seat.join
-        delivery = worker.life, reply
-        self.wire.carry(worker.number, DOWN, self._receive, delivery, self._try_again_later, asked, True)
+        delivery, nbytes = (worker.life, reply), self.side.memories[worker.number].nbytes
+        self.wire.carry(worker.number, DOWN, self._receive, delivery, self._try_again_later, asked, nbytes)
 
     def _try_again_later(self, asked: tuple[Worker, Join | Push]) -> None:
         worker, message = asked
@@ -295,7 +296,7 @@ class Simulation:
             seat = self.workers[message.worker].seat
             if seat is None or seat.join is not message:
                 return  # its connection is closed already
-            self.side.memories[message.worker] = seat.weights
+            self.side.memories[message.worker] = seat.memory
         self.num_events += 1
         self.side.handle(message)
         if self.side.server.over:

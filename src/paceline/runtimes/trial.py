@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import torch
-from torch import Tensor
 
 from paceline.assemble import make_policy
 from paceline.config import RunConfig
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
 from paceline.core.optimizers import Adam, Optimizer, Prepared, Sgd
 from paceline.core.schedules import Budget, Schedule
@@ -118,7 +118,7 @@ class Stage:
         self.trial = trial
         self.agenda = Limited()
         self.witness = Witness(trial)
-        self.memories: dict[int, Tensor] = {}
+        self.memories: dict[int, Memory] = {}
         self.send: Callable[[Reply], None] = lambda reply: None
         self.records: list[Record] = []
         self.restarts = 0
@@ -167,12 +167,11 @@ class Stage:
         self.witness.saw(message, outcome, self.server)
         for reply in outcome.replies:
             if outcome.verdict != Verdict.REPEATED:
-                self.server.weights_for(reply.worker, self.memories[reply.worker])
-                self.witness.sent(reply.worker, self.memories[reply.worker])
+                self.server.hand_out(reply, self.memories[reply.worker])
+                self.witness.sent(reply.worker, self.memories[reply.worker].weights)
             self.send(reply)
         if self.trial.cuts and self.server.can_be_cut and self._chance.random() < self.trial.cuts:
-            live = {w: self.memories[w] for w, m in self.server.members.items() if m.live and not m.done}
-            self._cut = take_cut(self.server, live, len(self.records), self.agenda.now)
+            self._cut = take_cut(self.server, self.memories, len(self.records), self.agenda.now)
 
 
 def _record(message: Input, verdict: Verdict, now: float) -> Record:

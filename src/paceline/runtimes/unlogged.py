@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
+from paceline.core.memory import Memory
 from paceline.core.messages import Input, Reply
 from paceline.core.server import Server
 
@@ -15,7 +14,7 @@ class Unlogged:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.memories: dict[int, Tensor] = {}
+        self.memories: dict[int, Memory] = {}
         self.send: Callable[[Reply], None] = _nobody
 
     def handle(self, message: Input) -> None:
@@ -24,7 +23,7 @@ class Unlogged:
     def answer(self, replies: tuple[Reply, ...]) -> None:
         """To everybody whom an input set free."""
         for reply in replies:
-            self.server.weights_for(reply.worker, self.memories[reply.worker])
+            self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.faults import Fault
 from paceline.runtimes.agenda import Action, Agenda
@@ -22,26 +22,32 @@ class Line:
     """Seconds that messages have spent on it."""
 
 
-class Wire:
-    """Carries messages: `nbytes` over the link's direction that all workers share, then the latency."""
+Cargo: TypeAlias = tuple[Line, tuple[str, int] | None, Action, Any, float]
+"""Whose line, which way with how many bytes on the link, to whom, what, and since when."""
 
-    def __init__(self, agenda: Agenda, bandwidth: float | None, latency: float, nbytes: int, num_workers: int) -> None:
-        self._agenda, self._latency, self._nbytes = agenda, latency, nbytes
+
+class Wire:
+    """Carries messages: their bytes over the link's direction that all workers share, then the latency."""
+
+    def __init__(self, agenda: Agenda, bandwidth: float | None, latency: float, num_workers: int) -> None:
+        self._agenda, self._latency = agenda, latency
         self._shared: dict[str, Shared] = {}
         if bandwidth is not None:
             self._shared = {way: Shared(agenda, bandwidth, bandwidth) for way in (UP, DOWN)}
         self.lines = [Line() for _ in range(num_workers)]
         self.is_down = False
 
-    def carry(self, worker: int, way: str, arrive: Action, message: Any, lost: Action, asked: Any, heavy: bool) -> None:
-        """Bring `message` to `arrive`, or call `lost(asked)` where it goes astray. Only a heavy one fills the link."""
+    def carry(
+        self, worker: int, way: str, arrive: Action, message: Any, lost: Action, asked: Any, nbytes: int | None
+    ) -> None:
+        """Bring `message` to `arrive`, or call `lost(asked)` where it goes astray; one without `nbytes` is light."""
         line, now = self.lines[worker], self._agenda.now
         if self.is_down or now < line.cut_until:
             lost(asked)
             return
         astray = line.astray[way]
-        fault = astray.pop(0) if astray and heavy else None
-        cargo = (line, way if heavy and self._shared else None, arrive, message, now)
+        fault = astray.pop(0) if astray and nbytes is not None else None
+        cargo = (line, (way, nbytes) if nbytes and self._shared else None, arrive, message, now)
         if fault is None:
             self._load(cargo)
         elif fault.kind == "lose":
@@ -51,14 +57,15 @@ class Wire:
             if fault.kind == "duplicate":
                 self._load(cargo)
 
-    def _load(self, cargo: tuple[Line, str | None, Action, Any, float]) -> None:
-        way = cargo[1]
-        if way is None:
+    def _load(self, cargo: Cargo) -> None:
+        load = cargo[1]
+        if load is None:
             self._unload(cargo)
         else:
-            self._shared[way].add(self._nbytes, self._unload, cargo)
+            way, nbytes = load
+            self._shared[way].add(nbytes, self._unload, cargo)
 
-    def _unload(self, cargo: tuple[Line, str | None, Action, Any, float]) -> None:
+    def _unload(self, cargo: Cargo) -> None:
         line, _, arrive, message, since = cargo
         there = self._agenda.now + self._latency
         line.under_way += there - since

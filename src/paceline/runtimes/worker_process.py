@@ -1,4 +1,4 @@
-"""A worker process: builds its task, offers its memory to the server, and lets the generator work until it is over."""
+"""A worker process: builds its task, offers its memory to the server, and works until it is over."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from paceline.config import from_dict
-from paceline.core.messages import Push
-from paceline.core.worker import work as working
-from paceline.crew import identity_of, make_join, make_task, work_of
+from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.scheduling import CoreLender, polls_before_sleep, yield_to_server
@@ -31,20 +29,17 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
     task = make_task(config, dataset)
     division = work_of(task, config)
-    slot = Slot.create(task.layout.size, task.state_size)
-    task.bind(slot.weights, slot.gradient, slot.state)
     join = make_join(config, division, worker, spec["incarnation"])
-    loader = task.loader(division.batches(worker, config), config.seed, worker)
-    task.warm_up(loader.batch(0))
+    seat = make_seat(config, task, division, join, Slot.create)
     delay = parse_delays(config.delay or [], config.workers or 1).get(worker)
     lender = CoreLender(config, task.layout, spec.get("server_pid"))
-    generator = working(task, loader, join, slot.gradient, slot.state)
-    next(generator)
-    reply = door.hello(join, slot, identity_of(task))
+    assert isinstance(seat.memory, Slot)
+    reply = door.hello(join, seat.memory, identity_of(task))
     stopwatch = Stopwatch()
     while reply is not None and not reply.over:
-        push = generator.send(reply)
-        assert isinstance(push, Push)
+        seat.pending = reply
+        push = seat.push()
+        assert push is not None
         if delay is not None:
             time.sleep(delay.seconds(config.seed, worker, push.seq))
         timing = stopwatch.step()

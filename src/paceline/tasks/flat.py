@@ -30,6 +30,8 @@ class FlatModule:
         self.state_size = self.state_layout.size if self._buffers else 0
         self._gradient = torch.empty(0)
         self._views: list[Tensor] = []
+        self.hooks = True
+        """Whether backward is to add into the bound gradient; if not, `collect` copies from wherever it added."""
 
     def initial(self) -> Tensor:
         """A flat copy of the parameters as they are now."""
@@ -55,6 +57,10 @@ class FlatModule:
 
     def clear(self) -> None:
         """Zero the bound gradient and hook every parameter to its part of it, so that backward adds in place."""
+        if not self.hooks:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            return
         self._gradient.zero_()
         for parameter, view in zip(self._parameters.values(), self._views, strict=True):
             if parameter.grad is not view:

@@ -19,6 +19,7 @@ class LocalSteps:
         self._task, self._optimizer = task, optimizer
         self._lr = torch.tensor(lr)
         self.layout, self.state_size, self.initial = task.layout, task.state_size, task.initial
+        self.own = task.own
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._drift = weights, gradient

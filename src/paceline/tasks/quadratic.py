@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.interfaces import Batch, Layout, Parameter
+from paceline.interfaces import Batch, Layout, Parameter, State
 
 ANSWER = (1.0, -0.5, 0.25, 2.0)
 ANSWER_TENSOR = torch.tensor(ANSWER)
@@ -36,6 +36,7 @@ class Quadratic:
     state_size = 1
 
     def __init__(self, worker: int, even: bool, poison: int | None = None) -> None:
+        self.own: State = {}
         self._worker, self._even, self._poison = worker, even, poison
 
     def initial(self) -> Tensor:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import UserError
 from paceline.interfaces import Batch
@@ -44,6 +45,7 @@ class Step:
     def __init__(self, flat: FlatModule, loss: Loss, settings: StepSettings) -> None:
         self._flat, self._model, self._loss, self._settings = flat, flat.module, loss, settings
         self._dropouts = [module for module in self._model.modules() if isinstance(module, AddressedDropout)]
+        self._around, self._weight = self._model, 1.0
         self._forward: Loss = self._compiled() if settings.compile else self._loss_of
         self._captured: dict[tuple[torch.Size, torch.Size], Captured] = {}
 
@@ -52,8 +54,12 @@ class Step:
         """Whether the first step takes long."""
         return self._settings.compile or self._settings.capture
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """Add the gradient of the batch's mean loss to the bound one; returns the loss."""
+    def __call__(self, batch: Batch, around: nn.Module, weight: float = 1.0) -> Tensor:
+        """Add the gradient of the batch's mean loss, times `weight`, to the bound one; returns the loss.
+
+        `around` is the model or something around it that exchanges gradients while backward goes on.
+        """
+        self._around, self._weight = around, weight
         for dropout in self._dropouts:
             dropout.key = batch.key
         inputs, targets = self._placed(batch.inputs), batch.targets
@@ -70,7 +76,9 @@ class Step:
         """What the model says of `inputs`, with its own tensors or others in their place."""
         inputs = self._placed(inputs)
         with self._precision(inputs):
-            found: Tensor = self._model(inputs) if tensors is None else functional_call(self._model, tensors, (inputs,))
+            found: Tensor = (
+                self._around(inputs) if tensors is None else functional_call(self._model, tensors, (inputs,))
+            )
         return found.float() if found.dtype == torch.bfloat16 else found
 
     def _precision(self, inputs: Tensor) -> Any:
@@ -93,19 +101,26 @@ class Step:
         size = -(-whole // self._settings.accumulate)
         if size == whole:
             return self._backward(inputs, targets, 0, 1.0)
-        losses = [
-            self._backward(inputs[start : start + size], targets[start : start + size], start, whole)
-            for start in range(0, whole, size)
-        ]
+        losses = []
+        for start in range(0, whole, size):
+            part = slice(start, start + size)
+            last = start + size >= whole
+            with contextlib.nullcontext() if last else self._unexchanged():
+                losses.append(self._backward(inputs[part], targets[part], start, len(inputs[part]) / whole))
         return torch.stack(losses).sum()
 
-    def _backward(self, inputs: Tensor, targets: Tensor, first: int, whole: float) -> Tensor:
+    def _unexchanged(self) -> Any:
+        """Backward of a part that is not the last keeps its gradients for itself."""
+        return self._around.no_sync() if isinstance(self._around, DistributedDataParallel) else contextlib.nullcontext()
+
+    def _backward(self, inputs: Tensor, targets: Tensor, first: int, share: float) -> Tensor:
         for dropout in self._dropouts:
             dropout.first = first
         loss = self._forward(inputs, targets)
-        if whole != 1.0:
-            loss = loss * (len(inputs) / whole)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if share != 1.0:
+            loss = loss * share
+        counted = loss if self._weight == 1.0 else loss * self._weight
+        counted.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _compiled(self) -> Loss:

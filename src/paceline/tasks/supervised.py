@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.data.batches import Batches
 from paceline.errors import UserError
-from paceline.interfaces import Batch, Scores
+from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.models.dropout import mix64
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.stepping import Step, StepSettings
@@ -80,11 +80,16 @@ class SupervisedTask:
                 raise UserError(f"{name} data: {len(pair[0])} inputs but {len(pair[1])} targets; give one target each")
         self.flat = FlatModule(model, decay)
         self.model = self.flat.module
+        self.forward: nn.Module = self.model
+        """What computes outputs in training: the model, or something around it."""
+        self.loss_weight = 1.0
+        """What the loss counts for in the gradient."""
         self.loss = loss
         self.train, self.test = train, test
         self.transform = transform
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
+        self.own: State = {}
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self.step_by(StepSettings())
@@ -93,12 +98,12 @@ class SupervisedTask:
         """How steps and evaluations are computed from now on."""
         self._step = Step(self.flat, self.loss, settings)
 
-    def warm_up(self, batch: Batch) -> None:
+    def warm_up(self, loader: Loader) -> None:
         """After `bind`, before the clock runs: compile or capture the step, and leave everything as it was."""
-        if not self._step.starts_slowly:
+        if not self._step.starts_slowly or self.forward is not self.model:
             return
         kept = [buffer.clone() for buffer in self.model.buffers()]
-        self.gradient(batch)
+        self.gradient(loader.batch(0))
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), kept, strict=True):
                 buffer.copy_(value)
@@ -121,7 +126,7 @@ class SupervisedTask:
         if batch.inputs.is_cuda:
             torch.cuda.manual_seed(batch.key)
         self.flat.clear()
-        loss = self._step(batch)
+        loss = self._step(batch, self.forward, self.loss_weight)
         self.flat.collect()
         return loss.item()
 

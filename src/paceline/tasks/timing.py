@@ -7,7 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.interfaces import Batch, Layout
+from paceline.interfaces import Batch, Layout, Parameter, State
+
+
+def one_vector(num_parameters: int) -> Layout:
+    """A layout of so many floats and no matrices."""
+    return Layout((Parameter("all", (num_parameters,), 0),), num_parameters)
 
 
 class TimingModel:
@@ -17,6 +22,7 @@ class TimingModel:
         self.num_parameters = num_parameters
         self.layout = Layout((), 0)
         self.state_size = 0
+        self.own: State = {}
         self._batch = Batch(None, None, batch_size, 0)
 
     def initial(self) -> Tensor:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.segment import Segment, page_aligned
 
-_PUSH = struct.Struct("<BxxxIIIffff")
+_PUSH = struct.Struct("<BxxxIIIQffff")
 _REPLY = struct.Struct("<BBxxIQQ")
 _HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
 _LARGEST = 1 << 20
@@ -33,30 +34,31 @@ class Timing(NamedTuple):
     waited: float
 
 
-class Slot:
-    """One worker's memory: weights (the server writes), gradient and state (the worker writes)."""
+class Slot(Memory):
+    """One worker's memory in a segment that its server maps too; every part begins on a page of its own."""
 
-    def __init__(self, segment: Segment, size: int, state_size: int) -> None:
+    def __init__(self, segment: Segment, sizes: Sizes) -> None:
         self.segment = segment
-        part = page_aligned(4 * size)
-        self.weights = self._tensor(0, size)
-        self.gradient = self._tensor(part, size)
-        self.state = self._tensor(2 * part, state_size)
+        parts, offset = {}, 0
+        for name, (dtype, count) in sizes.parts().items():
+            parts[name] = self._tensor(dtype, count, offset)
+            offset += page_aligned(dtype.itemsize * count)
+        super().__init__(sizes, parts)
 
-    def _tensor(self, offset: int, size: int) -> Tensor:
-        if not size:
-            return torch.empty(0)
-        return torch.frombuffer(self.segment.memory, dtype=torch.float32, count=size, offset=offset)
+    def _tensor(self, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.segment.memory, dtype=dtype, count=count, offset=offset)
 
     @staticmethod
-    def nbytes(size: int, state_size: int) -> int:
+    def nbytes_for(sizes: Sizes) -> int:
         """Bytes a slot takes."""
-        return 2 * page_aligned(4 * size) + page_aligned(4 * state_size)
+        return sum(page_aligned(dtype.itemsize * count) for dtype, count in sizes.parts().values())
 
     @staticmethod
-    def create(size: int, state_size: int) -> Slot:
+    def create(sizes: Sizes) -> Slot:
         """A worker's new slot, reserved."""
-        return Slot(Segment.create(Slot.nbytes(size, state_size), "weights and gradient of a worker"), size, state_size)
+        return Slot(Segment.create(Slot.nbytes_for(sizes), "weights and gradient of a worker"), sizes)
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
@@ -80,8 +82,7 @@ class WorkerDoor:
             "incarnation": join.incarnation,
             "quota": join.quota,
             "threads": join.threads,
-            "size": slot.weights.numel(),
-            "state_size": slot.state.numel(),
+            "sizes": slot.sizes,
             **facts,
         }
         payload = bytes([_HELLO]) + json.dumps(fields).encode()
@@ -95,7 +96,8 @@ class WorkerDoor:
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply; None when the server is gone."""
         try:
-            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, push.samples, push.loss, *timing))
+            sizes = push.samples, push.update.nbytes
+            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *sizes, push.loss, *timing))
         except (BrokenPipeError, ConnectionResetError):
             return None
         return self._reply(push.worker, push.incarnation)
@@ -184,22 +186,29 @@ class ServerDoor:
     def _push(self, packet: bytes, slot: Slot) -> Push:
         if len(packet) != _PUSH.size or packet[0] != _PUSHED:
             raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are no push")
-        _, seq, reply, samples, loss, *seconds = _PUSH.unpack(packet)
+        _, seq, reply, samples, nbytes, loss, *seconds = _PUSH.unpack(packet)
+        update = slot.update
+        if nbytes > update.nbytes:
+            raise ProtocolError(f"worker {self.worker} pushed {nbytes} bytes into a memory of {update.nbytes}")
         self.timing = Timing(*seconds)
-        return Push(self.worker, self.incarnation, seq, reply, samples, loss, slot.gradient, slot.state)
+        if slot.sizes.payload is not None:
+            update = update[:nbytes]
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
     def _hello(self, packet: bytes, fds: list[int]) -> Hello:
         try:
             fields = json.loads(packet[1:]) if packet[0] == _HELLO and len(fds) == 1 else {}
             join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
-            size, state_size = int(fields.pop("size")), int(fields.pop("state_size"))
+            weights, state, payload, pulled, own = fields.pop("sizes")
+            sizes = Sizes(int(weights), int(state), payload, pulled, int(own))
+            nbytes = Slot.nbytes_for(sizes)
         except (ValueError, KeyError, TypeError):
             for fd in fds:
                 os.close(fd)
             raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are no hello") from None
-        segment = Segment.attach(fds[0], Slot.nbytes(size, state_size))
+        segment = Segment.attach(fds[0], nbytes)
         segment.close_descriptor()
-        self.slot = Slot(segment, size, state_size)
+        self.slot = Slot(segment, sizes)
         return Hello(join, self.slot, fields)
 
     def answer(self, reply: Reply) -> None:

@@ -33,7 +33,7 @@ def reproduce_for_real(table: str, arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what workers compute on [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
     parser.add_argument("--runs", metavar="DIR", default=f"runs/{table}", help=f"run folders go here [runs/{table}]")
-    parser.add_argument("--strategy", metavar="NAME", help="for rows in step, instead of all-reduce (or sync)")
+    parser.add_argument("--strategy", metavar="NAME", help="for rows on several devices, instead of allreduce")
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in HANDED_ON))
     parsed = parser.parse_strictly(arguments)
     if (parsed.epochs is not None and not parsed.epochs > 0) or (parsed.steps is not None and parsed.steps < 1):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from paceline.config import SIMULATED_ONLY
 from paceline.flags import add_settings, config_from, number
+from paceline.ranks import rank_here
 from paceline.reports.console import Console
-from paceline.verbs.ending import parser_for, show
+from paceline.verbs.ending import EXIT_CODES, parser_for, show
 
 SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
@@ -48,9 +49,11 @@ def train_verb(arguments: list[str]) -> int:
     config = config_from(parsed, parsed.file)
     from paceline.launch import train
 
-    with Console() as console:
+    rank = rank_here()
+    follows = rank is not None and not rank.leads
+    with Console(quiet=follows) as console:
         folder, result = train(config, console)
-    return show(folder, result, parsed.json)
+    return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
 
 
 def run_verb(arguments: list[str]) -> int:

@@ -1,0 +1,184 @@
+"""The processes of a ring on one machine. The first worker also keeps the run's folder and speaks to the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config import from_dict
+from paceline.core.messages import Join, Resume
+from paceline.core.server import Server
+from paceline.crew import identity_of, make_seat, make_task
+from paceline.errors import ProtocolError, UserError
+from paceline.runs.checkpoint import newest_cut, restore, take_cut, write_cut
+from paceline.runs.folder import RunFolder
+from paceline.runs.resume import rebuild
+from paceline.runtimes.allocator import keep_freed_memory
+from paceline.runtimes.host import Host
+from paceline.runtimes.replica import Place, Replica
+from paceline.runtimes.scheduling import polls_before_sleep
+from paceline.runtimes.server_process import Control, reporting
+from paceline.runtimes.shared_dataset import attach
+from paceline.runtimes.unlogged import Unlogged
+from paceline.transports.segment import Segment
+from paceline.transports.shared_ring import RingMemory, SharedRing
+
+_LARGEST = 1 << 16
+
+
+class Gathering:
+    """The first worker's reception: it waits for everybody, hands out the ring's memory, and notices who leaves."""
+
+    def __init__(self, place: Place, control: Control) -> None:
+        self.place, self.control = place, control
+        self.doors: dict[int, socket.socket] = {}
+        self.missing: list[int] = []
+        self.stop_reason: str | None = None
+        size, num = place.task.layout.size, place.num_workers
+        self.memory = RingMemory.create(num, size, place.task.state_size)
+        self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(num)]
+        self.ring = SharedRing(self.memory, 0, self.bells, polls_before_sleep(place.config))
+        self.ring.listen(control.connection, self._order)
+        self._hellos: set[int] = set()
+
+    def wait(self) -> None:
+        """Until everybody has come, or is known not to."""
+        while len(self._hellos) + len(self.missing) < self.place.num_workers - 1 and self.stop_reason is None:
+            self.ring.hear(None)
+
+    def welcome(self, resumed: bool) -> None:
+        """Send everybody who came the ring's memory."""
+        facts = {"missing": self.missing, "resumed": resumed}
+        for worker in sorted(self._hellos):
+            socket.send_fds(self.doors[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells])
+
+    def _order(self) -> None:
+        order, fds = self.control.receive()
+        if order["kind"] == "worker":
+            door = self.doors[order["worker"]] = socket.socket(fileno=fds[0])
+            self.ring.listen(door, lambda: self._hear(order["worker"]))
+        elif order["kind"] == "stop":
+            self.stop_reason = order["reason"]
+        elif order["kind"] == "fault":
+            row = {name: value for name, value in order["fault"].items() if name != "kind"}
+            self.tell_fault(order["fault"]["kind"], row)
+
+    tell_fault: Callable[[str, dict[str, Any]], None] = staticmethod(lambda kind, row: None)
+
+    def _hear(self, worker: int) -> None:
+        door = self.doors[worker]
+        try:
+            packet = door.recv(_LARGEST)
+        except ConnectionResetError:
+            packet = b""
+        if packet:
+            self._admit(worker, json.loads(packet))
+            return
+        self.ring.forget(door)
+        door.close()
+        if worker in self._hellos:
+            self.ring.lose(worker)
+        else:
+            self.missing.append(worker)
+
+    def _admit(self, worker: int, facts: dict[str, Any]) -> None:
+        expected = identity_of(self.place.task)
+        wrong = [name for name, value in expected.items() if facts.get(name) != value]
+        if wrong:
+            raise UserError(f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data")
+        self._hellos.add(worker)
+
+
+def host(spec: dict[str, Any], fds: list[int]) -> int:
+    """Worker 0: gather the others, then train with them and keep the run's folder."""
+
+    def serve(control: Control) -> None:
+        place = _place(spec, fds, 0)
+        gathering = Gathering(place, control)
+        seat = place.seat(gathering.ring)
+        hosting = _make_host(spec, fds, place, control)
+        hosting.memories = place.memories(seat.memory)
+        gathering.tell_fault = lambda kind, row: hosting.events.write("fault", hosting.clock.now(), fault=kind, **row)
+        replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
+        gathering.wait()
+        gathering.welcome(spec["resume"])
+        replica.start(place.roll(gathering.missing))
+        control.send({"kind": "clock", "now": hosting.clock.now(), "runs": True})
+
+        def stopping() -> bool:
+            gathering.ring.hear()
+            if gathering.stop_reason is not None:
+                hosting.stop(gathering.stop_reason)
+            return hosting.server.over
+
+        replica.run(stopping)
+        gathering.ring.stop()
+        control.send({"kind": "clock", "now": hosting.clock.now(), "runs": False})
+        hosting.finish()
+        hosting.close()
+
+    return reporting(serve, fds[0])
+
+
+def _place(spec: dict[str, Any], fds: list[int], worker: int) -> Place:
+    keep_freed_memory()
+    config = from_dict(spec["config"])
+    torch.set_num_threads(config.threads or 1)
+    dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
+    return Place(config, make_task(config, dataset), worker, spec["incarnation"])
+
+
+def _make_host(spec: dict[str, Any], fds: list[int], place: Place, control: Control) -> Host:
+    folder, seconds = RunFolder(Path(spec["folder"])), 0.0
+    if spec["resume"]:
+        dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
+
+        def seat(join: Join) -> Any:
+            return make_seat(place.config, make_task(place.config, dataset), place.work, join)
+
+        seconds = rebuild(place.server, seat, place.task, place.config, folder, control.send)
+    hosting = Host(place.server, place.task, place.work, place.config, folder, control.send, seconds, spec["facts"])
+    if spec["resume"]:
+        hosting.handle(Resume())
+        cut = take_cut(place.server, {}, hosting.log.nbytes, seconds)
+        write_cut(folder.checkpoints, cut)  # the others start from it
+    return hosting
+
+
+def worker(spec: dict[str, Any], fds: list[int]) -> int:
+    """Any other worker: until the ring says it is over, or worker 0 is gone."""
+    place = _place(spec, fds, spec["worker"])
+    door = socket.socket(fileno=fds[0])
+    door.send(json.dumps(identity_of(place.task)).encode())
+    packet, passed, _, _ = socket.recv_fds(door, _LARGEST, place.num_workers + 1)
+    if not packet:
+        return 0  # worker 0 is gone: the supervisor says so
+    welcome = json.loads(packet)
+    size, state_size = place.task.layout.size, place.task.state_size
+    segment = Segment.attach(passed[0], RingMemory.nbytes(place.num_workers, size, state_size))
+    memory = RingMemory(segment, place.num_workers, size, state_size)
+    ring = SharedRing(memory, spec["worker"], passed[1:], polls_before_sleep(place.config))
+    ring.listen(door, lambda: os._exit(0))
+    if welcome["resumed"]:
+        _catch_up(place.server, RunFolder(Path(spec["folder"])))
+    seat = place.seat(ring)
+    driver = Unlogged(place.server)
+    driver.memories = place.memories(seat.memory)
+    replica = Replica(driver, seat, ring, place.config)
+    replica.start(place.roll(welcome["missing"]))
+    replica.run()
+    return 0
+
+
+def _catch_up(server: Server, folder: RunFolder) -> None:
+    """Become what worker 0's server is, by the checkpoint it has just written."""
+    cut, _ = newest_cut(folder.checkpoints)
+    if cut is None:
+        raise ProtocolError(f"{folder.checkpoints} holds no checkpoint, though worker 0 has just written one")
+    restore(server, cut)

@@ -1,0 +1,67 @@
+"""Ranks that a launcher started: the ring over torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from commands import Command, result_of, run, wait_for_records
+from safetensors.torch import load_file
+
+SAMPLE = ("--dataset", "fashion-mnist-sample", "--seed", "3", "--name", "it", "--batch-size", "100")
+
+
+@contextlib.contextmanager
+def ranks(cwd: Path, *arguments: str) -> Iterator[list[Command]]:
+    """Two processes of one command, as torchrun would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Command("train", *SAMPLE, *arguments, cwd=cwd, environment={
+                    "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                })
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+
+
+def test_ranks_have_the_weights_of_one_machine(tmp_path: Path) -> None:
+    """Shards of 4,500 and 7,500 samples end in short batches at different times: each counts by its samples."""
+    arguments = ("--strategy", "allreduce", "--shard-weights", "3,5", "--batch-size", "70", "--steps", "80")
+    with ranks(tmp_path, *arguments) as both:
+        assert [command.finish() for command in both] == [0, 0], both[0].err + both[1].err
+        assert "Average test accuracy" in both[0].out and not both[1].out and not both[1].err
+    other = run("train", *SAMPLE, *arguments, "--workers", "2", "--name", "one-machine", cwd=tmp_path)
+    assert other.process.returncode == 0, other.err
+    here, there = (load_file(tmp_path / f"runs/{name}/weights.safetensors") for name in ("it", "one-machine"))
+    assert result_of(tmp_path / "runs/it")["samples"] == result_of(tmp_path / "runs/one-machine")["samples"]
+    for name, tensor in here.items():
+        assert torch.allclose(tensor, there[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_a_rank_that_dies_leaves_no_other_hanging(tmp_path: Path) -> None:
+    with ranks(tmp_path, "--strategy", "allreduce", "--epochs", "500") as both:
+        wait_for_records(tmp_path / "runs/it", 20)
+        os.kill(both[1].process.pid, signal.SIGKILL)
+        assert [command.finish() for command in both] == [1, -signal.SIGKILL], both[0].err
+        last = both[0].err.strip().splitlines()[-1]
+        assert last.startswith("paceline: rank 0 lost the others at update")
+        assert "Traceback" not in both[0].err
+
+
+def test_a_stopped_first_rank_ends_all_with_a_result(tmp_path: Path) -> None:
+    with ranks(tmp_path, "--strategy", "local:2", "--epochs", "500") as both:
+        wait_for_records(tmp_path / "runs/it", 20)
+        os.kill(both[0].process.pid, signal.SIGTERM)
+        assert [command.finish() for command in both] == [130, 130], both[0].err + both[1].err
+    assert result_of(tmp_path / "runs/it")["status"] == "stopped"
+    assert "identical to the run" in run("replay", "runs/it", cwd=tmp_path).out
