@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu_steps.py --data-dir DIR                all of it, under 8 minutes
     PYTHONPATH=src python benchmarks/gpu_steps.py --data-dir DIR --only speed --models resnet18 --seconds 5
-    PYTHONPATH=src python benchmarks/gpu_steps.py --device cpu --only check    whether the script itself works
+    PYTHONPATH=src python benchmarks/gpu_steps.py --device cpu --only check    whether the script itself works; slow
 
 DIR holds MNIST and CIFAR-10. `check`: gradients of every kind of step against eager fp32. `speed`: ResNets on MNIST,
 batch 128: eager PyTorch (fp32 with torch's defaults, torch.optim.Adam, images on the device) and a whole
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of one turn, about [%(default)s]")
     parser.add_argument("--limit", type=float, default=460.0, help="no new part begins after so many seconds")
     parser.add_argument("--epochs", type=float, default=30.0, help="of inception, at most [%(default)s]")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check alone [%(default)s]")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script [%(default)s]")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
     parsed = parser.parse_args()
     if parsed.device == "cuda" and not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def main() -> int:
         if parsed.only in (None, "check"):
             found["check"] = checked(parsed.device)
             ok = all(row["ok"] for row in found["check"])
-        if parsed.only in (None, "speed") and parsed.device == "cuda":
+        if parsed.only in (None, "speed"):
             found["speed"] = speeds(parsed, deadline)
         if parsed.only in (None, "inception") and parsed.device == "cuda":
             found["inception"] = inception(parsed, deadline)
@@ -148,44 +148,51 @@ def distances(found: tuple[float, Tensor, Tensor], exact: tuple[float, Tensor, T
     return max(loss, statistic), ((found[1] - exact[1]).norm() / exact[1].norm()).item()
 
 
-def eager_loop(model_name: str, dataset: Dataset) -> Eager:
+def eager_loop(model_name: str, dataset: Dataset, device: str) -> Eager:
     """What a good PyTorch user writes; call it with a number of steps, and get samples a second."""
     torch.manual_seed(0)
-    model = make_model(model_name, (1, 28, 28)).cuda()
+    model = make_model(model_name, (1, 28, 28)).to(device)
     normalise = Normalise(dataset.info.mean, dataset.info.std)
-    images = normalise(torch.from_numpy(dataset.train_images).cuda())
-    labels = torch.from_numpy(dataset.train_labels).cuda()
+    images = normalise(torch.from_numpy(dataset.train_images).to(device))
+    labels = torch.from_numpy(dataset.train_labels).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
 
     def run(steps: int) -> float:
         plainly()
-        torch.cuda.synchronize()
+        wait(device)
         began = time.perf_counter()
-        order = torch.randperm(len(images), device="cuda")
+        order = torch.randperm(len(images), device=device)
         for step in range(steps):
-            rows = order[torch.arange(BATCH, device="cuda") + step * BATCH % (len(images) - BATCH)]
+            start = step * BATCH % (len(images) - BATCH)
+            rows = order[start : start + BATCH]
             optimizer.zero_grad(set_to_none=True)
             F.nll_loss(model(images[rows]), labels[rows]).backward()
             optimizer.step()
-        torch.cuda.synchronize()
+        wait(device)
         return steps * BATCH / (time.perf_counter() - began)
 
     return run
 
 
-def ours(model: str, steps: int, compiled: bool, data_dir: str | None, runs: str) -> dict[str, Any]:
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def ours(model: str, steps: int, compiled: bool, parsed: argparse.Namespace, runs: str) -> dict[str, Any]:
     """A whole run: loader, step, server, rule, log; compiling and capturing come before its clock."""
     return paceline.train(
-        dataset="mnist", data_dir=data_dir, model=model, strategy="classic", optimizer="adam", lr=LR, batch_size=BATCH,
-        steps=steps, device="cuda", precision="bf16", capture=True, compile=compiled, runs=runs, quiet=True,
+        dataset="mnist", data_dir=parsed.data_dir, model=model, strategy="classic", optimizer="adam", lr=LR,
+        batch_size=BATCH, steps=steps, device=parsed.device, precision="bf16", capture=parsed.device == "cuda", compile=compiled,
+        score="test", runs=runs, quiet=True,
     )  # fmt: skip
 
 
-def published(model: str) -> float:
+def published(model: str) -> float | None:
     """Data/sec of one GPU there, the faster of their two machines."""
     with PUBLISHED.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model and row["gpus"] == "1"]
-    return max(float(row["samples_per_second"]) for row in rows)
+    return max((float(row["samples_per_second"]) for row in rows), default=None)
 
 
 def speeds(parsed: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
@@ -196,14 +203,14 @@ def speeds(parsed: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
             if time.monotonic() > deadline:
                 print(f"{model}, {kind}: left out, --limit is reached", flush=True)
                 continue
-            eager = eager_loop(model, dataset)
+            eager = eager_loop(model, dataset, parsed.device)
             eager(20)  # warms up
-            steps = max(30, int(eager(20) * parsed.seconds / BATCH))
+            steps = max(5, int(eager(20) * parsed.seconds / BATCH))
             theirs, mine = [], []
             with tempfile.TemporaryDirectory() as runs:
                 for _ in range(parsed.rounds):
                     theirs.append(eager(steps))
-                    result = ours(model, steps, kind == "compiled", parsed.data_dir, runs)
+                    result = ours(model, steps, kind == "compiled", parsed, runs)
                     mine.append(result["samples_per_second"])
                     if time.monotonic() > deadline:
                         break
@@ -221,13 +228,14 @@ def speeds(parsed: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
             }
             rows.append(row)
             print(f"{model}, {kind}: {row['ours']:,.0f} samples/s, {ratio:.2f} times eager", flush=True)
-            torch.cuda.empty_cache()
+            if parsed.device == "cuda":
+                torch.cuda.empty_cache()
     print("\n| model, batch 128 | our steps | eager PyTorch | ours | ratio | bar | published (1 RTX 2080 Ti) |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row['model']} | bf16, {row['steps']} | {row['eager']:,.0f} | {row['ours']:,.0f} | {row['ratio']:.2f} "
-            f"| {row['bar']} | {row['published']:.2f} |"
+            f"| {row['bar'] or ''} | {row['published'] or ''} |"
         )
     print("samples/s; medians of", parsed.rounds, "turns", flush=True)
     return rows
@@ -243,7 +251,7 @@ def inception(parsed: argparse.Namespace, deadline: float) -> dict[str, Any] | N
             dataset="cifar10", data_dir=parsed.data_dir, model="inception-28-small", strategy="classic", lr=0.1,
             momentum=0.9, nesterov=True, weight_decay=5e-4, schedule="cosine", warmup=0.05, batch_size=BATCH,
             epochs=parsed.epochs, eval_every=1.0, target_accuracy=90.0, device="cuda", precision="bf16", capture=True,
-            runs=runs, quiet=True,
+            score="test", runs=runs, quiet=True,
         )  # fmt: skip
         events = [json.loads(line) for line in (Path(result["folder"]) / "events.jsonl").read_text().splitlines()]
     row = {name: result[name] for name in ("test_accuracy", "train_seconds", "samples_per_second", "status", "samples")}

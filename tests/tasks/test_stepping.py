@@ -93,6 +93,18 @@ def test_one_channel_counts_as_last_too() -> None:
     assert seen == [True]
 
 
+def test_running_statistics_are_bound_after_the_model_was_moved() -> None:
+    """Moving a module to a device makes new buffers, as a change of type and back does."""
+    torch.manual_seed(1)
+    task = SupervisedTask(Small(batch_norm=True), F.nll_loss, (IMAGES, LABELS))
+    task.model.double().float()
+    state = torch.zeros(task.state_size)
+    task.bind(task.initial(), torch.zeros(task.layout.size), state)
+    before = state.clone()
+    task.gradient(Batch(IMAGES, LABELS, 10, 1))
+    assert not torch.equal(state, before), "a step changes them"
+
+
 def test_bf16_is_near_fp32_over_weights_that_stay_fp32() -> None:
     found, exact = steps(StepSettings("bf16")), steps(StepSettings())
     assert_same(found, exact, 0.05)

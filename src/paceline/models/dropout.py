@@ -77,7 +77,7 @@ class AddressedDropout(nn.Module):
         self.first = 0
         self.register_buffer("halves", torch.zeros(2, dtype=torch.int32), persistent=False)
         self.key = 0
-        self._counter = torch.empty(0, dtype=torch.int32)
+        self.counter = torch.empty(0, dtype=torch.int32)
 
     @property
     def key(self) -> int:
@@ -95,9 +95,9 @@ class AddressedDropout(nn.Module):
             return values
         start = self.first * (values.numel() // max(1, len(values)))
         end = start + values.numel()
-        if self._counter.numel() < end or self._counter.device != values.device:
-            self._counter = torch.arange(end, dtype=torch.int32, device=values.device)
-        counter = self._counter[start:end].view(values.shape)
+        if self.counter.numel() < end or self.counter.device != values.device:
+            self.counter = torch.arange(end, dtype=torch.int32, device=values.device)
+        counter = self.counter[start:end].view(values.shape)
         keep = keep_mask(counter, self.halves, self.probability)
         return values * (keep.to(values.dtype) * (1.0 / (1.0 - self.probability)))
 

@@ -148,6 +148,7 @@ class Captured:
     def __init__(self, passes: Loss, flat: FlatModule, inputs: Tensor, targets: Tensor) -> None:
         self._inputs, self._targets = torch.empty_like(inputs).copy_(inputs), targets.clone()
         buffers = list(flat.module.buffers())
+        dropouts = [module for module in flat.module.modules() if isinstance(module, AddressedDropout)]
         kept = [buffer.clone() for buffer in buffers]
         try:
             aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -162,6 +163,7 @@ class Captured:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._loss = passes(self._inputs, self._targets)
+            self._read = [dropout.counter for dropout in dropouts]  # a larger batch makes new ones
         except RuntimeError as error:
             why = str(error).strip().splitlines()[0]
             raise UserError(f"--capture: this model's step cannot be captured ({why}): leave it out") from error
