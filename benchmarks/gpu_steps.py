@@ -183,8 +183,8 @@ def ours(model: str, steps: int, compiled: bool, parsed: argparse.Namespace, run
     """A whole run: loader, step, server, rule, log; compiling and capturing come before its clock."""
     return paceline.train(
         dataset="mnist", data_dir=parsed.data_dir, model=model, strategy="classic", optimizer="adam", lr=LR,
-        batch_size=BATCH, steps=steps, device=parsed.device, precision="bf16", capture=parsed.device == "cuda", compile=compiled,
-        score="test", runs=runs, quiet=True,
+        batch_size=BATCH, steps=steps, device=parsed.device, precision="bf16", capture=parsed.device == "cuda",
+        compile=compiled, score="test", runs=runs, quiet=True,
     )  # fmt: skip
 
 
