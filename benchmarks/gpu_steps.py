@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -71,6 +72,7 @@ def main() -> int:
             "gpu_steps: no CUDA device that torch can use: --device cpu --only check tries the script", file=sys.stderr
         )
         return 2
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as our runs set it, before the first product
     deadline = time.monotonic() + parsed.limit
     what = torch.cuda.get_device_name() if parsed.device == "cuda" else "CPU"
     print(f"{what}, torch {torch.__version__}", flush=True)
