@@ -77,6 +77,11 @@ def cells(row: Row, plain: Row) -> list[str]:
     ]
 
 
+def tell(row: Row) -> None:
+    """How far it is."""
+    print(f"{row.model}, codec {row.codec}, pull codec {row.pull_codec}: {row.accuracy:.2f} %", file=sys.stderr)
+
+
 HEADER = ["model", "codec", "pull", "accuracy %", "lost", "by seed", "MB pushed", "pulled", "both"]
 HEADER += ["times fewer pushed", "both ways"]
 
@@ -107,18 +112,17 @@ def main() -> int:
     try:
         for model in ["lenet5"] if asked.quick else asked.models.split(","):
             plain = trained(dataclasses.replace(base, model=model), asked.seeds)
-            print(table(HEADER, [cells(plain, plain)]), flush=True)
             rows.append(plain)
+            tell(plain)
             for codec in asked.codecs.split(","):
                 for pull in ("none", codec) if asked.both else ("none",):
                     row = trained(dataclasses.replace(base, model=model, codec=codec, pull_codec=pull), asked.seeds)
                     rows.append(row)
-                    print(table(HEADER, [cells(row, plain)]).splitlines()[-1], flush=True)
+                    tell(row)
     except PacelineError as error:
         print(f"codec_accuracy: {error}", file=sys.stderr)
         return error.exit_code
     plain_of = {row.model: row for row in rows if row.codec == row.pull_codec == "none"}
-    print()
     print(table(HEADER, [cells(row, plain_of[row.model]) for row in rows]))
     print(f"{WORKERS} workers, {asked.strategy}, epochs {base.epochs:g}, seeds {asked.seeds}; at most {MOST_LOST} lost")
     if asked.json:

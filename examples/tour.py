@@ -15,7 +15,7 @@ from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
+from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.interfaces import Batch, Policy, State, pack
@@ -24,7 +24,7 @@ from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.network import Link
 from paceline.runtimes.simulated import Cluster, Simulation
 from paceline.runtimes.speeds import StepTimes, parse_speeds
-from paceline.tasks.local_steps import LocalSteps, SeveralBatches
+from paceline.tasks.local_steps import LocalSteps
 
 NUM_WORKERS, SIZE, LR, SECONDS = 4, 16, 0.1, 120.0
 RANDOM = torch.Generator().manual_seed(7)
@@ -41,6 +41,7 @@ class Bowl:
     def __init__(self, worker: int) -> None:
         self.own: State = {}
         self._bottom, self._steepness = BOTTOMS[worker], STEEPNESS[worker]
+        self.own: State = {}
 
     def initial(self) -> Tensor:
         return torch.zeros(SIZE)
@@ -87,21 +88,20 @@ class Watched:
             self.send(reply)
 
 
-def drive(policy: Policy, local_steps: int = 1) -> list[list[str]]:
+def drive(policy: Policy, inside: Inside | None = None) -> list[list[str]]:
     """Two minutes of virtual time; a row for every update."""
     agenda, forever = Agenda(), Budget(1_000_000, 1)
-    lr = LR if local_steps == 1 else 1.0  # a drift has its learning rate inside and is applied as it is
-    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, Schedule(lr), NUM_WORKERS)
+    schedule = Schedule(LR if inside is None else 1.0)  # a drift has its learning rate inside and is applied as it is
+    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, schedule, NUM_WORKERS, inside=inside)
     side = Watched(server, agenda, {}, [], send=lambda reply: None)
 
     def come(worker: int, incarnation: int) -> Seat:
-        join = Join(worker, incarnation)
-        if local_steps == 1:
-            return Seat(Bowl(worker), OneSample(), join)
-        return Seat(LocalSteps(Bowl(worker), Sgd(), LR), SeveralBatches(OneSample(), local_steps), join)
+        task = Bowl(worker) if inside is None else LocalSteps(Bowl(worker), Sgd())
+        return Seat(task, OneSample(), Join(worker, incarnation))
 
     speeds = StepTimes(parse_speeds("1,1,1,2", NUM_WORKERS), seed=0)
-    cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_a_push=local_steps)
+    steps = inside.steps if inside is not None else 1
+    cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_a_push=steps)
     agenda.at(SECONDS, lambda _: setattr(agenda, "stopped", True), None)
     Simulation(agenda, cluster, NUM_WORKERS, come, lambda: side).run()
     return side.rows
@@ -111,7 +111,7 @@ def show(title: str, rows: list[list[str]], every: int, notice: str) -> None:
     """The first update, every so many-th and the last, then what to see in them."""
     shown = [row for row in rows if row is rows[0] or row is rows[-1] or int(row[0]) % every == 0]
     print(f"\n{title}\n")
-    print(table(["update", "time", "distance", "staleness", "who computed", "pushes by worker"], shown))
+    print(table(["update", "time", "distance", "staleness", "who computed", "batches by worker"], shown))
     print(f"\n{notice}")
 
 
@@ -124,7 +124,7 @@ def main() -> None:
     notice = "Notice: five times as many updates, each stale: soon near, never at rest."
     show("async: the server replies at once", drive(AtOnce()), 25, notice)
     notice = "Notice: few exchanges, but each pulls its own way: it ends beside the bottom."
-    show("local:8: eight steps each, then the mean of the drifts", drive(Rounds(), local_steps=8), 1, notice)
+    show("local:8: eight steps each, then the mean of the drifts", drive(Rounds(), Inside(8, Schedule(LR))), 1, notice)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def test_momentum_that_adds_to_that_of_asynchrony_is_named_with_a_smaller_one(wo
         {"workers": 10, "rule": "cached", "optimizer": "adam", "split": "labels"},
         {"workers": 1000, "timing_only": True},
         {"strategy": "classic"},
+        {"strategy": "diloco:20", "workers": 5},
+        {"strategy": "local:500", "workers": 5, "steps": 3},
     ],
     ids=str,
 )
@@ -92,3 +94,19 @@ def test_bf16_on_a_cpu_that_cannot_multiply_it_is_named(flags: str, slow: bool, 
     line = _slow_precision(RunConfig(precision="bf16"), facts)
     assert (line is not None and "fp32 is faster" in line) == slow
     assert _slow_precision(RunConfig(), facts) is None
+
+
+def test_a_codec_on_one_machine_is_said_to_cost_more_than_it_saves_and_on_a_link_not() -> None:
+    (line,) = advice(resolve(RunConfig(workers=2, pull_codec="int8")))
+    assert "codec int8 between processes of one machine" in line and "leave it out" in line
+    assert advice(resolve(RunConfig(workers=2, codec="int8", speeds="1s", link="1gbit"))) == []
+    assert advice(resolve(RunConfig(workers=2, codec="none"))) == []
+    assert advice(resolve(RunConfig(strategy="allreduce", workers=2, codec="int8"), launched=True)) == []
+
+
+@pytest.mark.parametrize("name", ["local", "diloco", "async-local"])
+def test_a_run_with_few_exchanges_is_named_with_a_number_that_gives_enough(name: str) -> None:
+    (line,) = advice(resolve(RunConfig(strategy=f"{name}:500", workers=5, epochs=3.0)))
+    assert f"{name}:500 with 5 workers exchanges only 2 times in 3 epochs" in line and "\n" not in line
+    offered = line.partition(f"{name}:500")[2].partition(f"{name}:")[2].split()[0]
+    assert advice(resolve(RunConfig(strategy=f"{name}:{offered}", workers=5, epochs=3.0))) == []

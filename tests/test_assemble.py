@@ -84,6 +84,22 @@ def refused(**settings: Any) -> str:
         ({"rule": "cached", "strategy": "backup:1", "workers": 3}, ["rule cached", "strategy backup:1"]),
         ({"rule": "dana", "strategy": "allreduce"}, ["rule dana", "strategy allreduce"]),
         ({"rule": "buffered:2", "strategy": "local:4"}, ["strategy local:4", "buffered:2"]),
+        ({"rule": "delayed", "strategy": "diloco:4"}, ["strategy diloco:4", "outer momentum", "--rule delayed"]),
+        ({"rule": "delayed"}, ["rule delayed", "strategy async", "gradients"]),
+        ({"rule": "farsight", "strategy": "async-local:4"}, ["rule farsight", "async-local:4", "--rule delayed"]),
+        ({"rule": "buffered:5", "strategy": "async-local:4"}, ["rule buffered:5", "async-local:4"]),
+        ({"strategy": "local"}, ["local:H"]),
+        ({"strategy": "diloco:0"}, ["diloco:0", "at least 1"]),
+        ({"strategy": "sync", "local_steps": "speed"}, ["--local-steps speed", "strategy sync"]),
+        ({"strategy": "local:4", "local_steps": "fast"}, ["local steps 'fast'", "even"]),
+        ({"strategy": "local:4", "outer_lr": 0.5}, ["--outer-lr 0.5", "strategy local:4", "diloco:H"]),
+        ({"outer_momentum": 0.5}, ["--outer-momentum 0.5", "strategy async", "diloco:H"]),
+        ({"strategy": "diloco:4", "outer_momentum": 1.0}, ["--outer-momentum", "below 1"]),
+        ({"strategy": "diloco:4", "outer_lr": 0.0}, ["--outer-lr", "positive"]),
+        ({"strategy": "async-local:4", "path": "ring"}, ["--path ring", "async-local:4"]),
+        ({"strategy": "allreduce", "path": "star"}, ["--path star", "--strategy sync"]),
+        ({"strategy": "diloco:4", "local_steps": "speed"}, ["--local-steps speed", "--path star"]),
+        ({"strategy": "sync", "path": "tree"}, ["path 'tree'", "star"]),
         ({"rule": "ringmaster:4", "strategy": "sync"}, ["rule ringmaster:4", "strategy sync"]),
         ({"rule": "ringmaster:4", "strategy": "bounded:2"}, ["rule ringmaster:4", "bounded:2", "async"]),
         ({"rule": "foresight", "optimizer": "adam"}, ["rule foresight", "optimizer adam", "--rule cached"]),
@@ -192,7 +208,9 @@ def test_the_rule_gets_the_optimizer_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
-    config = resolve(RunConfig(rule=f"{name}:4" if RULES[name].letter else name, workers=3, average="none"))
+    strategy = "async-local:2" if RULES[name].for_drifts else "async"
+    rule_text = f"{name}:4" if RULES[name].letter else name
+    config = resolve(RunConfig(rule=rule_text, workers=3, average="none", strategy=strategy))
     rule, weights = make_rule(config, pack([("a", (3,), True)])), torch.zeros(16)
     rows = [tensor for tensor in rule.start(weights).values() if tensor.dim() > 1]
     assert bool(rows) == RULES[name].knows_workers
@@ -215,6 +233,8 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
         ({"rule": "plain", "average": 500, "strategy": "sync"}, "500"),
         ({"rule": "dana", "average": "none"}, "none"),
         ({"strategy": "local:2", "average": "20"}, "20"),
+        ({"strategy": "diloco:2"}, "none"),
+        ({"strategy": "async-local:2"}, "on"),
     ],
     ids=str,
 )

@@ -185,6 +185,11 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(toml_file: Path)
     assert config.batch_size == RunConfig().batch_size
 
 
+def test_a_split_has_a_second_name(toml_file: Path) -> None:
+    toml_file.write_text('shard = "full"\n')
+    assert parse("--shard", "full") == parse("--split", "full") == parse(file=str(toml_file)) != parse()
+
+
 def test_a_delay_may_be_given_many_times() -> None:
     assert parse("--delay", "30ms", "--delay", "1s@1").delay == ["30ms", "1s@1"]
 

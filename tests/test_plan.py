@@ -13,7 +13,8 @@ from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.forecast import Forecast, forecast
-from paceline.plan import choose, sizes, strategies
+from paceline.plan import choose, make_plan, sizes, strategies
+from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runs.timings import measured
 from paceline.runtimes.timekeeping import Timekeeper
@@ -37,10 +38,13 @@ def test_a_larger_crew_must_be_worth_it() -> None:
     assert choose(crew).choice.workers == 2
 
 
-def test_what_cannot_run_yet_is_mentioned_but_never_chosen() -> None:
-    plan = choose([cell("async", 2, 100.0, 1.0), cell("local:16", 2, 500.0)])
-    assert plan.choice.strategy == "async"
-    assert "local:16 on 2 would be 5.0 times as fast" in plan.reason
+def test_local_steps_must_be_worth_it() -> None:
+    crew = [cell("sync", 4, 95.0), cell("diloco:16", 4, 100.0), cell("async-local:16", 4, 101.0, 3.0)]
+    assert choose(crew).choice.strategy == "sync"
+    crew[0] = cell("sync", 4, 50.0)
+    assert choose(crew).choice.strategy == "diloco:16"
+    crew[2] = cell("async-local:16", 4, 130.0, 3.0)
+    assert choose(crew).choice.strategy == "async-local:16"
 
 
 def test_sizes_double_up_to_what_was_asked() -> None:
@@ -125,3 +129,14 @@ def test_bad_plans_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[
     assert main(["plan", *flags, "--workers", "4"]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_a_plan_with_codecs_moves_fewer_bytes_where_there_is_a_server() -> None:
+    cluster = {"speeds": "30ms", "link": "100mbit,1ms", "workers": 2, "dataset": "fashion-mnist-sample"}
+    plain = make_plan(RunConfig(**cluster), Console(quiet=True)).forecasts
+    coded = make_plan(RunConfig(**cluster, codec="int8", pull_codec="lowrank:2"), Console(quiet=True)).forecasts
+    for one, other in zip(plain, coded, strict=True):
+        ring = one.strategy.startswith(("allreduce", "local"))
+        a_sample = other.bytes_per_second / other.samples_per_second
+        assert (a_sample < 0.3 * one.bytes_per_second / one.samples_per_second) != ring, one.strategy
+        assert other.samples_per_second >= one.samples_per_second

@@ -48,7 +48,7 @@ def test_a_few_hundred_seeds_keep_every_promise() -> None:
     assert set(summary.faults) == {"crash", "cut", "duplicate", "lose", "pause", "reorder", "server", "slow"}
     assert set(summary.strategies) == {"allreduce", "async", "backup", "bounded", "sync"}
     assert set(summary.optimizers) == {"adam", "momentum", "nesterov", "sgd"}
-    assert set(summary.rules) == set(RULES)
+    assert set(summary.rules) == {name for name, traits in RULES.items() if not traits.for_drifts}
     assert summary.restarts > 50 and summary.pushes > 10_000 and summary.unfinished < 30 and summary.diverged > 2
 
 

@@ -9,12 +9,14 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline import many_runs
+from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
 from paceline.grid import Grid, read_grid, run_name
@@ -245,3 +247,11 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["sweep", str(example), "--runs", str(runs)]) == 0
     assert "best: strategy = " in capsys.readouterr().out
     assert len(list(runs.glob("sweep/*/result.json"))) == 12
+
+
+@pytest.mark.parametrize("setting", ["codec", "pull_codec"])
+def test_runs_with_codecs_are_simulated_as_the_lab_has_none(setting: str) -> None:
+    plain = RunConfig(dataset="fashion-mnist-sample", workers=2)
+    assert many_runs.why_not_in_the_lab(resolve(plain)) is None
+    reason = many_runs.why_not_in_the_lab(resolve(replace(plain, **{setting: "int8"})))
+    assert reason is not None and "the lab has no codecs" in reason

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.assemble import make_policy, parse_strategy
+from paceline.assemble import make_inside, make_policy, parse_strategy
 from paceline.config import RunConfig
 from paceline.core.messages import Input, Join
 from paceline.core.optimizers import Sgd
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def on_ring(self) -> bool:
-        return parse_strategy(self.text).on_ring
+        return self.strategy in ("allreduce", "local")
 
     @property
     def steps_a_push(self) -> int:
@@ -192,7 +192,7 @@ def simulate(cell: Cell) -> Found | None:
     """Run a cell; None where nothing would ever be applied."""
     if never_ends(cell):
         return None
-    agenda, model = Agenda(), TimingModel(PARAMETERS, BATCH * cell.steps_a_push)
+    agenda, model = Agenda(), TimingModel(PARAMETERS, BATCH)
     samples = cell.pushes * BATCH * cell.steps_a_push
     horizon = max(LEAST_HORIZON, PATIENCE * round_seconds(cell) * cell.pushes / cell.workers)
 
@@ -203,9 +203,11 @@ def simulate(cell: Cell) -> Found | None:
         return Look(agenda.now, server.samples, computing, Counter(server.staleness), server.dropped, server.pushes)
 
     def start_server() -> Side:
-        policy = make_policy(RunConfig(strategy=cell.text, workers=cell.workers))
-        budget = Budget(samples, samples)
-        server = Server(model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers)
+        config, budget = RunConfig(strategy=cell.text, workers=cell.workers), Budget(samples, samples)
+        policy, inside = make_policy(config), make_inside(config)
+        server = Server(
+            model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers, nbytes=NBYTES, inside=inside
+        )
         return Side(server, round(LEFT_OUT * samples), look)
 
     def stop(_: None) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.config import RunConfig
+from paceline.assemble import parse_strategy
+from paceline.config import RunConfig, is_simulated
+from paceline.data.datasets import DATASETS
 from paceline.rulebook import ON_ARRIVAL, RULES, parse_rule
 
 SKEWED_BELOW = 1.0
@@ -13,6 +15,8 @@ GROUP_NORM = "-gn"
 """Ends the names of models with group norm in the place of batch norm."""
 STARVING = ("damped", "gap", "ringmaster")
 """Rules that let pushes of slow workers count for less, or not at all."""
+FEWEST_EXCHANGES = 30
+"""With fewer in a whole run, local steps have little to average, and an outer momentum no time to grow."""
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 """What /proc/cpuinfo says of a CPU that multiplies bf16 itself."""
@@ -22,7 +26,7 @@ def advice(config: RunConfig) -> list[str]:
     """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
     if config.timing_only:
         return []
-    found = [_batch_norm_on_skew(config), _slow_precision(config)]
+    found = [_batch_norm_on_skew(config), _slow_precision(config), _few_exchanges(config), _codec_at_home(config)]
     if config.strategy.partition(":")[0] in ON_ARRIVAL:
         found += [_starved(config), _adam_on_skew(config), _momentum(config)]
     return [line for line in found if line is not None]
@@ -80,6 +84,16 @@ def _slow_precision(config: RunConfig, cpu_facts: Path = Path("/proc/cpuinfo")) 
     return None if known else "--precision bf16 is slow here: this CPU computes in fp32 and only rounds; fp32 is faster"
 
 
+def _codec_at_home(config: RunConfig) -> str | None:
+    codec = config.codec or config.pull_codec
+    if codec is None or is_simulated(config) or config.strategy.startswith(("allreduce", "local")):
+        return None  # those have a codec only between ranks, most likely of several machines
+    return (
+        f"codec {codec} between processes of one machine takes longer than their shared memory does: it pays on a "
+        "network, as 'paceline simulate --link 1gbit,0.2ms' shows; leave it out here unless you try it out"
+    )
+
+
 def _starved(config: RunConfig) -> str | None:
     if parse_rule(config.rule)[0] not in STARVING or not is_skewed(config.split):
         return None
@@ -107,4 +121,18 @@ def _momentum(config: RunConfig) -> str | None:
     return (
         f"momentum {config.momentum:g} with {workers} workers on rule plain can diverge, as stale pushes act as "
         f"momentum too: --rule auto looks ahead, or --momentum {most:.3g} and less"
+    )
+
+
+def _few_exchanges(config: RunConfig) -> str | None:
+    strategy = parse_strategy(config.strategy)
+    if not strategy.is_local or config.task is not None or config.steps is not None:
+        return None
+    batches = config.epochs * DATASETS[config.dataset].train_size / (config.batch_size * (config.workers or 1))
+    exchanges, most = batches / strategy.local_steps, int(batches / FEWEST_EXCHANGES)
+    if exchanges >= FEWEST_EXCHANGES or strategy.local_steps == 1:
+        return None
+    return (
+        f"strategy {config.strategy} with {config.workers} workers exchanges only {max(1, round(exchanges))} times in "
+        f"{config.epochs:g} epochs: {strategy.name}:{max(1, most)} would exchange {FEWEST_EXCHANGES} times"
     )

@@ -7,17 +7,18 @@ import importlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.codebook import parse_codec
 from paceline.config import RunConfig
-from paceline.core.schedules import Schedule
+from paceline.core.schedules import Inside, Schedule
 from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.preparation import check_preparation, ways_of
 from paceline.quantities import count
-from paceline.rulebook import ON_ARRIVAL, build_rule, check_rule, parse_rule
+from paceline.rulebook import LOCAL, OUTER, build_rule, check_rule, parse_rule, rule_for
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,9 +50,11 @@ STRATEGIES = {
     "backup": "replies when all but B have pushed: backup:B",
     "bounded": "replies while within S steps of the slowest: bounded:S",
     "allreduce": "all exchange with all, in step",
-    "local": "H steps each, then the drift is exchanged: local:H",
+    "local": "H steps each, then the mean of their drifts: local:H",
+    "diloco": "H steps each, then Nesterov's momentum on the mean drift: diloco:H",
+    "async-local": "H steps each, each drift applied at once, momentum once a round: async-local:H",
 }
-ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), "local": ("H", 1)}
+ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), **dict.fromkeys(LOCAL, ("H", 1))}
 """What stands behind a strategy's colon, and the least it can be."""
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
@@ -59,6 +62,10 @@ EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
 SCORES = ("all", "test", "none")
 PRECISIONS = ("fp32", "bf16")
+LOCAL_STEPS = ("even", "speed")
+PATHS = ("star", "ring")
+RINGS = ("allreduce", "local", "diloco")
+"""Strategies that need no server."""
 AUTO_WARMUP = 0.05
 
 
@@ -72,22 +79,42 @@ class Strategy:
     @property
     def in_rounds(self) -> bool:
         """Whether several pushes make one update."""
-        return self.name in ("sync", "backup", "allreduce", "local")
+        return self.name in ("sync", "backup", "allreduce", "local", "diloco")
 
     @property
-    def on_ring(self) -> bool:
-        """Whether workers exchange with each other instead of with a server."""
-        return self.name in ("allreduce", "local")
+    def is_local(self) -> bool:
+        """Whether a worker pushes the drift of steps of its own."""
+        return self.name in LOCAL
 
     @property
     def local_steps(self) -> int:
         """Steps a worker makes for one push."""
-        return self.number if self.name == "local" else 1
+        return self.number if self.is_local else 1
 
-    @property
-    def on_star(self) -> bool:
-        """Whether workers exchange with a server, over a wire that codecs can relieve."""
-        return not self.on_ring and self.name != "classic"
+
+def on_ring(config: RunConfig) -> bool:
+    """Whether workers exchange with each other instead of with a server."""
+    return config.path != "star" and parse_strategy(config.strategy).name in RINGS
+
+
+def on_star(config: RunConfig) -> bool:
+    """Whether workers exchange with a server, over a wire that codecs can relieve."""
+    return not on_ring(config) and parse_strategy(config.strategy).name != "classic"
+
+
+def keeps_own(config: RunConfig) -> bool:
+    """Whether a worker's next push depends on earlier ones of its own: an optimizer inside local steps."""
+    stateless = config.optimizer == "sgd" and not config.momentum
+    return parse_strategy(config.strategy).is_local and not stateless
+
+
+def require_gradients(config: RunConfig) -> None:
+    """Refuse strategies whose workers step by themselves, where the user's own loop does the stepping."""
+    if parse_strategy(config.strategy).is_local:
+        raise UserError(
+            f"strategy {config.strategy} steps inside its workers, and your own loop pushes gradients: "
+            "use sync, async or bounded:S, or paceline.train with a task"
+        )
 
 
 def cores() -> int:
@@ -130,7 +157,7 @@ def lr_scale(config: RunConfig) -> float:
     if config.scale_lr == "none":
         return 1.0
     if config.scale_lr == "auto":
-        return float(pushes_per_update(strategy, config.workers or 1))
+        return float(pushes_in_a_step(strategy, config.workers or 1))
     try:
         factor = float(config.scale_lr)
     except ValueError:
@@ -147,22 +174,31 @@ def pushes_per_update(strategy: Strategy, workers: int) -> int:
     return workers - strategy.number if strategy.name == "backup" else workers
 
 
-def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what depends on other settings, and check every name and combination. Starts nothing."""
+def pushes_in_a_step(strategy: Strategy, workers: int) -> int:
+    """Over how many pushes a step is averaged: under async-local, those of a round each count for their share."""
+    return workers if strategy.name == "async-local" else pushes_per_update(strategy, workers)
+
+
+def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
+    """Fill in what depends on other settings, and check every name and combination. Starts nothing.
+
+    `launched` says that a launcher started this process, as one rank of several.
+    """
     strategy = parse_strategy(config.strategy)
-    if config.rule == "auto" and strategy.name not in ON_ARRIVAL:
-        config = dataclasses.replace(config, rule="plain")  # nothing is stale
+    config = dataclasses.replace(config, rule=rule_for(config))
     _check_names(config)
     workers = config.workers or (1 if strategy.name == "classic" else 2)
     _check_combinations(config, strategy, workers)
     resolved = dataclasses.replace(
         config,
         workers=workers,
-        codec=_codec(config, "codec", strategy),
+        codec=_codec(config, "codec", strategy, launched),
         pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
         channels_last=_channels_last(config),
+        augment=",".join(ways_of(config)) or "none",
+        **_local_settings(config, strategy),
         task=_anchored(config.task),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
     )
@@ -178,15 +214,34 @@ def _channels_last(config: RunConfig) -> bool:
     return config.device == "cuda" and config.precision == "bf16"
 
 
-def _codec(config: RunConfig, setting: str, strategy: Strategy) -> str | None:
+def _local_settings(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
+    """What local steps need to know, where the user has not said it."""
+    found: dict[str, Any] = {}
+    if strategy.is_local and config.local_steps is None:
+        found["local_steps"] = "speed" if strategy.name == "async-local" else "even"
+    if strategy.name in OUTER:
+        lr, momentum = OUTER[strategy.name]
+        found["outer_lr"] = config.outer_lr if config.outer_lr is not None else lr
+        found["outer_momentum"] = config.outer_momentum if config.outer_momentum is not None else momentum
+    return found
+
+
+def _codec(config: RunConfig, setting: str, strategy: Strategy, launched: bool = False) -> str | None:
     """A codec that this run can use, or None for none."""
     text: str | None = getattr(config, setting)
     flag = f"--{setting.replace('_', '-')} {text}"
     if text is None or parse_codec(text)[0] == "none":
         return None
-    if not strategy.on_star:
-        wire = "has no wire" if strategy.name == "classic" else "exchanges around a ring, where no codec works so far"
-        raise UserError(f"{flag}: strategy {config.strategy} {wire}; choose sync, backup, async or bounded, or none")
+    if launched:
+        return text
+    if not on_star(config):
+        alone = strategy.name == "classic" or setting == "pull_codec"
+        where = "has none" if alone else "has one only between ranks, as torchrun starts them"
+        star = ", or add --path star" if strategy.is_local else ""
+        raise UserError(
+            f"{flag} relieves a wire, and strategy {config.strategy} {where}: leave it out, or choose sync, backup, "
+            f"async or bounded{star}"
+        )
     if config.device != "cpu":
         raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
     if config.parameters is not None and parse_codec(text)[0] == "lowrank":
@@ -220,6 +275,8 @@ def _check_names(config: RunConfig) -> None:
         ("device", config.device, DEVICES),
         ("score", config.score, SCORES),
         ("precision", config.precision, PRECISIONS),
+        ("local steps", config.local_steps or "even", LOCAL_STEPS),
+        ("path", config.path or "star", PATHS),
     ]
     if config.task is None:
         named += [("model", config.model, MODELS), ("dataset", config.dataset, DATASETS)]
@@ -228,6 +285,7 @@ def _check_names(config: RunConfig) -> None:
             raise unknown_name(kind, asked, known)
     if config.task is None:
         _check_model_fits(config)
+    check_preparation(config)
     parse_split(config.split)
     if config.fold is not None:
         parse_fold(config.fold)
@@ -266,8 +324,7 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
     if config.shard_weights is not None and len(config.shard_weights) != workers:
         raise UserError(f"--shard-weights gives {len(config.shard_weights)} weights for {workers} workers: one each")
-    if strategy.name == "local" and (config.schedule != "constant" or config.warmup or config.scale_lr != "none"):
-        raise UserError("strategy local keeps one lr inside its steps: leave out --schedule, --warmup and --scale-lr")
+    _check_local(config, strategy)
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
     if config.fold is not None and config.validation:
@@ -284,8 +341,29 @@ def _check_step(config: RunConfig) -> None:
         )
     if config.capture and config.device != "cuda":
         raise UserError(f"--capture is for a GPU, and --device is {config.device}: add --device cuda, or leave it out")
-    if config.capture and parse_strategy(config.strategy).on_ring:
+    if config.capture and on_ring(config):
         raise UserError(f"--capture: strategy {config.strategy} exchanges inside its step; leave out one of the two")
+
+
+def _check_local(config: RunConfig, strategy: Strategy) -> None:
+    """Settings that only strategies with local steps have, and paths that only some strategies can take."""
+    if config.local_steps is not None and not strategy.is_local:
+        raise UserError(
+            f"--local-steps {config.local_steps}: strategy {config.strategy} has none; use local:H or its kin"
+        )
+    for name in ("outer_lr", "outer_momentum"):
+        if getattr(config, name) is not None and strategy.name not in OUTER:
+            flag, what = (
+                name.replace("_", "-"),
+                "takes the mean of drifts as it is" if strategy.is_local else "has no drifts",
+            )
+            raise UserError(f"--{flag} {getattr(config, name):g}: strategy {config.strategy} {what}; use diloco:H")
+    if config.path == "ring" and strategy.name not in RINGS:
+        raise UserError(f"--path ring: strategy {config.strategy} needs a server; use allreduce, local:H or diloco:H")
+    if config.local_steps == "speed" and on_ring(config):
+        raise UserError("--local-steps speed: a ring has nobody who compares speeds; add --path star")
+    if config.path == "star" and strategy.name == "allreduce":
+        raise UserError("--path star: allreduce is an exchange around a ring; over a star it is --strategy sync")
 
 
 def make_policy(config: RunConfig) -> Policy:
@@ -301,10 +379,21 @@ def make_policy(config: RunConfig) -> Policy:
 
 
 def make_schedule(config: RunConfig) -> Schedule:
-    """The learning rate over the budget."""
+    """The learning rate of an update over the budget; that of a drift is the outer one, and constant."""
+    if parse_strategy(config.strategy).is_local:
+        return Schedule(config.outer_lr if config.outer_lr is not None else 1.0)
+    return _schedule(config)
+
+
+def make_inside(config: RunConfig) -> Inside | None:
+    """What workers do between two pushes, under strategies with local steps."""
+    strategy = parse_strategy(config.strategy)
+    return Inside(strategy.number, _schedule(config)) if strategy.is_local else None
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    """The learning rate that gradients are stepped with."""
     kind, factor = parse_schedule(config.schedule)
-    if parse_strategy(config.strategy).name == "local":
-        return Schedule(1.0)  # the drift is applied as it is; the learning rate belongs to the steps inside
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 

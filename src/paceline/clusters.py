@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.assemble import parse_strategy
+from paceline.assemble import on_ring, parse_strategy
 from paceline.config import RunConfig
 from paceline.delays import parse_delays
 from paceline.errors import UserError
@@ -35,9 +35,10 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         4 * num_parameters,
         link=link,
         latency=like.latency if like is not None else 0.0,
-        ring=strategy.on_ring,
+        ring=on_ring(config),
         steps_a_push=strategy.local_steps,
-        server_seconds=0.0 if strategy.on_ring else _server_seconds(config, like),
+        by_speed=config.local_steps == "speed",
+        server_seconds=0.0 if on_ring(config) else _server_seconds(config, like),
         cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
         turns=TURNS if like is not None else 0.0,
         delay=delay if delays else None,

@@ -64,9 +64,16 @@ def _betas(name: str, value: list[float]) -> None:
         raise UserError(f"--{name} takes two numbers from 0 to below 1, as in .9,.999; got {value}")
 
 
-def setting(default: Any, group: str, text: str, check: Check | None = None, metavar: str | None = None) -> Any:
-    """A config field with everything the command line needs to know of it."""
-    metadata = {"group": group, "help": text, "check": check, "metavar": metavar}
+def setting(
+    default: Any,
+    group: str,
+    text: str,
+    check: Check | None = None,
+    metavar: str | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A config field with everything the command line needs to know of it; `alias` is another name for the flag."""
+    metadata = {"group": group, "help": text, "check": check, "metavar": metavar, "alias": alias}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -76,8 +83,10 @@ def setting(default: Any, group: str, text: str, check: Check | None = None, met
 class RunConfig:
     """One run. A field left at None is resolved from the others when the run is set up."""
 
-    dataset: str = setting("fashion-mnist", "data", "fashion-mnist, mnist, cifar10 or fashion-mnist-sample")
-    split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA")
+    dataset: str = setting(
+        "fashion-mnist", "data", "fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample"
+    )
+    split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA", alias="shard")
     shard_weights: list[float] | None = setting(
         None, "data", "relative shard sizes, one a worker, as in 1,1,2 (unequal machines)", metavar="W,W,..."
     )
@@ -86,6 +95,14 @@ class RunConfig:
         None, "data", "hold out and score part I of K of the train set, as in 2/5; no test set", metavar="I/K"
     )
     data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
+    augment: str = setting(
+        "auto",
+        "data",
+        "what is done to training images: crop, mirror, crop,mirror or none (auto: both for cifar10 and imagenet)",
+        metavar="WAYS",
+    )
+    max_length: int = setting(64, "data", "words of a sentence that are read; the rest is cut", _at_least_one)
+    image_size: int = setting(224, "data", "pixels a side that imagenet's images are cut to", _at_least_one)
     model: str = setting(
         "lenet5",
         "model",
@@ -95,19 +112,43 @@ class RunConfig:
     task: str | None = setting(
         None, "model", "own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )
-    strategy: str = setting("async", "pace", "classic, sync, async, backup:B or bounded:S")
+    strategy: str = setting(
+        "async", "pace", "classic, sync, async, backup:B, bounded:S, local:H, diloco:H or async-local:H"
+    )
     workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
     rule: str = setting(
         "auto",
         "pace",
         "how a push changes the weights: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
-        "ringleader, ringmaster:R, buffered:K, foresight, farsight or farsight-fair",
+        "ringleader, ringmaster:R, buffered:K, foresight, farsight or farsight-fair; for async-local delayed",
     )
     average: str | None = setting(
         None,
         "pace",
         "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (default: on for "
-        "async and bounded with any rule but plain)",
+        "async, bounded and async-local with any rule but plain)",
+    )
+    local_steps: str | None = setting(
+        None,
+        "pace",
+        "of local:H and its kin: even (H each) or speed (H for the fastest, fewer for slower workers, so that all push "
+        "together; default for async-local)",
+        metavar="even|speed",
+    )
+    outer_lr: float | None = setting(
+        None,
+        "pace",
+        "of diloco and async-local: what a mean drift is multiplied by (default .7; async-local .4)",
+        _positive,
+    )
+    outer_momentum: float | None = setting(
+        None, "pace", "of diloco and async-local: Nesterov momentum over drifts (default .9; async-local .8)", _fraction
+    )
+    path: str | None = setting(
+        None,
+        "pace",
+        "star (through a server) or ring (default where there need be none: allreduce, local and diloco)",
+        metavar="star|ring",
     )
     codec: str | None = setting(
         None,
@@ -117,7 +158,9 @@ class RunConfig:
     pull_codec: str | None = setting(
         None, "pace", "the same for replies, as changes of what a worker has (default none)"
     )
-    optimizer: str = setting("sgd", "optimizer", "sgd, adam or lars, one shared by all workers, on the server")
+    optimizer: str = setting(
+        "sgd", "optimizer", "sgd, adam or lars: one on the server, shared by all, or with local steps one a worker"
+    )
     lr: float | None = setting(
         None, "optimizer", "learning rate (default .005 for sgd, .001 for adam, 1 for lars)", _positive
     )
@@ -212,6 +255,7 @@ SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only
 """Settings of a cluster that does not exist."""
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
+ALIASES = {spec.metadata["alias"]: name for name, spec in FIELDS.items() if spec.metadata["alias"]}
 _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -251,7 +295,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     raw = parse_toml(path, "give a TOML file of settings, or flags alone")
     values = {}
     for key, value in raw.items():
-        name = key.replace("-", "_")
+        name = ALIASES.get(key, key.replace("-", "_"))
         if name == "schema":
             continue
         if name not in FIELDS:

@@ -18,7 +18,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.assemble import make_model, make_optimizer, make_policy, make_rule, make_schedule, parse_strategy
+from paceline.assemble import (
+    make_inside,
+    make_model,
+    make_optimizer,
+    make_policy,
+    make_rule,
+    make_schedule,
+    parse_strategy,
+)
 from paceline.codebook import build_codec
 from paceline.config import RunConfig
 from paceline.core.encoding import DENSE, Codecs
@@ -32,12 +40,13 @@ from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
+from paceline.preparation import augment_of, transform_of
 from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.local_steps import LocalSteps, SeveralBatches
+from paceline.tasks.local_steps import LocalSteps
 from paceline.tasks.stepping import StepSettings
-from paceline.tasks.supervised import Normalise, SupervisedTask
+from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
 
@@ -87,7 +96,8 @@ def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
         F.nll_loss,
         train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
         test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),
-        transform=Normalise(dataset.info.mean, dataset.info.std),
+        transform=transform_of(dataset),
+        augment=augment_of(config, dataset),
         classes=dataset.info.classes,
     )
 
@@ -180,8 +190,9 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
         work.budget,
         make_schedule(config),
         config.workers or 1,
+        mean,
         codecs_of(config, task.layout) if mean is None else DENSE,
-        mean=mean,
+        inside=make_inside(config),
     )
 
 
@@ -210,8 +221,9 @@ def timing_layout(config: RunConfig) -> Layout:
 def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     """A server of times alone, which knows what pushes and replies would weigh."""
     rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
-    codecs, workers = codecs_of(config, layout), config.workers or 1
-    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs, nbytes=4 * layout.size)
+    codecs, workers, nbytes = codecs_of(config, layout), config.workers or 1, 4 * layout.size
+    inside = make_inside(config)
+    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs=codecs, nbytes=nbytes, inside=inside)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
@@ -232,7 +244,6 @@ def make_seat(
 def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
     """What a worker does for one push, and its data: one step, or several by itself."""
     loader = task.loader(work.batches(worker, config), config.seed, worker)
-    steps = parse_strategy(config.strategy).local_steps
-    if steps == 1:
+    if not parse_strategy(config.strategy).is_local:
         return task, loader
-    return LocalSteps(task, make_optimizer(config, task.layout), config.lr or 0.0), SeveralBatches(loader, steps)
+    return LocalSteps(task, make_optimizer(config, task.layout), task.train[0].device), loader

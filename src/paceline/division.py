@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.assemble import parse_strategy
+from paceline.assemble import on_ring
 from paceline.config import RunConfig
 from paceline.core.schedules import Budget
 from paceline.data.batches import Batches
@@ -55,13 +55,11 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     shards = [train[part] for part in parts]
     work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
-        strategy = parse_strategy(config.strategy)
-        steps = strategy.local_steps
-        counts = [max(1, round(config.epochs * batches.per_epoch / steps)) for batches in work]
-        if strategy.on_ring:  # nobody leaves a ring early: who has fewer goes on into its next epoch
+        counts = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
+        if on_ring(config):  # nobody leaves a ring early: who has fewer goes on into its next epoch
             counts = [max(counts)] * workers
         quotas: list[int | None] = list(counts)
-        total = sum(b.samples_before((quota or 0) * steps) for b, quota in zip(work, quotas, strict=True))
+        total = sum(b.samples_before(count) for b, count in zip(work, counts, strict=True))
         budget = Budget(total, len(train), own=True)
     else:
         quotas = [None] * workers

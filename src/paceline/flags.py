@@ -78,7 +78,8 @@ def add_settings(parser: argparse.ArgumentParser, left_out: tuple[str, ...] = ()
         elif kind.startswith(("int", "float")):
             group.add_argument(flag, type=number(int if kind.startswith("int") else float), **options)
         else:
-            group.add_argument(flag, **options)
+            also = [f"--{spec.metadata['alias']}"] if spec.metadata["alias"] else []
+            group.add_argument(flag, *also, **options)
 
 
 def _default_text(spec: dataclasses.Field[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.assemble import parse_strategy, pushes_per_update
+from paceline.assemble import on_ring, parse_strategy, pushes_per_update
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
@@ -40,7 +40,7 @@ def forecast(config: RunConfig, layout: Layout) -> Forecast:
     workers, strategy = config.workers or 1, parse_strategy(config.strategy)
     pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
     updates = -(-pushes // pushes_per_update(strategy, workers))
-    model = TimingModel(layout.size, config.batch_size * strategy.local_steps)
+    model = TimingModel(layout.size, config.batch_size)
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)
 
@@ -54,7 +54,7 @@ def forecast(config: RunConfig, layout: Layout) -> Forecast:
     simulation.run()
     server, ages = simulation.side.server, staleness_summary(simulation.side.server.staleness)
     moved = server.bytes_pushed + server.bytes_pulled
-    if strategy.on_ring:
+    if on_ring(config):
         moved = server.nbytes * 2 * (workers - 1) * server.version
     return Forecast(
         config.strategy,

@@ -71,7 +71,7 @@ def pack(parameters: Sequence[tuple[str, tuple[int, ...], bool]]) -> Layout:
     return Layout(tuple(laid), max(offset, ALIGNMENT))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
     """One batch: what is in it, how many samples it counts for, and the 64-bit key all its randomness comes from."""
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import lr_scale, parse_strategy, pushes_per_update, resolve
+from paceline.assemble import lr_scale, on_ring, parse_strategy, pushes_in_a_step, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
 from paceline.faults import Fault
+from paceline.preparation import reading_of
 from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
 from paceline.rulebook import chosen
@@ -34,7 +35,7 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     rank = rank_here()
     if rank is not None:
         config = config_of(rank, config)
-    config = resolve(config)
+    config = resolve(config, launched=rank is not None)
     _refuse_imagined(config)
     faults = _faults(config)
     location = locate_data(config)
@@ -104,7 +105,8 @@ def locate_data(config: RunConfig) -> Location | None:
     """Where the run's data set lies; a task of one's own brings its data along."""
     if config.task is not None:
         return None
-    return locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
+    location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
+    return dataclasses.replace(location, reading=reading_of(config))
 
 
 def in_this_process(config: RunConfig) -> bool:
@@ -148,8 +150,8 @@ def hint(config: RunConfig, location: Location | None, console: Console, skew: f
             "'paceline data get fashion-mnist' fetches all 70,000"
         )
     strategy = parse_strategy(config.strategy)
-    pushes = pushes_per_update(strategy, config.workers or 1)
-    learns = not config.timing_only and strategy.name != "local"
+    pushes = pushes_in_a_step(strategy, config.workers or 1)
+    learns = not config.timing_only and not strategy.is_local
     if pushes > 1 and learns and lr_scale(config) == 1.0:
         console.note(
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
@@ -195,7 +197,7 @@ def _train_on_processes(
     from paceline.runtimes.shared_dataset import SharedDataset
 
     with ForkServer() as forks:
-        shared = SharedDataset(location) if location is not None else None
+        shared = SharedDataset(location, console.report) if location is not None else None
         skew = None
         if shared is not None:
             skew = divide_work(shared.dataset.train_labels, config).skew
@@ -203,7 +205,7 @@ def _train_on_processes(
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
-        if parse_strategy(config.strategy).on_ring:
+        if on_ring(config):
             processes = processes.in_ring()
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
@@ -233,7 +235,7 @@ def _train_here(
 
     keep_freed_memory()
     device = prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)

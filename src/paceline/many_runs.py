@@ -24,6 +24,7 @@ from paceline.data.datasets import SAMPLE, load
 from paceline.errors import Interrupted, UserError
 from paceline.lab.rows import Finished, Progress, Spent, check_rows, run_rows
 from paceline.launch import facts_of, locate_data, require_device
+from paceline.preparation import reading_of
 from paceline.reports.console import Console
 from paceline.runs.environment import environment
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder, write_atomically
@@ -185,9 +186,9 @@ def _run_in_lab(configs: list[RunConfig], device: str, watch: Watch) -> Spent:
 
 
 def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
-    parts: dict[tuple[str, str | None], list[RunConfig]] = {}
+    parts: dict[tuple[object, ...], list[RunConfig]] = {}
     for config in configs:
-        parts.setdefault((config.dataset, config.data_dir), []).append(config)
+        parts.setdefault((config.dataset, config.data_dir, reading_of(config)), []).append(config)
     yield from parts.values()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from paceline.assemble import cores, parse_strategy
+from paceline.assemble import cores, on_ring
 from paceline.config import RunConfig
 from paceline.errors import UserError
 
@@ -49,7 +49,7 @@ def rank_here() -> Rank | None:
 
 def config_of(rank: Rank, config: RunConfig) -> RunConfig:
     """The config of one rank: a launcher's processes are the workers of a ring, as many as the user thinks."""
-    if not parse_strategy(config.strategy).on_ring:
+    if not on_ring(config):
         raise UserError(
             f"strategy {config.strategy} starts its own workers, and a launcher has started {rank.size} of this "
             "command: leave the launcher out, or choose --strategy allreduce"

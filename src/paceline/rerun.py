@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.assemble import on_ring
 from paceline.config import is_simulated
 from paceline.data.datasets import load
+from paceline.errors import UserError
 from paceline.launch import in_this_process, locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script
@@ -24,6 +26,11 @@ def replay(path: Path, console: Console, until: int | None = None, output: Path 
 def _here(recording: Recording, console: Console) -> dict[str, Any]:
     """In this process: every push is computed again by a seat."""
     config = recording.config
+    if config.codec is not None and on_ring(config):
+        raise UserError(
+            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes "
+            "again: runs without a codec, or over a server, can be replayed"
+        )
     location = locate_data(config)
     require_device(config)
 
@@ -34,7 +41,7 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
 
     marks = marks_of(recording)
     device = prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     own = config.threads or 1

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from paceline.core.optimizers import Optimizer, Prepared
     from paceline.interfaces import Rule
 
-IN_ROUNDS = ("sync", "backup", "allreduce", "local")
+IN_ROUNDS = ("sync", "backup", "allreduce", "local", "diloco")
 ON_ARRIVAL = ("async", "bounded")
+LOCAL = ("local", "diloco", "async-local")
+"""Strategies whose workers push the drift of steps of their own."""
+OUTER = {"diloco": (0.7, 0.9), "async-local": (0.4, 0.8)}
+"""The outer learning rate and momentum of those that have them, unless said: as published (arXiv 2311.08105), and
+shorter where every drift is a round old: 10 workers whose drifts go all the way diverge from about .6 on."""
 PUBLISHED = ("plain", "plain-early")
 """Rules that stand for what published systems did, live weights included."""
 
@@ -35,6 +40,8 @@ class Traits:
     drops: bool = False
     sends_others: bool = False
     """Workers are sent other weights than the live ones."""
+    for_drifts: bool = False
+    """Steps on the drifts of local steps, and on nothing else."""
 
 
 RULES = {
@@ -55,6 +62,7 @@ RULES = {
     "ringleader": Traits("one step for each worker a round", knows_workers=True, steps_itself=True),
     "ringmaster": Traits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
     "buffered": Traits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
+    "delayed": Traits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
     "foresight": Traits(
         "cached, and weights of the time a push counts", knows_workers=True, steps_itself=True, sends_others=True
     ),
@@ -80,12 +88,36 @@ def parse_rule(text: str) -> tuple[str, int]:
     return name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0
 
 
+def rule_for(config: RunConfig) -> str:
+    """The config's rule; `auto` is left as it is only where there is something to choose."""
+    strategy = config.strategy.partition(":")[0]
+    if config.rule != "auto" or strategy in ON_ARRIVAL:
+        return config.rule
+    return "delayed" if strategy == "async-local" else "plain"  # under the others nothing is stale
+
+
+def _check_on_drifts(config: RunConfig, strategy: str, rule: str) -> None:
+    """What can be done with a drift is less than with a gradient: its learning rate is inside."""
+    if strategy == "async-local" and not RULES[rule].for_drifts:
+        raise UserError(
+            f"rule {config.rule} is for gradients, and strategy {config.strategy} pushes drifts: use --rule delayed, "
+            "its default"
+        )
+    if strategy in LOCAL and strategy != "async-local" and rule != "plain":
+        what = "averages drifts as they are" if strategy == "local" else "has its outer momentum"
+        raise UserError(f"strategy {config.strategy} {what}: leave out --rule {config.rule}")
+    if strategy not in LOCAL and RULES[rule].for_drifts:
+        raise UserError(f"rule {rule} is for drifts, and strategy {config.strategy} pushes gradients: use --rule auto")
+
+
 def check_rule(config: RunConfig) -> None:
     """Refuse a rule that the chosen strategy or optimizer cannot be combined with, naming both."""
-    traits = RULES[parse_rule(config.rule)[0]]
-    strategy = config.strategy.partition(":")[0]
-    if strategy == "local" and config.rule != "plain":
-        raise UserError(f"strategy {config.strategy} averages drifts as they are: use --rule plain, not {config.rule}")
+    rule, strategy = parse_rule(config.rule)[0], config.strategy.partition(":")[0]
+    traits = RULES[rule]
+    _check_on_drifts(config, strategy, rule)
+    if strategy in LOCAL:
+        average_horizon(config)
+        return
     if strategy in IN_ROUNDS and (traits.knows_workers or traits.drops):
         raise UserError(
             f"rule {config.rule} needs to know whose push it applies, and strategy {config.strategy} hands it the mean "
@@ -109,7 +141,8 @@ def average_horizon(config: RunConfig) -> float | None:
     `auto` averages where pushes are applied as they come, unless the rule is one of the published settings.
     """
     if config.average in (None, "auto"):
-        return math.inf if config.strategy.partition(":")[0] in ON_ARRIVAL and config.rule not in PUBLISHED else None
+        as_they_come = config.strategy.partition(":")[0] in (*ON_ARRIVAL, "async-local")
+        return math.inf if as_they_come and config.rule not in PUBLISHED else None
     if config.average in ("none", "on"):
         return math.inf if config.average == "on" else None
     try:
@@ -155,17 +188,24 @@ def build_rule(
         named = replace(config, rule=choice.rule, average="none")
         rule = build_rule(named, places, optimizer, prepared)
         rule = Paced(rule, choice.most) if choice.most else rule
-    elif config.strategy.startswith("local"):
-        from paceline.core.optimizers import Sgd
-        from paceline.core.rules.plain import Plain
-
-        rule = Plain(Sgd())
+    elif config.strategy.partition(":")[0] in LOCAL or RULES[parse_rule(config.rule)[0]].for_drifts:
+        rule = _on_drifts(config)
     elif RULES[parse_rule(config.rule)[0]].steps_itself:
         rule = _stepping_itself(config, places, prepared())
     else:
         rule = _around(config, places, optimizer())
     horizon = average_horizon(config)
     return rule if horizon is None else Averaged(rule, horizon if math.isfinite(horizon) else None)
+
+
+def _on_drifts(config: RunConfig) -> Rule:
+    """A rule for what local steps came to: their optimizer is inside them."""
+    from paceline.core.optimizers import Sgd
+    from paceline.core.rules.delayed import Delayed
+    from paceline.core.rules.plain import Plain
+
+    momentum = config.outer_momentum or 0.0
+    return Delayed(momentum) if config.rule == "delayed" else Plain(Sgd(momentum, nesterov=True))
 
 
 def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:

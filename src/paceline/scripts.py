@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import refuse_codecs, resolve
+from paceline.assemble import refuse_codecs, require_gradients, resolve
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
@@ -26,6 +26,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
     config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
+    require_gradients(config)
     refuse_codecs(config)
     faults = faults_for_processes(config, script=True)
     folder = RunFolder.create(config)

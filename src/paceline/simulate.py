@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import parse_strategy, resolve
+from paceline.assemble import resolve
 from paceline.clusters import DEFAULT_SPEED, cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
@@ -70,7 +70,7 @@ def _simulate(
     from paceline.runtimes.agenda import Agenda
     from paceline.runtimes.host import Host
 
-    crew = _timing_crew(config) if config.timing_only else _training_crew(config, location)
+    crew = _timing_crew(config) if config.timing_only else _training_crew(config, location, console)
     hint(config, location, console, crew.work.skew if crew.work is not None else None)
     agenda = Agenda()
     hosts: list[Host] = []
@@ -122,10 +122,10 @@ class Crew:
     make_seat: Callable[[Join], Seat]
 
 
-def _training_crew(config: RunConfig, location: Location | None) -> Crew:
+def _training_crew(config: RunConfig, location: Location | None, console: Console) -> Crew:
     """Workers that compute real gradients."""
     prepare_device(config)
-    dataset = load(location) if location is not None else None
+    dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset)
     work = work_of(task, config)
 
@@ -140,13 +140,12 @@ def _timing_crew(config: RunConfig) -> Crew:
     if config.task is not None and config.parameters is None:
         raise UserError("--timing-only with a task of your own: give its size, as in --parameters 25.6M")
     info, workers = DATASETS[config.dataset], config.workers or 1
-    steps = parse_strategy(config.strategy).local_steps
     own = config.epoch_mode == "own"
-    quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers * steps))) if own else None
+    quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers))) if own else None
     samples = max(1, round(config.epochs * info.train_size))
     budget = Budget(samples, info.train_size, steps=config.steps, own=own)
     layout = timing_layout(config)
-    model = TimingModel(layout.size, config.batch_size * steps)
+    model = TimingModel(layout.size, config.batch_size)
 
     def server() -> Server:
         return timing_server(config, layout, budget)

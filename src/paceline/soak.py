@@ -26,6 +26,7 @@ MOST_WORKERS = 6
 MOST_FAULTS = 8
 TWICE = 4
 PROGRESS_SECONDS = 5.0
+ON_GRADIENTS = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
 STRATEGIES = ("async", "sync", "backup", "bounded", "allreduce")
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def _strategy(chance: np.random.Generator, workers: int) -> str:
 
 def _rule(chance: np.random.Generator, strategy: str) -> str:
     """Half of all trials have the plain rule, and those in rounds no rule that has to know whose push it is."""
-    name = _pick(chance, tuple(RULES)) if chance.integers(2) else "plain"
+    name = _pick(chance, ON_GRADIENTS) if chance.integers(2) else "plain"
     traits = RULES[name]
     text = f"{name}:{chance.integers(1, 5)}" if traits.letter else name
     in_rounds = strategy.startswith(("sync", "backup", "allreduce"))

@@ -173,3 +173,23 @@ def test_bytes_to_a_server_and_on_a_ring(name: str, primitive: str, nbytes: int)
         assert codec.ring_nbytes(workers) == math.ceil(on_ring)
     out = torch.zeros(codec.capacity, dtype=torch.uint8)
     assert codec.encode(update_for(MODEL, 1), codec.start(), out) == nbytes
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lowrank:4", "lowrank:8"])
+def test_the_same_bits_on_any_number_of_threads(name: str) -> None:
+    """A worker and its server decode the same payload, each on threads of its own."""
+    layout = pack([("dense", (128, 1152), True), ("bias", (128,), False), ("last", (10, 128), True)])
+    found: list[list[Tensor]] = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            codec = build_codec(name, layout)
+            memory = codec.start(9)
+            found.append([send(codec, update_for(layout, seed), memory) for seed in range(2)] + list(memory.values()))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)

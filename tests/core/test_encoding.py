@@ -74,7 +74,7 @@ class Exchange:
     def __init__(self, used: Codecs, workers: int = 2, policy: Policy | None = None, poison: int | None = None) -> None:
         budget = Budget(10**6, 10)
         self.server = Server(
-            Slopes().initial(), Plain(Sgd(0.5)), policy or AtOnce(), budget, Schedule(0.1), workers, used
+            Slopes().initial(), Plain(Sgd(0.5)), policy or AtOnce(), budget, Schedule(0.1), workers, codecs=used
         )
         self.used, self.poison = used, poison
         self.tasks: dict[int, Slopes] = {}

@@ -270,7 +270,9 @@ def test_a_server_restored_from_its_facts_goes_on_identically(
 def test_every_rule_knows_who_is_here_and_goes_on_identically_from_its_saved_state(
     rule: str, num_workers: int, bound: str, first: list[int], then: list[int]
 ) -> None:
-    config = RunConfig(rule=f"{rule}:3" if RULES[rule].letter else rule, average="none", momentum=0.5)
+    config = RunConfig(
+        rule=f"{rule}:3" if RULES[rule].letter else rule, average="none", momentum=0.5, outer_momentum=0.5
+    )
     cluster = ToyCluster(
         bound, num_workers, LONG, make_rule=lambda places: make_rule(config, pack([("a", (places,), True)]), places)
     )

@@ -51,3 +51,32 @@ def tar_of(members: dict[str, bytes], mode: str) -> bytes:
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return target.getvalue()
+
+
+def tree_files(words: int = 2) -> dict[str, bytes]:
+    """Trees as many as SST-5 has, of a few words each; the label says which word is repeated."""
+    sizes = {"train.txt": 8_544, "dev.txt": 1_101, "test.txt": 2_210}
+    lines = [f"({label} (2 The) " + "".join(f"(2 Word{label})" for _ in range(words - 1)) + ")" for label in range(5)]
+    return {name: "\n".join(lines[row % 5] for row in range(size)).encode() + b"\n" for name, size in sizes.items()}
+
+
+def write_trees(folder: Path, **changes: bytes) -> Path:
+    """The files of SST-5 in `folder`; `train=...` puts other bytes in front of train.txt's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in tree_files().items():
+        (folder / name).write_bytes(changes.get(name.removesuffix(".txt"), b"") + content)
+    return folder
+
+
+def write_images(folder: Path, sizes: dict[str, int], suffix: str = ".JPEG") -> Path:
+    """So many images of random size in each class folder."""
+    from PIL import Image
+
+    generator = np.random.default_rng(2)
+    for name, count in sizes.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            shape = (*generator.integers(20, 60, 2), 3)
+            picture = Image.fromarray(generator.integers(0, 256, shape, dtype=np.uint8))
+            picture.save(folder / name / f"picture_{number:03d}{suffix}")
+    return folder

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import threading
+import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from data_files import cifar_batches, idx_contents, tar_of
+from data_files import cifar_batches, idx_contents, tar_of, tree_files
 
 from paceline.data import sources, transfer
 from paceline.data.datasets import load, locate
@@ -228,7 +230,26 @@ def test_archive_is_checked_by_its_members(server: Server, tmp_path: Path, monke
         get("cifar10", tmp_path / "there", progress=False)
 
 
+def test_sentences_are_fetched_checked_and_found(server: Server, tmp_path: Path) -> None:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in tree_files().items():
+            archive.writestr(f"trees/{name}", content)
+    server.files["trainDevTestTrees_PTB.zip"] = target.getvalue()
+    with pytest.raises(DataError, match=r"expected the official content, found sha256 .* of train.txt instead of"):
+        get("sst5", tmp_path / "there", progress=False)
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in tree_files().items()}
+    file = RemoteFile("trainDevTestTrees_PTB.zip", checksums)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sources.SOURCES, "sst5", Source("http://127.0.0.1:9/", (file,)))
+        assert get("sst5", progress=False) == tmp_path / "xdg" / "paceline" / "sst5"
+    found = locate("sst5", None)
+    assert found.origin == "cache" and load(found).train_images.shape == (8_544, 64)
+
+
 def test_names() -> None:
     with pytest.raises(UserError, match="unknown dataset"):
+        get("imagnet")
+    with pytest.raises(DataError, match=r"imagenet cannot be fetched.*--data-dir"):
         get("imagenet")
     assert (get("fashion-mnist-sample") / "LICENSE").is_file()

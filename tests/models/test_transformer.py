@@ -11,7 +11,7 @@ from paceline.assemble import make_model, resolve
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.models.dropout import address_dropout
-from paceline.models.transformer import MAX_LENGTH, Transformer
+from paceline.models.transformer import MAX_LENGTH, Placement, Transformer
 from paceline.tasks.supervised import SupervisedTask
 
 
@@ -55,14 +55,40 @@ def test_padding_and_the_company_of_longer_sentences_change_nothing() -> None:
     torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_words_alone_give_what_padded_sentences_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the layers see no padding; on a GPU they do."""
+    model = small(dropout=0.0)
+    ids = torch.randint(1, 50, (4, 9))
+    ids[0, 2:], ids[1, 5:], ids[3, 1:] = 0, 0, 0
+
+    def found() -> list[Tensor]:
+        model.zero_grad()
+        outputs = model(ids)
+        F.nll_loss(outputs, torch.arange(4)).backward()
+        return [outputs, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
+
+    packed, seen = found(), list[int]()
+    original = Placement.__init__
+
+    def padded(self: Placement, ids: Tensor) -> None:
+        original(self, ids)
+        self.words = None
+
+    monkeypatch.setattr(Placement, "__init__", padded)
+    model.layers[0].norm1.register_forward_hook(lambda *about: seen.append(len(about[2])))
+    for one, other in zip(packed, found(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert seen == [4 * 9]
+
+
 def test_it_attends_both_ways_and_knows_the_order() -> None:
     model, seen = small().eval(), list[Tensor]()
     model.layers[-1].register_forward_hook(lambda *found: seen.append(found[2]))
     for ids in ([4, 9, 2], [4, 9, 3], [5, 9, 2]):
         model(torch.tensor([ids]))
     original, other_end, other_start = seen
-    assert not torch.allclose(original[0, 0], other_end[0, 0]), "the first token sees the last"
-    assert not torch.allclose(original[0, 2], other_start[0, 2]), "the last token sees the first"
+    assert not torch.allclose(original[0], other_end[0]), "the first token sees the last"
+    assert not torch.allclose(original[2], other_start[2]), "the last token sees the first"
     assert not torch.allclose(model(torch.tensor([[4, 9, 2]])), model(torch.tensor([[2, 9, 4]])))
 
 

@@ -25,7 +25,7 @@ def timed(folder: Path, name: str, *flags: str) -> dict[str, Any]:
     return simulated(folder, name, "--timing-only", *flags)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.real) for name in ("backup:1", "bounded:1", "allreduce", "local:3")]
+SLOW = [pytest.param(name, marks=pytest.mark.real) for name in ("backup:1", "bounded:1", "allreduce", "async-local:3")]
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync", *SLOW])
@@ -70,11 +70,41 @@ def test_a_ring_costs_what_its_formula_says(tmp_path: Path) -> None:
     assert a_round == pytest.approx(1.0 + 2 * 3 * (0.032 / 4 + 0.001), rel=1e-6)
 
 
-def test_local_steps_exchange_less(tmp_path: Path) -> None:
-    flags = ["--workers", "4", "--speeds", "1s", "--link", "1gbit", "--parameters", "1M", "--strategy", "local:5"]
-    one, five = (timed(tmp_path, f"s{steps}", *flags, "--steps", str(steps)) for steps in (1, 5))
+@pytest.mark.parametrize(
+    ("path", "strategy", "exchange"),
+    [("ring", "local:5", 2 * 3 * 0.032 / 4), ("star", "local:5", 2 * 4 * 0.032), ("star", "diloco:5", 2 * 4 * 0.032)],
+)
+def test_local_steps_exchange_less(tmp_path: Path, path: str, strategy: str, exchange: float) -> None:
+    flags = ["--workers", "4", "--speeds", "1s", "--link", "1gbit", "--parameters", "1M", "--strategy", strategy]
+    one, five = (timed(tmp_path, f"s{steps}", *flags, "--path", path, "--steps", str(steps)) for steps in (1, 5))
     a_round = (five["virtual_seconds"] - one["virtual_seconds"]) / 4
-    assert a_round == pytest.approx(5.0 + 2 * 3 * 0.032 / 4, rel=1e-6)
+    assert a_round == pytest.approx(5.0 + exchange, rel=1e-6)
+    assert five["samples"] == 5 * 4 * 5 * 32
+
+
+@pytest.mark.parametrize("strategy", ["local:8", "async-local:8"])
+def test_by_speed_all_push_at_the_same_time_and_the_log_says_how_many_steps(tmp_path: Path, strategy: str) -> None:
+    flags = [
+        "--workers",
+        "3",
+        "--speeds",
+        "1,1,4",
+        "--strategy",
+        strategy,
+        "--steps",
+        "30",
+        "--path",
+        "star",
+        "--local-steps",
+    ]
+    even, by_speed = (timed(tmp_path, how, *flags, how) for how in ("even", "speed"))
+    records, _ = read_arrivals(tmp_path / "speed" / "arrivals.log", RunFolder.open(tmp_path / "speed").config())
+    assert [(record.worker, record.seq) for record in records if record.kind == "steps"] == [(2, 2)]
+    last = [record for record in records if record.kind == "push"][-9:]
+    assert {record.samples for record in last if record.worker == 2} == {2 * 32}
+    assert {record.samples for record in last if record.worker != 2} == {8 * 32}
+    assert [sum(record.worker == worker for record in last) for worker in range(3)] == [3, 3, 3]
+    assert by_speed["samples"] / by_speed["virtual_seconds"] > 0.9 * (even["samples"] / even["virtual_seconds"])
 
 
 def test_cores_are_shared(tmp_path: Path) -> None:
@@ -119,7 +149,7 @@ def test_bounded_staleness_holds_the_fast_ones_back(tmp_path: Path) -> None:
         (["--parameters", "5M"], "add --timing-only"),
         (["--timing-only", "--parameters", "5M", "--codec", "lowrank:4"], "give --model instead of --parameters"),
         (["--timing-only", "--parameters", "3000M", "--codec", "int8"], "up to 2^31 parameters"),
-        (["--strategy", "allreduce", "--codec", "int8"], "exchanges around a ring"),
+        (["--strategy", "allreduce", "--codec", "int8"], "only between ranks"),
         (["--faults", "no-such.toml"], "no-such.toml"),
     ],
 )

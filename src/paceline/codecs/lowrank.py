@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,6 +83,14 @@ class LowRank(FlatCodec):
         hashed = scramble(counter, mix64(self._rank), torch.empty_like(counter), torch.empty_like(counter))
         return {**super().start(), "factors": (hashed.float() * 2.0**-31).to(self.device)}
 
+    def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
+        with one_thread():
+            return super().encode(update, memory, out)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        with one_thread():
+            super().decode(payload, out)
+
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
         sent, error, factors = floats(out, 0, self._num_floats), memory["error"], memory["factors"]
         for matrix in self._matrices:
@@ -103,6 +113,20 @@ class LowRank(FlatCodec):
         for span, begin in self._dense:
             out[span].copy_(sent[begin : begin + span.stop - span.start])
         out.index_fill_(0, self._gaps, 0.0)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Thin products have other last bits on other numbers of threads, and are faster on one."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _gains(parameter: Parameter, rank: int) -> bool:

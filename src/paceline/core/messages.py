@@ -1,6 +1,6 @@
 """What travels between worker and server, and nothing else.
 
-Join, Push, Leave, Stop and Resume are every input that can change a server; a log of them replays a run.
+Join, Push, Leave, Steps, Stop and Resume are every input that can change a server; a log of them replays a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Join(NamedTuple):
 class Push(NamedTuple):
     """A gradient, named by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
-    `update` and `state` are the worker's own memory, to be read only until the worker is answered.
+    `update` (with a codec: its payload, the bytes that cross) and `state` are the worker's own memory, to be read only
+    until the worker is answered.
     """
 
     worker: int
@@ -45,6 +46,13 @@ class Leave(NamedTuple):
     incarnation: int
 
 
+class Steps(NamedTuple):
+    """A setting that changed: from its next reply on, `worker` makes so many local steps for a push."""
+
+    worker: int
+    steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Someone outside ends the run."""
@@ -55,11 +63,14 @@ class Resume:
     """The run goes on after an end or a crash: everybody who was here is gone and is awaited again."""
 
 
-Input: TypeAlias = Join | Push | Leave | Stop | Resume
+Input: TypeAlias = Join | Push | Leave | Steps | Stop | Resume
 
 
 class Reply(NamedTuple):
-    """Go on: weights of `version` lie in your memory; compute batch `batch` next. Or it is over."""
+    """Go on: weights of `version` lie in your memory; compute batch `batch` next. Or it is over.
+
+    With `steps` above 0: step on that many batches from `batch` on by yourself, at `lr`, and push how far you drifted.
+    """
 
     worker: int
     incarnation: int
@@ -67,6 +78,8 @@ class Reply(NamedTuple):
     version: int
     batch: int
     over: bool = False
+    steps: int = 0
+    lr: float = 0.0
 
 
 class Verdict(enum.IntEnum):

@@ -52,3 +52,11 @@ class Schedule:
         if self.kind == "cosine":
             return self.base * 0.5 * (1.0 + math.cos(math.pi * fraction))
         return self.base
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What workers do between two pushes: so many local steps, unless told fewer, at a learning rate of their own."""
+
+    steps: int
+    schedule: Schedule

@@ -1,4 +1,4 @@
-"""The server: a state machine. Inputs in (join, push, leave, stop, resume), replies out; it owns the only weights.
+"""The server: a state machine. Inputs in (join, push, leave and the like), replies out; it owns the only weights.
 
 It reads no clock, opens no socket and draws no random number, so feeding it the same inputs gives the same weights.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.core.encoding import DENSE, Codecs, Decoded, Differences
 from paceline.core.memory import Memory
-from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Stop, Verdict
-from paceline.core.schedules import Budget, Schedule
+from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Steps, Stop, Verdict
+from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Decision, Policy, Rule
 
 
@@ -30,10 +30,14 @@ class Member:
     live: bool = True
     waiting: bool = True
     accepted: int = 0
+    """Batches whose pushes count; the quota is in batches too."""
     seq: int = -1
     serial: int = -1
     version: int = 0
     pushes: int = 0
+    steps: int = 0
+    """What its last reply asked for, and at which learning rate."""
+    lr: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -64,9 +68,10 @@ class Server:
         budget: Budget,
         schedule: Schedule,
         num_workers: int,
+        mean: Mean | None = None,
         codecs: Codecs = DENSE,
         nbytes: int | None = None,
-        mean: Mean | None = None,
+        inside: Inside | None = None,
     ) -> None:
         """`nbytes` is what all weights take, where a simulation of times alone has none of them."""
         self.weights = weights
@@ -75,6 +80,9 @@ class Server:
         self.budget = budget
         self.schedule = schedule
         self.num_workers = num_workers
+        self.inside = inside
+        self.steps: dict[int, int] = {}
+        """Of workers that make fewer local steps than the others."""
         self.rule_state = rule.start(weights)
         self.members: dict[int, Member] = {}
         self.worker_states: dict[int, Tensor] = {}
@@ -103,6 +111,11 @@ class Server:
         self._decoded = Decoded(encoded.push, weights) if encoded.push is not None else None
         self.differences = Differences(encoded.pull, codecs.key, weights) if encoded.pull is not None else None
 
+    def steps_of(self, worker: int) -> int:
+        """Steps that the push of `worker` on its way is made of."""
+        member = self.members.get(worker)
+        return max(1, member.steps) if member is not None else 1
+
     @property
     def num_live(self) -> int:
         """Workers that are here and still have work."""
@@ -123,8 +136,16 @@ class Server:
     @property
     def lr(self) -> float:
         """The learning rate of the next update."""
+        return self._lr_by(self.schedule)
+
+    @property
+    def lr_inside(self) -> float:
+        """The learning rate of the batches dealt now: of local steps, where there are some."""
+        return self._lr_by(self.inside.schedule if self.inside is not None else self.schedule)
+
+    def _lr_by(self, schedule: Schedule) -> float:
         fraction = self.budget.fraction(self.samples, self.version)
-        return self.schedule.lr(fraction, self.samples / self.budget.epoch_samples)
+        return schedule.lr(fraction, self.samples / self.budget.epoch_samples)
 
     def handle(self, message: Input) -> Outcome:
         """Take one input; the replies it sets free come back in the order they are to be sent."""
@@ -135,6 +156,9 @@ class Server:
                 return self._join(message)
             case Leave():
                 return self._leave(message)
+            case Steps(worker, steps):
+                self.steps[worker] = steps
+                return Outcome(Verdict.TAKEN)
             case Stop():
                 return Outcome(Verdict.TAKEN, self._finish())
             case Resume():
@@ -197,7 +221,7 @@ class Server:
         if member is None or not member.live or push.incarnation != member.incarnation:
             return Outcome(Verdict.REJECTED)
         if push.seq <= member.seq:
-            again = () if member.waiting or push.seq < member.seq else (self._last_answer(push.worker),)
+            again = () if member.waiting or push.seq < member.seq else (self.last_answer(push.worker),)
             return Outcome(Verdict.REPEATED, again)
         if member.waiting or push.reply != member.serial:
             return Outcome(Verdict.REJECTED)  # one reply is worth one push
@@ -303,7 +327,7 @@ class Server:
         self.samples += samples
         for worker, age in zip(workers, staleness, strict=True):
             self.staleness[age] += 1
-            self.members[worker].accepted += 1
+            self.members[worker].accepted += self.steps_of(worker)
         return True
 
     def _change_weights(self, pushes: list[Push], samples: int, staleness: int) -> bool:
@@ -350,12 +374,25 @@ class Server:
         member.serial += 1
         self.replies += 1
         member.version = self.version
-        return Reply(worker, member.incarnation, member.serial, self.version, member.accepted, over)
+        if self.inside is not None:
+            self._deal_steps(worker, member, self.inside)
+        return self._reply(worker, member, over)
 
-    def _last_answer(self, worker: int) -> Reply:
+    def _deal_steps(self, worker: int, member: Member, inside: Inside) -> None:
+        """How many batches the worker is to step on by itself; the last of its quota are fewer."""
+        left = inside.steps if member.quota is None else member.quota - member.accepted
+        member.steps = max(0, min(self.steps.get(worker, inside.steps), left))
+        member.lr = self.lr_inside
+
+    @staticmethod
+    def _reply(worker: int, member: Member, over: bool) -> Reply:
+        first = member.accepted
+        return Reply(worker, member.incarnation, member.serial, member.version, first, over, member.steps, member.lr)
+
+    def last_answer(self, worker: int) -> Reply:
+        """What `worker` was told last."""
         member = self.members[worker]
-        over = self.over or member.done
-        return Reply(worker, member.incarnation, member.serial, member.version, member.accepted, over)
+        return self._reply(worker, member, self.over or member.done)
 
     @property
     def can_be_cut(self) -> bool:
@@ -381,6 +418,7 @@ class Server:
             "members": {str(worker): asdict(member) for worker, member in self.members.items()},
             "awaited": sorted(self._awaited),
             "policy": self.policy.facts(),
+            "steps": sorted(self.steps.items()),
         }
 
     def restore(self, facts: dict[str, Any], weights: Tensor, rule_state: dict[str, Tensor]) -> None:
@@ -396,5 +434,6 @@ class Server:
         self.staleness = Counter({int(value): count for value, count in facts["staleness"]})
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])
+        self.steps = dict(facts.get("steps", ()))
         self._num_live = None
         self.policy.restore(facts["policy"])

@@ -5,7 +5,7 @@ It cannot tell whether a process, a simulator or a replay drives it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from ctypes import c_float
 
 import torch
@@ -14,7 +14,28 @@ from torch import Tensor
 from paceline.core.encoding import DENSE, Codecs, WorkerEnd
 from paceline.core.memory import MakeMemory, Memory, load_own
 from paceline.core.messages import Join, Push, Reply
-from paceline.interfaces import Loader, Task
+from paceline.interfaces import Batch, Loader, Task
+
+
+class Stretch(Batch):
+    """Batches in a row that are stepped on locally at `lr`; each is loaded when its step comes, and counted then."""
+
+    __slots__ = ("first", "loader", "lr", "steps")
+
+    def __init__(self, loader: Loader, first: int, steps: int, lr: float) -> None:
+        super().__init__(None, None, 0, 0)
+        self.loader, self.first, self.steps, self.lr = loader, first, steps, lr
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(self.first, self.first + self.steps):
+            batch = self.loader.batch(number)
+            self.samples += batch.samples
+            yield batch
+
+
+def dealt(loader: Loader, reply: Reply) -> Batch:
+    """What a reply asks to compute: one batch, or several to step on."""
+    return Stretch(loader, reply.batch, reply.steps, reply.lr) if reply.steps else loader.batch(reply.batch)
 
 
 def work(task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor) -> Generator[Join | Push, Reply, None]:
@@ -26,7 +47,7 @@ def work(task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor) 
     reply = yield join
     while not reply.over:
         end.receive()
-        batch = loader.batch(reply.batch)
+        batch = dealt(loader, reply)
         loss = c_float(task.gradient(batch)).value  # as the log keeps it; one that is too large becomes infinite
         seq = reply.serial  # one push a reply, so the reply's number names the push too
         update = end.send(seq)

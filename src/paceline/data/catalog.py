@@ -12,7 +12,7 @@ class DatasetInfo:
     name: str
     title: str
     classes: tuple[str, ...]
-    image_shape: tuple[int, int, int]  # channels, height, width
+    image_shape: tuple[int, ...]  # as a model sees it: channels, height, width; or of sentences their length
     train_size: int
     test_size: int
     mean: tuple[float, ...]  # of the whole train set, pixels scaled to 0..1, one a channel
@@ -71,6 +71,33 @@ _CIFAR10 = DatasetInfo(
     download_nbytes=170_498_071,
 )
 
+_SST5 = DatasetInfo(
+    name="sst5",
+    title="SST-5",
+    classes=("very negative", "negative", "neutral", "positive", "very positive"),
+    image_shape=(64,),
+    train_size=8_544,
+    test_size=2_210,
+    mean=(),
+    std=(),
+    licence="no licence published; cite Socher et al., Recursive Deep Models for Semantic Compositionality, 2013",
+    download_nbytes=789_539,
+)
+
+# The facts are those of ILSVRC12; a folder brings its own classes and sizes.
+_IMAGENET = DatasetInfo(
+    name="imagenet",
+    title="ImageNet, or any folder of class folders",
+    classes=tuple(str(number) for number in range(1000)),
+    image_shape=(3, 224, 224),
+    train_size=1_281_167,
+    test_size=50_000,
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    licence="ImageNet's terms of access: non-commercial research and education, by request at image-net.org",
+    download_nbytes=155_000_000_000,
+)
+
 # The sample keeps the whole set's mean and std, so a model trained on either sees the same scale.
 _SAMPLE = replace(
     _FASHION_MNIST,
@@ -81,4 +108,6 @@ _SAMPLE = replace(
     download_nbytes=0,
 )
 
-DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (_FASHION_MNIST, _MNIST, _CIFAR10, _SAMPLE)}
+DATASETS: dict[str, DatasetInfo] = {
+    info.name: info for info in (_FASHION_MNIST, _MNIST, _CIFAR10, _SST5, _IMAGENET, _SAMPLE)
+}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import idx
+from paceline.data import idx, image_folder, treebank
 from paceline.data.catalog import DATASETS, DatasetInfo
 from paceline.data.idx import Empty
 from paceline.errors import DataError, unknown_name
@@ -20,6 +21,7 @@ __all__ = [
     "Dataset",
     "DatasetInfo",
     "Location",
+    "Reading",
     "cache_folder",
     "load",
     "locate",
@@ -38,6 +40,26 @@ _IDX_FOLDERS = {
 _CIFAR_FOLDERS = ("", "cifar-10", "cifar10")
 _CIFAR_UNPACKED = "cifar-10-batches-py"  # before the archives: it decodes in a fraction of their time
 _CIFAR_ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-python.tar.xz", "cifar-10-python.tar")
+_KINDS = {"cifar10": "cifar", "sst5": "trees", "imagenet": "folder"}
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes rows as the console does: notes that stay, and how far long work is."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a user may choose about how files become arrays."""
+
+    max_length: int = 64  # of sentences, in words
+    image_size: int = 224  # of images in a folder, as a model sees them
+
+    @property
+    def kept_size(self) -> int:
+        """Images of a folder are kept a seventh larger than they are seen, so that crops differ: 256 for 224."""
+        return self.image_size + self.image_size // 7
+
+
+DEFAULT_READING = Reading()
 
 
 @dataclass(frozen=True)
@@ -45,10 +67,11 @@ class Location:
     """Where a data set was found."""
 
     name: str  # the name asked for
-    kind: str  # "idx" or "cifar"
-    path: Path  # a folder, or the archive of a cifar
+    kind: str  # "idx", "cifar", "trees" or "folder"
+    path: Path  # a folder, or an archive
     origin: str  # "data-dir", "PACELINE_DATA", "cache", "system" or "built-in sample"
     sample: bool  # True when it is the built-in sample
+    reading: Reading = DEFAULT_READING
 
 
 @dataclass(frozen=True)
@@ -57,9 +80,9 @@ class Dataset:
 
     info: DatasetInfo
     location: Location
-    train_images: NDArray[np.uint8]  # [N, C, H, W]
+    train_images: NDArray[Any]  # uint8 [N, C, H, W], or of sentences token ids, int32 [N, L]
     train_labels: NDArray[np.int64]  # [N]
-    test_images: NDArray[np.uint8]
+    test_images: NDArray[Any]
     test_labels: NDArray[np.int64]
 
 
@@ -73,6 +96,8 @@ def remedy(name: str) -> str:
     """The end of every message about a bad file of `name`."""
     if name == SAMPLE:
         return "install Paceline again"
+    if name == "imagenet":
+        return image_folder.REMEDY
     return f"'paceline data get {name}' fetches a good copy"
 
 
@@ -101,38 +126,85 @@ def locate(name: str, data_dir: Path | None) -> Location:
         raise unknown_name("dataset", name, DATASETS)
     if name == SAMPLE:
         return Location(name, "idx", BUILTIN_FOLDER, "built-in sample", True)
-    kind = "cifar" if name == "cifar10" else "idx"
+    kind = _KINDS.get(name, "idx")
     looked = []
     for origin, folder in search_places(data_dir):
-        path, lack = _find_cifar(folder) if kind == "cifar" else _find_idx(folder, name)
+        path, lack = _find(kind, folder, name)
         if path is not None:
             return Location(name, kind, path, origin, False)
         looked.append(f"{folder} ({lack})" if lack else f"{folder}")
-    if data_dir is not None:
-        raise DataError(
-            f"dataset '{name}' was asked for, but {looked[0]} does not hold it: "
-            f"correct --data-dir, or leave it out and run 'paceline data get {name}'"
-        )
-    if name == "fashion-mnist":
+    if name == "fashion-mnist" and data_dir is None:
         return Location(name, "idx", BUILTIN_FOLDER, "built-in sample", True)
-    raise DataError(
-        f"dataset '{name}' was asked for, but it is in none of {', '.join(looked)}: "
-        f"run 'paceline data get {name}', or name its folder with --data-dir"
-    )
+    if data_dir is not None:
+        found = f"{looked[0]} does not hold it"
+        way_on = f"correct --data-dir, or leave it out and run 'paceline data get {name}'"
+    else:
+        found = f"it is in none of {', '.join(looked)}"
+        way_on = f"run 'paceline data get {name}', or name its folder with --data-dir"
+    way_on = image_folder.REMEDY if kind == "folder" else way_on
+    raise DataError(f"dataset '{name}' was asked for, but {found}: {way_on}")
 
 
-def load(location: Location, empty: Empty = np.empty) -> Dataset:
+def _find(kind: str, folder: Path, name: str) -> tuple[Path | None, str]:
+    """Where the files of a kind lie at or under `folder`; else what an incomplete set of them lacks."""
+    if kind == "idx":
+        return _find_idx(folder, name)
+    finders = {"cifar": _find_cifar, "trees": treebank.find, "folder": image_folder.find}
+    return finders[kind](folder)
+
+
+def load(location: Location, empty: Empty = np.empty, report: Report = lambda row: None) -> Dataset:
     """The data set at `location`, decoded into arrays from `empty(shape, dtype)`; a DataError if a file is damaged."""
     info = DATASETS[SAMPLE if location.sample else location.name]
+    if location.kind == "folder":
+        return _load_folder(location, empty, report)
+    if location.kind == "trees":
+        return _load_trees(location, empty, report)
     if location.kind == "cifar":
-        train_images, train_labels, test_images, test_labels = _load_cifar(location, empty)
-    else:
-        train, test = (
-            idx.read_split(location.path, split, info.image_shape, len(info.classes), remedy(info.name), empty)
-            for split in idx.SPLITS
-        )
-        (train_images, train_labels), (test_images, test_labels) = train, test
-    return Dataset(info, location, train_images, train_labels, test_images, test_labels)
+        return Dataset(info, location, *_load_cifar(location, empty))
+    train, test = (
+        idx.read_split(location.path, split, info.image_shape, len(info.classes), remedy(info.name), empty)
+        for split in idx.SPLITS
+    )
+    return Dataset(info, location, *train, *test)
+
+
+def _load_trees(location: Location, empty: Empty, report: Report) -> Dataset:
+    length = location.reading.max_length
+    arrays, cut = treebank.read(location.path, length, remedy(location.name), empty)
+    if cut:
+        report({"kind": "note", "text": f"{location.name}: {cut}"})
+    return Dataset(replace(DATASETS[location.name], image_shape=(length,)), location, *arrays)
+
+
+def _load_folder(location: Location, empty: Empty, report: Report) -> Dataset:
+    from paceline.data import decoding  # here, because processes are slow to import and seldom needed
+
+    listing, reading = image_folder.list_images(location.path), location.reading
+    total = len(listing.train) + len(listing.test)
+    decoding.require_pillow()
+    decoding.require_room(total, reading.kept_size)
+    if listing.own_split:
+        what = f"{len(listing.test):,} of {total:,} images, a tenth of every class, are the test set"
+        report({"kind": "note", "text": f"{location.path} has no train/ and val/: {what}"})
+    skipped, before = decoding.Skipped(), 0
+    arrays: list[NDArray[Any]] = []
+    for part in (listing.train, listing.test):
+
+        def passed(done: int, before: int = before) -> None:
+            row = {"kind": "working", "text": f"decoded {before + done:,} of {total:,} images"}
+            report({**row, "fraction": (before + done) / total})
+
+        arrays += decoding.decode(part, reading.kept_size, empty, skipped, passed)
+        before += len(part)
+    if skipped.count:
+        report({"kind": "note", "text": f"{location.path}: {skipped.line(total)}"})
+    shape = (3, reading.image_size, reading.image_size)
+    whole = DATASETS[location.name]
+    info = replace(
+        whole, train_size=len(arrays[1]), test_size=len(arrays[3]), classes=listing.classes, image_shape=shape
+    )
+    return Dataset(info, location, arrays[0], arrays[1], arrays[2], arrays[3])
 
 
 def _find_idx(folder: Path, name: str) -> tuple[Path | None, str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data import idx, sources, transfer
+from paceline.data import idx, image_folder, sources, transfer
 from paceline.data.datasets import (
     BUILTIN_FOLDER,
     DATASETS,
@@ -39,7 +39,7 @@ class DatasetStatus:
     sample: bool
     train_size: int  # of the files found; of the complete set where none was
     test_size: int
-    nbytes: int  # on disk; what a download takes, about, where it was not found
+    nbytes: int  # on disk; about what a download takes, where it was not found or is a folder of images
     licence: str
     note: str  # what is wrong or what to do; empty where all is well
 
@@ -52,6 +52,8 @@ def get(name: str, destination: Path | None = None, mirror: str | None = None, p
     if name == SAMPLE:
         say(f"{name} comes with Paceline: {BUILTIN_FOLDER}")
         return BUILTIN_FOLDER
+    if name not in sources.SOURCES:
+        raise DataError(f"{name} cannot be fetched, its owners ask you to accept their terms: {remedy(name)}")
     source = sources.SOURCES[name]
     url = mirror or os.environ.get("PACELINE_MIRROR") or source.url
     folder = destination.expanduser() if destination is not None else cache_folder() / name
@@ -124,9 +126,11 @@ def _status(name: str, data_dir: Path | None) -> DatasetStatus:
     location: Location | None = None
     try:
         location = locate(name, data_dir)
-        nbytes = sum(path.stat().st_size for path in _files(location))
+        nbytes = sum(path.stat().st_size for path in _files(location)) or nbytes
         if location.kind == "idx":
             train_size, test_size = (idx.count(location.path, split, remedy(name)) for split in idx.SPLITS)
+        if location.kind == "folder":
+            train_size, test_size = image_folder.count_images(location.path)
         if location.sample and name != SAMPLE:
             note = f"the built-in sample stands in; 'paceline data get {name}' fetches the whole"
     except DataError as error:
@@ -150,6 +154,8 @@ def _files(location: Location) -> list[Path]:
     """The data files of a location."""
     if location.kind == "idx":
         return [path for path in (idx.find(location.path, name) for name in idx.FILE_NAMES) if path is not None]
+    if location.kind == "folder":
+        return []  # too many to ask each for its size
     if location.path.is_dir():
         return [path for path in location.path.iterdir() if path.is_file()]
     return [location.path]

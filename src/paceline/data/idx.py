@@ -34,7 +34,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def read_split(
-    folder: Path, split: str, image_shape: tuple[int, int, int], num_classes: int, remedy: str, empty: Empty
+    folder: Path, split: str, image_shape: tuple[int, ...], num_classes: int, remedy: str, empty: Empty
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The images [N, C, H, W] and labels [N] of one split, in arrays from `empty`; a DataError if anything is off."""
     small = _decode(_existing(folder, LABELS.format(split), remedy), (), None, remedy, np.empty)

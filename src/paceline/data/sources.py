@@ -6,7 +6,6 @@ Content is checked rather than files, because a repackaged .gz or .tar differs i
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +70,30 @@ SOURCES: dict[str, Source] = {
             ),
         ),
     ),
+    "sst5": Source(
+        "https://nlp.stanford.edu/sentiment/",
+        (
+            RemoteFile(
+                "trainDevTestTrees_PTB.zip",
+                {
+                    "train.txt": "e2f3f41b0b1e6d4dddc0effe3bfc2d27ed8928079aa9a03d652311614fc5feb7",
+                    "dev.txt": "0e9336aed6e4730e19f58d00a77b3f0297efdb755f7b5e598c98a05e3f97ea40",
+                    "test.txt": "6e54806dee95cf80cd918e7dfb3f6770f6df24bf826f289a4d1f709e1c8f6761",
+                },
+            ),
+        ),
+    ),
 }
 
 
 def fault(path: Path, file: RemoteFile) -> str | None:
     """What is wrong with the content of `path`, fetched for `file`, in a few words; None where all of it is right."""
     from paceline.data.cifar import ARCHIVE_ERRORS  # here, because tar and lzma are slow to import
+    from paceline.data.treebank import ZIP_ERRORS
 
     try:
         found = dict(_checksums(path, file))
-    except (*ARCHIVE_ERRORS, zlib.error) as error:
+    except (*ARCHIVE_ERRORS, *ZIP_ERRORS) as error:
         return f"a damaged file ({error or 'it ends early'})"
     for name, checksum in file.contents.items():
         if name not in found:
@@ -92,6 +105,12 @@ def fault(path: Path, file: RemoteFile) -> str | None:
 
 def _checksums(path: Path, file: RemoteFile) -> Iterator[tuple[str, str]]:
     """The name and sha256 of everything in a packed file."""
+    if file.name.endswith(".zip"):
+        from paceline.data.treebank import archive_members as zip_members
+
+        for name, content in zip_members(path):
+            yield name, hashlib.sha256(content).hexdigest()
+        return
     if ".tar" in file.name:
         from paceline.data.cifar import archive_members
 

@@ -21,6 +21,7 @@ from paceline.lab.room import cut_to_fit, families, memory_of, room_on
 from paceline.lab.scoring import EVERYTHING, scores_of
 from paceline.lab.steps import Images
 from paceline.lab.tracing import traced
+from paceline.preparation import ways_of
 from paceline.runs.result import summarise
 
 
@@ -87,10 +88,12 @@ def check_rows(configs: list[RunConfig]) -> None:
         if config.model not in BATCHED or config.task is not None:
             raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
         strategy = parse_strategy(config.strategy)
-        if strategy.name == "local" or config.eval_every is not None or config.faults is not None:
+        if strategy.is_local or config.eval_every is not None or config.faults is not None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
             )
+        if ways_of(config) or config.dataset == "imagenet":
+            raise UserError(f"the lab takes images as they are: leave out --augment, or --dataset {config.dataset}")
         if config.codec is not None or config.pull_codec is not None:
             raise UserError("the lab has no codecs: 'paceline simulate' has them, on the CPU")
         if config.snapshots is not None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 10.0
 FRAME_SECONDS = 0.1
+MOST_CLASSES = 20
+"""That are shown one by one; the result has all."""
 
 
 class Console:
@@ -162,4 +164,7 @@ def _shares(utilisation: list[dict[str, float]]) -> str:
 def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:
     names = classes or tuple(str(number) for number in range(len(accuracies)))
     scored = [(name, value) for name, value in zip(names, accuracies, strict=False) if value is not None]
+    if len(scored) > MOST_CLASSES:
+        lowest = ", ".join(f"{name} {value:.1f}" for name, value in sorted(scored, key=lambda one: one[1])[:5])
+        return f"Test accuracy of {len(scored)} classes, the lowest: {lowest}"
     return "Test accuracy by class: " + ", ".join(f"{name} {value:.1f}" for name, value in scored)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.data.datasets import remedy
 from paceline.data.download import DatasetStatus
 from paceline.runs.folder import RunFolder
 
@@ -73,6 +74,6 @@ def data_table(rows: list[DatasetStatus]) -> str:
     ]
     lines = [table(["data set", "train", "test", "found"], cells), ""]
     for row in rows:
-        where = f"{row.path}" if row.found else f"'paceline data get {row.name}' fetches it"
+        where = f"{row.path}" if row.found else remedy(row.name)
         lines += [f"{row.name}: {where}", f"  {row.licence}"]
     return "\n".join(lines)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import RunConfig, to_toml
-from paceline.core.messages import Input, Join, Leave, Push, Resume, Stop, Verdict
+from paceline.core.messages import Input, Join, Leave, Push, Resume, Steps, Stop, Verdict
 from paceline.errors import UserError
 
 _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
-_JOIN, _PUSH, _LEAVE, _STOP, _RESUME = 1, 2, 3, 4, 5
+_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS = 1, 2, 3, 4, 5, 6
 _NO_QUOTA = 0xFFFFFFFF
 _MAGIC = b"paceline arrivals 1 "
 
@@ -39,7 +39,7 @@ class Record:
     verdict: Verdict
 
     @property
-    def message(self) -> Join | Leave | Stop | Resume:
+    def message(self) -> Join | Leave | Steps | Stop | Resume:
         """The input itself, for all kinds but a push."""
         match self.kind:
             case "join":
@@ -47,6 +47,8 @@ class Record:
                 return Join(self.worker, self.incarnation, quota, threads=self.reply)
             case "leave":
                 return Leave(self.worker, self.incarnation)
+            case "steps":
+                return Steps(self.worker, self.seq)
             case "resume":
                 return Resume()
         assert self.kind == "stop", self.kind
@@ -77,6 +79,8 @@ class ArrivalLog:
                 fields = (_JOIN, verdict, worker, incarnation, amount, threads, 0, 0.0, now)
             case Leave(worker, incarnation):
                 fields = (_LEAVE, verdict, worker, incarnation, 0, 0, 0, 0.0, now)
+            case Steps(worker, steps):
+                fields = (_STEPS, verdict, worker, 0, steps, 0, 0, 0.0, now)
             case Stop():
                 fields = (_STOP, verdict, 0, 0, 0, 0, 0, 0.0, now)
             case Resume():
@@ -92,7 +96,7 @@ class ArrivalLog:
         os.close(self._fd)
 
 
-_KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume"}
+_KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
 _VERDICTS = frozenset(Verdict)
 
 

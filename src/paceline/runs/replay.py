@@ -130,7 +130,7 @@ class Replay:
             if str(worker) in own:
                 seat.recall(own[str(worker)])
             if not member.waiting:
-                seat.pending = Reply(worker, member.incarnation, member.serial, member.version, member.accepted)
+                seat.pending = self.server.last_answer(worker)
             self.seats[worker] = seat
 
     def feed(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.assemble import keeps_own, on_ring
 from paceline.config import RunConfig
 from paceline.core.messages import Join
 from paceline.core.server import Server
@@ -38,6 +39,8 @@ def rebuild(
     cut, complaints = newest_cut(folder.checkpoints)
     for text in complaints:
         report({"kind": "note", "text": text})
+    if on_ring(config) and keeps_own(config):
+        cut = None  # a ring's checkpoint has only the first worker's own state: the others' come from the whole log
     start = cut.log_offset if cut is not None else 0
     log = read_log(folder.arrivals_file, config, start)
     records = log.records

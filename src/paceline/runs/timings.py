@@ -45,7 +45,7 @@ def measured(path: Path) -> Measured:
     quantiles = np.array([times["quantiles"] for times in workers]) * (
         np.array([t["cpu"] for t in workers])[:, None] / step
     )
-    held_back = parse_strategy(folder.config().strategy).name not in ("async", "classic")
+    held_back = parse_strategy(folder.config().strategy).name not in ("async", "async-local", "classic")
     waited = min(times["waited_least" if held_back else "waited"] for times in workers)
     return Measured(
         step,

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from paceline.assemble import parse_strategy
+from paceline.codebook import build_codec
 from paceline.config import RunConfig, to_dict
 from paceline.crew import identity_of, make_task, prepare_device
 from paceline.data.datasets import Dataset
 from paceline.interfaces import Loader
+from paceline.models.dropout import mix64
 from paceline.ranks import Rank
 from paceline.runs.environment import package_version
 from paceline.runs.folder import RunFolder
@@ -23,6 +25,7 @@ from paceline.runtimes.replica import Place, Replica
 from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.parallel import EvenShares, make_parallel
 from paceline.transports.collective import CollectiveRing, Meeting, losing_nobody
+from paceline.transports.ring_codecs import Gathered, compress
 
 OWN = ("threads", "data_dir", "name", "runs")
 """Settings in which ranks may differ."""
@@ -42,11 +45,17 @@ class Member:
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
         self.place = Place(config, task, rank.number, 0, self.ring.mean)
-        self.ring.overlapped = parse_strategy(config.strategy).local_steps == 1
+        self.ring.overlapped = not parse_strategy(config.strategy).is_local
         if self.ring.overlapped:
             self.seat = self.place.seat(self.ring, self._even)
-            make_parallel(task)
+            parallel = make_parallel(task)
+            if config.codec is not None:
+                compress(parallel, config.codec, mix64(config.seed, rank.number))
         else:
+            if config.codec is not None:
+                self.ring.gathered = Gathered(
+                    build_codec(config.codec, task.layout, device), mix64(config.seed, rank.number), device
+                )
             self.seat = self.place.seat(self.ring)
 
     def _even(self, loader: Loader) -> Loader:

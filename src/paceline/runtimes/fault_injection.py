@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.assemble import parse_strategy
+from paceline.assemble import on_ring
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.faults import Fault, read_faults
@@ -28,7 +28,7 @@ def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault
     if config.faults is None:
         return ()
     faults = read_faults(Path(config.faults), config.workers or 1)
-    ring = parse_strategy(config.strategy).on_ring
+    ring = on_ring(config)
     for fault in faults:
         why = _impossible(fault, script) or (_impossible_in_ring(fault) if ring else None)
         if why is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
-from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop, Verdict
+from paceline.core.messages import Input, Join, Leave, Push, Reply, Steps, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
@@ -150,7 +150,7 @@ class Host:
         )
 
     def _note(self, message: Input, now: float) -> None:
-        """The event row of a join, a leave or a stop."""
+        """The event row of a join, a leave, another number of local steps, or a stop."""
         if isinstance(message, Join):
             row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
             self.events.write("worker_joined", now, **row)
@@ -161,6 +161,8 @@ class Host:
                 pushes = member.pushes if member is not None else 0
                 self.events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=self.server.num_live)
                 self._report({"kind": "lost", "worker": message.worker, "live": self.server.num_live, "pushes": pushes})
+        elif isinstance(message, Steps):
+            self.events.write("local_steps", now, worker=message.worker, steps=message.steps)
         elif isinstance(message, Stop):
             self.events.write("stopped", now, reason=self.stop_reason)
 
@@ -191,7 +193,7 @@ class Host:
             "rate": round((server.samples - self._last_samples) / span, 1) if span > 0 else None,
             "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
             "live": server.num_live,
-            "lr": server.lr,
+            "lr": server.lr_inside,
         }
         if row["loss"] is not None and not math.isfinite(row["loss"]):
             row["loss"] = None
@@ -282,7 +284,7 @@ class Host:
         config, found = self.config, self.server.divergence
         where = f"update {self.server.version} ({self.server.samples} samples)"
         what = (
-            f"worker {found.worker} sent a gradient with a NaN or infinity (its loss was {found.loss:g})"
+            f"worker {found.worker} sent a push with a NaN or infinity (its loss was {found.loss:g})"
             if found is not None
             else "the weights are no longer finite"
         )
@@ -291,6 +293,8 @@ class Host:
         advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
         if config.rule == "plain" and config.strategy.startswith(("async", "bounded")) and self.server.num_workers > 1:
             advice += "; or --rule auto, which allows for staleness"
+        if config.outer_lr is not None:
+            advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
         return f"training diverged at {where}: {what}.{advice}"
 
     def _worth_scoring(self) -> tuple[str, ...]:

@@ -38,9 +38,10 @@ def run_inline(
         if reason is not None:
             host.stop(reason)
         seat = turn.popleft()
+        steps = host.server.steps_of(seat.join.worker)
         push = seat.push() if not host.server.over else None
         if push is not None:
             if delays and push.worker in delays:
-                time.sleep(delays[push.worker].seconds(host.config.seed, push.worker, push.seq))
+                time.sleep(steps * delays[push.worker].seconds(host.config.seed, push.worker, push.seq))
             with torch.inference_mode():  # autograd has no part in an update
                 host.handle(push)

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
 from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Reply
@@ -70,10 +69,9 @@ class Place:
         ]
 
     def seat(self, ring: Ring, around: Callable[[Loader], Loader] = lambda loader: loader) -> Seat:
-        """This worker, computing on the server's own weights where a push does not move them."""
+        """This worker, computing on the server's own weights: no push moves them."""
         task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
-        moves = parse_strategy(self.config.strategy).local_steps > 1
-        weights = self.server.weights.clone() if moves else self.server.weights
+        weights = self.server.weights
 
         def memory(sizes: Sizes) -> Memory:
             return Memory.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
@@ -127,13 +125,14 @@ class Replica:
                 self._driver.handle(Leave(worker, self._join.incarnation))
             for push, timing in zip(rounds.pushes, rounds.timings, strict=True):
                 if self._timekeeper is not None:
-                    self._timekeeper.add(push.worker, timing)
+                    self._timekeeper.add(push.worker, timing, server.steps_of(push.worker))
                 self._driver.handle(push)
             self._ring.done()
 
     def bow_out(self) -> None:
         """One round more that nobody applies, where the others cannot be told otherwise that this was the end."""
-        reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0)
+        steps = 1 if self._driver.server.inside is not None else 0
+        reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0, steps=steps)
         self._ring.exchange(self._compute(reply), Timing(0.0, 0.0, 0.0))
 
     def _compute(self, reply: Reply) -> Push:
@@ -141,5 +140,5 @@ class Replica:
         push = self._seat.push()
         assert push is not None, "a reply that was not the last is worth a push"
         if self._delay is not None:
-            time.sleep(self._delay.seconds(self._config.seed, self._join.worker, push.seq))
+            time.sleep((reply.steps or 1) * self._delay.seconds(self._config.seed, self._join.worker, push.seq))
         return push

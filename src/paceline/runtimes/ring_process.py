@@ -15,6 +15,7 @@ from paceline.config import from_dict
 from paceline.core.messages import Join, Resume
 from paceline.core.server import Server
 from paceline.crew import identity_of, make_seat, make_task
+from paceline.data.datasets import Dataset
 from paceline.errors import ProtocolError, UserError
 from paceline.runs.checkpoint import newest_cut, restore, take_cut, write_cut
 from paceline.runs.folder import RunFolder
@@ -99,10 +100,11 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     """Worker 0: gather the others, then train with them and keep the run's folder."""
 
     def serve(control: Control) -> None:
-        place = _place(spec, fds, 0)
+        dataset = _dataset(spec, fds)
+        place = _place(spec, dataset, 0)
         gathering = Gathering(place, control)
         seat = place.seat(gathering.ring)
-        hosting = _make_host(spec, fds, place, control)
+        hosting = _make_host(spec, dataset, place, control)
         hosting.memories = place.memories(seat.memory)
         gathering.tell_fault = lambda kind, row: hosting.events.write("fault", hosting.clock.now(), fault=kind, **row)
         replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
@@ -126,18 +128,21 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     return reporting(serve, fds[0])
 
 
-def _place(spec: dict[str, Any], fds: list[int], worker: int) -> Place:
+def _dataset(spec: dict[str, Any], fds: list[int]) -> Dataset | None:
+    """The shared data; once only, since its descriptors are closed then."""
+    return attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
+
+
+def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> Place:
     keep_freed_memory()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
-    dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
     return Place(config, make_task(config, dataset), worker, spec["incarnation"])
 
 
-def _make_host(spec: dict[str, Any], fds: list[int], place: Place, control: Control) -> Host:
+def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, control: Control) -> Host:
     folder, seconds = RunFolder(Path(spec["folder"])), 0.0
     if spec["resume"]:
-        dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
 
         def seat(join: Join) -> Any:
             return make_seat(place.config, make_task(place.config, dataset), place.work, join)
@@ -153,7 +158,7 @@ def _make_host(spec: dict[str, Any], fds: list[int], place: Place, control: Cont
 
 def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Any other worker: until the ring says it is over, or worker 0 is gone."""
-    place = _place(spec, fds, spec["worker"])
+    place = _place(spec, _dataset(spec, fds), spec["worker"])
     door = socket.socket(fileno=fds[0])
     door.send(json.dumps(identity_of(place.task)).encode())
     packet, passed, _, _ = socket.recv_fds(door, _LARGEST, place.num_workers + 1)

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 
-from paceline.assemble import cores, parse_strategy
+from paceline.assemble import cores, on_ring, parse_strategy
 from paceline.config import RunConfig
 from paceline.interfaces import Layout
 
@@ -19,8 +19,8 @@ def server_threads(config: RunConfig, layout: Layout) -> int:
 
     In a ring nobody waits meanwhile: each worker makes the update by itself.
     """
-    strategy = parse_strategy(config.strategy)
-    waiting = strategy.in_rounds and not strategy.on_ring and layout.size >= WORTH_SHARING
+    in_rounds = parse_strategy(config.strategy).in_rounds
+    waiting = in_rounds and not on_ring(config) and layout.size >= WORTH_SHARING
     return cores() if waiting else 1
 
 

@@ -25,10 +25,11 @@ from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
+from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.segment import require_memory
-from paceline.transports.shared_memory import Hello, ServerDoor, Slot
+from paceline.transports.shared_memory import Hello, ServerDoor, Slot, Timing
 
 GRACE_SECONDS = 5.0
 
@@ -73,6 +74,7 @@ class Service:
         self._expected = expected
         self.control = control
         self._patient = patient
+        self._pacing = Pacing() if host.config.local_steps == "speed" else None
         self.doors: dict[int, ServerDoor] = {}
         self._poll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
@@ -159,9 +161,17 @@ class Service:
         else:
             self.host.figures[str(message.worker)] = message.values
 
+    def _keep_time(self, worker: int, timing: Timing) -> None:
+        """Before a push counts: what it took, and whether its worker should make fewer local steps from now on."""
+        steps = self.host.server.steps_of(worker)
+        self.host.timekeeper.add(worker, timing, steps)
+        told = self._pacing.look(self.host.server, worker, timing.wall / steps) if self._pacing is not None else None
+        if told is not None:
+            self.host.handle(told)
+
     def _take(self, door: ServerDoor, push: Push) -> None:
         """A push whose bytes are none is its worker's fault: nothing has changed, and the worker is sent away."""
-        self.host.timekeeper.add(push.worker, door.timing)
+        self._keep_time(push.worker, door.timing)
         try:
             self.host.handle(push)
         except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""One copy of a data set for all processes: four arrays of bytes, each in its own shared segment. No torch here."""
+"""One copy of a data set for all processes: four arrays, each in its own shared segment. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.datasets import DATASETS, Dataset, Location, load
+from paceline.data.datasets import Dataset, DatasetInfo, Location, Reading, Report, load
 from paceline.transports.segment import Segment
 
 _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -17,9 +17,9 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 class SharedDataset:
     """A data set decoded straight into shared memory, with what another process needs to attach it."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, report: Report = lambda row: None) -> None:
         self._segments: list[tuple[Segment, np.ndarray[Any, Any]]] = []
-        self.dataset = load(location, self._empty)
+        self.dataset = load(location, self._empty, report)
         by_address = {array.__array_interface__["data"][0]: segment for segment, array in self._segments}
         self.header: list[dict[str, Any]] = []
         self.fds: list[int] = []
@@ -38,8 +38,8 @@ class SharedDataset:
 
     def spec(self) -> dict[str, Any]:
         """What `attach` needs beside the descriptors, as JSON values."""
-        location = dataclasses.asdict(self.dataset.location)
-        return {"location": {**location, "path": str(location["path"])}, "arrays": self.header}
+        location, info = dataclasses.asdict(self.dataset.location), dataclasses.asdict(self.dataset.info)
+        return {"location": {**location, "path": str(location["path"])}, "info": info, "arrays": self.header}
 
 
 def attach(spec: dict[str, Any], fds: list[int]) -> Dataset:
@@ -49,5 +49,9 @@ def attach(spec: dict[str, Any], fds: list[int]) -> Dataset:
         segment = Segment.attach(fd, header["nbytes"])
         segment.close_descriptor()
         arrays[name] = segment.array(tuple(header["shape"]), header["dtype"], 0)
-    location = Location(**{**spec["location"], "path": Path(spec["location"]["path"])})
-    return Dataset(info=DATASETS[location.name], location=location, **arrays)
+    place = spec["location"]
+    location = Location(**{**place, "path": Path(place["path"]), "reading": Reading(**place["reading"])})
+    facts: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in spec["info"].items()
+    }
+    return Dataset(info=DatasetInfo(**facts), location=location, **arrays)

@@ -18,6 +18,7 @@ from paceline.faults import Fault
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.misfortune import strike
 from paceline.runtimes.network import Job, Link, Shared, ring_seconds
+from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.speeds import StepTimes
 from paceline.runtimes.wire import DOWN, UP, Wire
 
@@ -37,6 +38,9 @@ class Cluster:
     """Of a message where there is no link: between processes of one machine."""
     ring: bool = False
     steps_a_push: int = 1
+    """At most: a reply may ask for fewer local steps."""
+    by_speed: bool = False
+    """Whether slower workers make fewer local steps."""
     server_seconds: float = 0.0
     cores: int | None = None
     turns: float = 0.0
@@ -67,6 +71,9 @@ class Worker:
     acted: int = -1
     unanswered: Push | None = None
     step_began: float | None = None
+    steps: int = 1
+    seconds_a_step: float = 0.0
+    """Of the last push."""
     job: Job | None = None
     factor: float = 1.0
     slow_until: float = 0.0
@@ -102,6 +109,7 @@ class Simulation:
         self._make_seat, self._start_server = make_seat, start_server
         cores = float(cluster.cores) if cluster.cores is not None else None
         self._cores = Shared(agenda, cores, 1.0, cluster.turns) if cores is not None else None
+        self._pacing = Pacing() if cluster.by_speed else None
         self._queue: deque[Input] = deque()
         self._serving = False
         self._server_life = self._num_here = 0
@@ -109,6 +117,7 @@ class Simulation:
         self.on_fault: Callable[[Fault], None] | None = None
         """Told of each fault before it strikes."""
         self.side: ServerSide = self._attend(start_server())
+        assert self.side.server.nbytes == cluster.nbytes, "server and cluster speak of the same weights"
 
     def _attend(self, side: ServerSide) -> ServerSide:
         side.send = self._send
@@ -185,8 +194,8 @@ class Simulation:
             self.give_up(worker, 0.0)
             return
         worker.seat.pending = reply
-        worker.step_began = now
-        seconds = self._step_seconds(worker.number, reply.serial)
+        worker.step_began, worker.steps = now, reply.steps or self.cluster.steps_a_push
+        seconds = self._step_seconds(worker, reply.serial)
         if now < worker.slow_until:
             seconds *= worker.factor
         if self._cores is not None:
@@ -194,12 +203,12 @@ class Simulation:
         else:
             self.agenda.at(now + seconds, self._computed, (worker, life))
 
-    def _step_seconds(self, worker: int, push: int) -> float:
+    def _step_seconds(self, worker: Worker, push: int) -> float:
         """What the work for one push takes."""
-        times, steps = self.cluster.step_times, self.cluster.steps_a_push
-        if steps == 1:
-            return times.seconds(worker, push)
-        return sum(times.seconds(worker, push * steps + place) for place in range(steps))
+        times, most = self.cluster.step_times, self.cluster.steps_a_push
+        if most == 1:
+            return times.seconds(worker.number, push)
+        return sum(times.seconds(worker.number, push * most + place) for place in range(worker.steps))
 
     def _computed(self, which: tuple[Worker, int]) -> None:
         """A step is done; what is left of a pause and a delay on purpose pass, then the push is sent."""
@@ -209,7 +218,7 @@ class Simulation:
         worker.job = None
         extra, worker.owed = worker.owed, 0.0
         if self.cluster.delay is not None:
-            extra += self.cluster.delay(worker.number, worker.acted)
+            extra += worker.steps * self.cluster.delay(worker.number, worker.acted)
         if extra:
             self.agenda.at(self.agenda.now + extra, self._push, which)
         else:
@@ -220,7 +229,9 @@ class Simulation:
         if life != worker.life or worker.seat is None or worker.step_began is None:
             return
         self.num_events += 1
-        worker.computing += self.agenda.now - worker.step_began
+        seconds = self.agenda.now - worker.step_began
+        worker.computing += seconds
+        worker.seconds_a_step = seconds / worker.steps
         worker.step_began = None
         worker.unanswered = worker.seat.push()
         assert worker.unanswered is not None, "a reply that was not the last is worth a push"
@@ -297,6 +308,10 @@ class Simulation:
             if seat is None or seat.join is not message:
                 return  # its connection is closed already
             self.side.memories[message.worker] = seat.memory
+        if self._pacing is not None and isinstance(message, Push):
+            told = self._pacing.look(self.side.server, message.worker, self.workers[message.worker].seconds_a_step)
+            if told is not None:
+                self.side.handle(told)
         self.num_events += 1
         self.side.handle(message)
         if self.side.server.over:

@@ -44,12 +44,12 @@ class WorkerTimes:
         self._seen = 0
         self.computing = self.waiting = 0.0
 
-    def add(self, timing: Timing) -> None:
+    def add(self, timing: Timing, steps: int) -> None:
         self._seen += 1
         self.computing += timing.wall
         self.waiting += timing.waited
         if self._seen > WARM_UP:
-            self._steps.append(timing)
+            self._steps.append(timing._replace(cpu=timing.cpu / steps, wall=timing.wall / steps))
 
     def row(self) -> dict[str, Any]:
         """Seconds of a step and of an exchange, and the spread of a step's processor time over its mean."""
@@ -75,12 +75,12 @@ class Timekeeper:
         self._began = self._scoring = 0.0
         self._cores = len(os.sched_getaffinity(0))
 
-    def add(self, worker: int, timing: Timing) -> None:
-        """A push came, and with it the time it took."""
+    def add(self, worker: int, timing: Timing, steps: int = 1) -> None:
+        """A push of so many steps came, and with it the time they took."""
         if worker not in self._workers:
             self._workers[worker] = WorkerTimes()
             self._began = self._began or time.process_time()
-        self._workers[worker].add(timing)
+        self._workers[worker].add(timing, steps)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         push = seat.push()
         assert push is not None
         if delay is not None:
-            time.sleep(delay.seconds(config.seed, worker, push.seq))
+            time.sleep((reply.steps or 1) * delay.seconds(config.seed, worker, push.seq))
         timing = stopwatch.step()
         lender.lend()
         reply = door.exchange(push, timing)

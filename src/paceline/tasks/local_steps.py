@@ -6,46 +6,38 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.interfaces import Batch, Loader, Task
+from paceline.core.worker import Stretch
+from paceline.interfaces import Batch, State, Task
 
 
 class LocalSteps:
     """A task whose "gradient" is the drift of several steps: weights before minus weights after (arXiv 1805.09767).
 
-    The optimizer starts anew with every push, so a push is a function of the weights it started from and its batches.
+    Steps are made on a copy: the bound weights stay what the server sent. The optimizer's state is the worker's own and
+    lasts from push to push, so a push is a function of the weights sent, its batches and `own`.
     """
 
-    def __init__(self, task: Task, optimizer: Optimizer, lr: float) -> None:
+    def __init__(self, task: Task, optimizer: Optimizer, device: torch.device | None = None) -> None:
         self._task, self._optimizer = task, optimizer
-        self._lr = torch.tensor(lr)
         self.layout, self.state_size, self.initial = task.layout, task.state_size, task.initial
-        self.own = task.own
+        self._moving = torch.zeros(self.layout.size, device=device)
+        self._gradient = torch.zeros_like(self._moving)
+        self._lr = torch.zeros((), device=device)
+        self.own: State = {**task.own, **optimizer.start(self._moving)}
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._drift = weights, gradient
-        self._gradient = torch.zeros_like(gradient)
-        self._lr = self._lr.to(weights.device)
-        self._task.bind(weights, self._gradient, state)
+        self._task.bind(self._moving, self._gradient, state)
 
     def gradient(self, batch: Batch) -> float:
-        """Step once for each of the batches in `batch`; the loss is their mean."""
-        self._drift.copy_(self._weights)
-        state = self._optimizer.start(self._weights)
-        losses = []
-        for part in batch.inputs:
-            losses.append(self._task.gradient(part))
+        """Step once on each batch of a stretch; the loss is their mean."""
+        assert isinstance(batch, Stretch), "the server of local steps says how many"
+        self._moving.copy_(self._weights)
+        self._lr.fill_(batch.lr)
+        losses = 0.0
+        for part in batch:
+            losses += self._task.gradient(part)
             with torch.no_grad():
-                self._optimizer.step(self._weights, state, self._gradient, self._lr)
-        self._drift.sub_(self._weights)
-        return sum(losses) / len(losses)
-
-
-class SeveralBatches:
-    """Deals a worker's batches in groups: group k holds batches k n to k n + n - 1."""
-
-    def __init__(self, loader: Loader, number: int) -> None:
-        self._loader, self._number = loader, number
-
-    def batch(self, number: int) -> Batch:
-        parts = [self._loader.batch(number * self._number + place) for place in range(self._number)]
-        return Batch(parts, None, sum(part.samples for part in parts), parts[0].key)
+                self._optimizer.step(self._moving, self.own, self._gradient, self._lr)
+        torch.sub(self._weights, self._moving, out=self._drift)
+        return losses / batch.steps

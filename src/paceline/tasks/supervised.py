@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[Tensor, Tensor]
 EVALUATION_BATCH = 500
+EVALUATION_NBYTES = 16 << 20
+"""Inputs of one evaluation batch, as floats, take at most this much: 27 images of 224x224."""
 
 
 class Normalise:
@@ -41,26 +44,36 @@ class ArrayLoader:
     """Batches of one worker's shard: one index and one transform each, no per-item Python."""
 
     def __init__(
-        self, data: Pair, batches: Batches, seed: int, worker: int, transform: Callable[[Tensor], Tensor] | None
+        self,
+        data: Pair,
+        batches: Batches,
+        seed: int,
+        worker: int,
+        transform: Callable[[Tensor], Tensor] | None,
+        augment: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self._inputs, self._targets = data
         self._batches = batches
         self._seed, self._worker = seed, worker
-        self._transform = transform
+        self._transform, self._augment = transform, augment
 
     def batch(self, number: int) -> Batch:
         indices = torch.from_numpy(self._batches.indices(number)).to(self._inputs.device)
         inputs = self._inputs.index_select(0, indices)
+        key = mix64(self._seed, self._worker, number)
+        if self._augment is not None:
+            inputs = self._augment(inputs, key)
         if self._transform is not None:
             inputs = self._transform(inputs)
         targets = self._targets.index_select(0, indices)
-        return Batch(inputs, targets, len(indices), mix64(self._seed, self._worker, number))
+        return Batch(inputs, targets, len(indices), key)
 
 
 class SupervisedTask:
     """Any `torch.nn.Module` with a mean loss `loss(outputs, targets)` over in-memory `(inputs, targets)` pairs.
 
-    `transform` is applied to whole batches of inputs (normalising, casting). `decay(name, parameter)` says which
+    `transform` is applied to whole batches of inputs (normalising, casting). `augment(inputs, key)` comes before it, on
+    training batches alone; what it draws must be a function of the batch's key. `decay(name, parameter)` says which
     parameters weight decay touches (all, unless given). Accuracy is counted when targets are class numbers.
     """
 
@@ -72,6 +85,7 @@ class SupervisedTask:
         test: Pair | None = None,
         *,
         transform: Callable[[Tensor], Tensor] | None = None,
+        augment: Callable[[Tensor, int], Tensor] | None = None,
         decay: Callable[[str, nn.Parameter], bool] | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
@@ -86,7 +100,7 @@ class SupervisedTask:
         """What the loss counts for in the gradient."""
         self.loss = loss
         self.train, self.test = train, test
-        self.transform = transform
+        self.transform, self.augment = transform, augment
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
         self.own: State = {}
@@ -118,7 +132,7 @@ class SupervisedTask:
 
     def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
         """The batches of one worker's shard of the train set."""
-        return ArrayLoader(self.train, batches, seed, worker, self.transform)
+        return ArrayLoader(self.train, batches, seed, worker, self.transform, self.augment)
 
     def gradient(self, batch: Batch) -> float:
         """Fill the bound gradient from the bound weights; all randomness comes from the batch's key."""
@@ -140,8 +154,9 @@ class SupervisedTask:
         num_classes = (int(targets.max()) + 1 if len(targets) else 0) if counted else 0
         loss_sum, hits, seen = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
         with _evaluating(self.model):
-            for start in range(0, total, EVALUATION_BATCH):
-                rows = slice(start, start + EVALUATION_BATCH) if indices is None else indices[start:][:EVALUATION_BATCH]
+            size = evaluation_batch(inputs)
+            for start in range(0, total, size):
+                rows = slice(start, start + size) if indices is None else indices[start:][:size]
                 x, y = inputs[rows], targets[rows]
                 outputs = self._step.outputs(self.transform(x) if self.transform else x, tensors)
                 loss_sum += self.loss(outputs, y).item() * len(y)
@@ -151,6 +166,15 @@ class SupervisedTask:
                     hits += torch.bincount(y[right], minlength=num_classes).cpu()
         per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
         return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class)
+
+
+def evaluation_batch(inputs: Tensor) -> int:
+    """How many of `inputs` are evaluated together: fewer where they are large.
+
+    >>> evaluation_batch(torch.empty(0, 1, 28, 28)), evaluation_batch(torch.empty(0, 3, 224, 224))
+    (500, 27)
+    """
+    return max(1, min(EVALUATION_BATCH, EVALUATION_NBYTES // (4 * max(1, math.prod(inputs.shape[1:])))))
 
 
 @contextmanager

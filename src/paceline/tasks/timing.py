@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from paceline.core.worker import Stretch
 from paceline.interfaces import Batch, Layout, Parameter, State
 
 
@@ -32,6 +33,8 @@ class TimingModel:
         pass
 
     def gradient(self, batch: Batch) -> float:
+        if isinstance(batch, Stretch):
+            batch.samples = self._batch.samples * batch.steps
         return math.nan  # there is no loss to show
 
     def batch(self, number: int) -> Batch:

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.core.messages import Push
 from paceline.errors import RunFailed, UserError
 from paceline.ranks import Rank
+from paceline.transports.ring_codecs import Gathered
 from paceline.transports.shared_memory import Timing
 from paceline.transports.shared_ring import Round
 
@@ -120,6 +121,8 @@ class CollectiveRing:
         self.state = torch.zeros(state_size, device=device)
         self.overlapped = False
         """Whether the gradient is exchanged already when a push is made."""
+        self.gathered: Gathered | None = None
+        """How the vector is exchanged where a codec is asked for; else it is added up on its way round."""
         self._facts = torch.zeros(rank.size, _FACTS, dtype=torch.float64, device=device)
         self._states = torch.zeros(rank.size, state_size, device=device)
         self._stop = False
@@ -145,12 +148,19 @@ class CollectiveRing:
         dist.all_gather(list(self._facts.unbind(0)), own)
         rows = self._facts.tolist()
         if not self.overlapped:
-            self.gradient.mul_(push.samples / sum(row[3] for row in rows))
-            dist.all_reduce(self.gradient)
+            self._reduce(push.samples / sum(row[3] for row in rows))
         if len(self.state):
             dist.all_gather(list(self._states.unbind(0)), self.state)
         pushes = [self._push(place, row) for place, row in enumerate(rows)]
         return Round(pushes, [Timing(*row[5:8]) for row in rows], [], any(row[8] for row in rows))
+
+    def _reduce(self, share: float) -> None:
+        """The mean of all over samples; this rank's counts for `share`."""
+        if self.gathered is None:
+            dist.all_reduce(self.gradient.mul_(share))
+            return
+        self.gathered.send(self.gradient.mul_(share * self.rank.size)).wait()
+        self.gathered.mean(self.gradient)
 
     def _push(self, place: int, row: list[float]) -> Push:
         incarnation, seq, reply, samples = (int(value) for value in row[:4])

@@ -21,7 +21,7 @@ from paceline.errors import ProtocolError
 from paceline.transports.segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
-_REPLY = struct.Struct("<BBxxIQQ")
+_REPLY = struct.Struct("<BBxxIQQdI")
 _HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
 _LARGEST = 1 << 20
 
@@ -129,8 +129,8 @@ class WorkerDoor:
             return None
         if not packet:
             return None
-        _, over, serial, version, batch = _REPLY.unpack(packet)
-        return Reply(worker, incarnation, serial, version, batch, bool(over))
+        _, over, serial, version, batch, lr, steps = _REPLY.unpack(packet)
+        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class ServerDoor:
 
     def answer(self, reply: Reply) -> None:
         """Send the reply; a worker that is gone is noticed when its connection is read next."""
-        packet = _REPLY.pack(_REPLIED, reply.over, reply.serial, reply.version, reply.batch)
+        packet = _REPLY.pack(_REPLIED, reply.over, reply.serial, reply.version, reply.batch, reply.lr, reply.steps)
         try:
             self.connection.send(packet)
         except (BrokenPipeError, ConnectionResetError):

@@ -19,6 +19,7 @@ from paceline.core.rules.cached import Cached
 from paceline.core.rules.compensated import Compensated
 from paceline.core.rules.damped import Damped
 from paceline.core.rules.dana import Dana, DanaSlim
+from paceline.core.rules.delayed import Delayed
 from paceline.core.rules.farsight import FairFarsight, Farsight
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.gap import Gap
@@ -41,6 +42,7 @@ RULES: dict[str, MakeRule] = {
     "cached": lambda places: Cached(Adam(), places),
     "ringleader": lambda places: Ringleader(0.5, places),
     "buffered": lambda places: Buffered(3, 0.9),
+    "delayed": lambda places: Delayed(0.9),
     "foresight": lambda places: Foresight(0.9, places, Prepared(0.01, 5.0)),
     "farsight": lambda places: Farsight(0.9, places),
     "farsight-fair": lambda places: FairFarsight(0.9, places),
@@ -96,7 +98,7 @@ def test_a_state_saved_in_mid_run_goes_on_bit_for_bit(name: str, seed: int, tmp_
     assert torch.equal(*(one.rule.evaluated(one.weights, one.state) for one in (walk, again)))
 
 
-@pytest.mark.parametrize("name", sorted(set(RULES) - {"plain", "damped", "buffered"}))
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"plain", "damped", "buffered", "delayed"}))
 def test_who_leaves_leaves_nothing_behind(name: str) -> None:
     """When everybody has gone, no row holds anything and no sum counts anybody."""
     along = course(3, places=3, length=30)

@@ -1,18 +1,25 @@
-"""Rules that look at how stale a push is: `damped`, `gap`, `compensated`; and `buffered`, which averages it away."""
+"""Rules that look at how stale a push is: `damped`, `gap`, `compensated`; `buffered` and `delayed` average it away."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 from courses import SIZE, START, Course, courses, require_the_oracles_way
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
+from paceline.core.optimizers import Sgd
 from paceline.core.rules.buffered import Buffered
 from paceline.core.rules.compensated import Compensated
 from paceline.core.rules.damped import Damped
+from paceline.core.rules.delayed import Delayed
 from paceline.core.rules.gap import Gap
+from paceline.core.rules.plain import Plain
+from paceline.interfaces import Arrival
+from paceline.rulebook import OUTER
 
 
 class SlowDamped:
@@ -114,3 +121,60 @@ def test_compensated(optimizer: str, along: Course) -> None:
 @settings(max_examples=8)
 def test_buffered(size: int, momentum: float, along: Course) -> None:
     require_the_oracles_way(Buffered(size, momentum), SlowBuffered(size, momentum), along)
+
+
+class SlowDelayed(SlowDamped):
+    """Algorithm 3 of arXiv 2401.09135 with N the workers here and c = 0, every drift of a round kept."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__(SlowSgd(momentum))
+        self.beta, self.velocity, self.waiting = momentum, [0.0] * SIZE, list[list[float]]()
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        self.waiting.append(gradient)
+        step = [part / num_live for part in gradient]
+        if len(self.waiting) >= num_live:
+            mean = [sum(column) / len(self.waiting) for column in zip(*self.waiting, strict=True)]
+            self.velocity = [self.beta * v + m for v, m in zip(self.velocity, mean, strict=True)]
+            step = [s + self.beta * v for s, v in zip(step, self.velocity, strict=True)]
+            self.waiting = []
+        self.weights = [w - lr * s for w, s in zip(self.weights, step, strict=True)]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@given(along=courses)
+@settings(max_examples=15)
+def test_delayed(momentum: float, along: Course) -> None:
+    require_the_oracles_way(Delayed(momentum), SlowDelayed(momentum), along)
+
+
+@given(drifts=st.lists(st.lists(st.floats(-2.0, 2.0), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_delayed_moves_in_n_pushes_as_nesterov_on_their_mean(drifts: list[list[float]]) -> None:
+    """Where nobody is stale, it is diloco."""
+    delayed, nesterov, lr = Delayed(0.9), Plain(Sgd(0.9, nesterov=True)), torch.tensor(0.7)
+    ours, theirs = torch.ones(3), torch.ones(3)
+    state, other = delayed.start(ours), nesterov.start(theirs)
+    for round_ in range(3):
+        for worker, drift in enumerate(drifts):
+            update = torch.tensor(drift) * (round_ + 1)
+            delayed.apply(ours, state, update, Arrival(worker, worker, lr, len(drifts)))
+        mean = torch.tensor(drifts).mean(0) * (round_ + 1)
+        nesterov.apply(theirs, other, mean, Arrival(None, 0, lr, len(drifts)))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def distance_after(rounds: int, workers: int, lr: float, momentum: float) -> float:
+    """Of one weight from 0, its optimum, when each drift goes all the way there from where its worker was sent."""
+    rule, weights = Delayed(momentum), torch.ones(1)
+    state, sent = rule.start(weights), [torch.ones(1) for _ in range(workers)]
+    for _ in range(rounds):
+        for worker in range(workers):
+            arrival = Arrival(worker, workers - 1, torch.tensor(lr), workers)
+            rule.apply(weights, state, sent[worker].clone(), arrival)
+            sent[worker].copy_(weights)
+    return abs(weights.item())
+
+
+def test_the_default_outer_steps_are_stable_where_drifts_are_a_round_old_and_those_of_diloco_are_not() -> None:
+    assert all(distance_after(150, workers, *OUTER["async-local"]) < 0.02 for workers in (2, 5, 10))
+    assert distance_after(150, 10, *OUTER["diloco"]) > 100.0

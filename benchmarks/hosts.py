@@ -1,0 +1,76 @@
+"""Two test hosts on one machine: network namespaces joined by a link of 1 Gbit/s, one pinned core each. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+RATE = "1gbit"
+BURST = "256kb"
+QUEUE = "20ms"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with an address on the link, and the core its processes are pinned to."""
+
+    name: str
+    address: str
+    interface: str
+    core: int
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """`words`, to be run on this host."""
+        return ["ip", "netns", "exec", self.name, "taskset", "-c", str(self.core), *words]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process there needs to know: one thread, and the link to speak over."""
+        own = {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **own}
+
+
+def why_not() -> str | None:
+    """Why there can be no test hosts here; None when there can."""
+    if os.geteuid() != 0:
+        return "test hosts need root (network namespaces)"
+    missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
+    if missing:
+        return f"test hosts need {' and '.join(missing)}"
+    return None if len(os.sched_getaffinity(0)) >= 2 else "two test hosts need two cores"
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str = RATE) -> Iterator[tuple[Host, Host]]:
+    """Set both hosts up, and take them down again whatever happens."""
+    tag = uuid.uuid4().hex[:6]
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    hosts = tuple(Host(f"pace-{tag}-{n}", f"10.77.0.{n + 1}", f"pv{tag}{n}", cores[n]) for n in range(2))
+    first, second = hosts
+    try:
+        for host in hosts:
+            _do("ip", "netns", "add", host.name)
+        _do("ip", "link", "add", first.interface, "netns", first.name, "type", "veth",
+            "peer", "name", second.interface, "netns", second.name)  # fmt: skip
+        for host in hosts:
+            inside = ("ip", "netns", "exec", host.name)
+            _do(*inside, "ip", "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _do(*inside, "ip", "link", "set", host.interface, "up")
+            _do(*inside, "ip", "link", "set", "lo", "up")
+            shape = ("root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+            _do(*inside, "tc", "qdisc", "add", "dev", host.interface, *shape)
+        yield first, second
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
+
+
+def _do(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

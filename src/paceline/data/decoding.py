@@ -1,0 +1,201 @@
+"""Image files to one array of bytes, decoded by as many processes as there are cores. Needs pillow (extra `images`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.idx import Empty
+from paceline.errors import DataError, RunFailed, UserError
+
+CHUNK = 32
+"""Images that a process decodes for one answer."""
+WORTH_PROCESSES = 4 * CHUNK
+MOST_NAMED = 3
+_ALLOWED_PIXELS = 1 << 28
+
+Images = NDArray[np.uint8]
+Passed = Callable[[int], None]
+
+
+@dataclass
+class Skipped:
+    """The images that did not decode: the first few by name, all by number."""
+
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def add(self, path: str, reason: str) -> None:
+        self.count += 1
+        if len(self.named) < MOST_NAMED:
+            self.named.append(f"{path} ({reason})")
+
+    def line(self, total: int) -> str:
+        """One line about all of them; nothing where there is none."""
+        if not self.count:
+            return ""
+        more = f" and {self.count - len(self.named):,} more" if self.count > len(self.named) else ""
+        return f"{self.count:,} of {total:,} images do not decode and are skipped: {', '.join(self.named)}{more}"
+
+
+def require_pillow() -> None:
+    """One clear line where it is missing."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise UserError("images in files need pillow, which is not installed: pip install 'paceline[images]'") from None
+
+
+def require_room(count: int, side: int) -> None:
+    """A clear line, with numbers, where the decoded images would not fit in memory."""
+    from paceline.transports.segment import available_memory
+
+    needed, free = count * 3 * side * side, available_memory()
+    if needed > free:
+        fitting = int((free / (3 * count)) ** 0.5) * 7 // 8
+        raise DataError(
+            f"{count:,} images of {side}x{side} need {needed / 2**30:,.1f} GiB of memory once decoded, and "
+            f"{free / 2**30:,.1f} are free: use --image-size {max(fitting, 1)} or smaller, or fewer images"
+        )
+
+
+def decode(
+    images: list[tuple[str, int]], side: int, empty: Empty, skipped: Skipped, passed: Passed
+) -> tuple[Images, NDArray[np.int64]]:
+    """Pixels [N, 3, side, side] and labels [N] of those that decode; `passed` is told how many were done."""
+    require_pillow()
+    pixels = empty((len(images), 3, side, side), np.dtype(np.uint8))
+    labels = empty((len(images),), np.dtype(np.int64))
+    filled = start = 0
+    for faults in _decoded([path for path, _ in images], pixels):
+        places = range(start, min(start + CHUNK, len(images)))
+        for place, reason in faults.items():
+            skipped.add(images[start + place][0], reason)
+        kept = [images[place][1] for place in places if place - start not in faults]
+        if filled < start:  # close the gap that skipped images left
+            pixels[filled : filled + len(kept)] = pixels[start : start + len(kept)]
+        labels[filled : filled + len(kept)] = kept
+        filled, start = filled + len(kept), places.stop
+        passed(start)
+    if filled == 0:
+        raise DataError(f"none of {len(images):,} images decodes; {skipped.line(len(images))}")
+    return pixels[:filled], labels[:filled]
+
+
+def _decoded(paths: list[str], pixels: Images) -> Iterator[dict[int, str]]:
+    """Fill `pixels` chunk by chunk, by processes where it is worth their start; why some did not decode, by chunk."""
+    starts = range(0, len(paths), CHUNK)
+    processes = min(len(os.sched_getaffinity(0)), len(starts))
+    if processes < 2 or len(paths) < WORTH_PROCESSES:
+        for start in starts:
+            found, faults = decode_chunk(paths[start : start + CHUNK], pixels.shape[2])
+            pixels[start : start + len(found)] = found
+            yield faults
+        return
+    idle: SimpleQueue[_Decoder] = SimpleQueue()
+    decoders = [_Decoder() for _ in range(processes)]
+    for decoder in decoders:
+        idle.put(decoder)
+
+    def fill(start: int) -> dict[int, str]:
+        decoder = idle.get()
+        try:
+            return decoder.fill(paths[start : start + CHUNK], pixels[start : start + CHUNK])
+        finally:
+            idle.put(decoder)
+
+    pool = ThreadPoolExecutor(processes, "decoding")
+    try:
+        yield from pool.map(fill, starts)
+    finally:
+        for decoder in decoders:
+            decoder.end()
+        pool.shutdown(cancel_futures=True)
+
+
+class _Decoder:
+    """Another process that decodes a chunk at a time. It imports nothing of the user's, and ends with its input."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "paceline.data.decoding"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    def fill(self, paths: list[str], pixels: Images) -> dict[int, str]:
+        """Write the images that decode into `pixels`, one after another; returns why the others do not."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps([paths, pixels.shape[2]]).encode() + b"\n")
+            self.process.stdin.flush()
+            faults = {int(place): reason for place, reason in json.loads(self.process.stdout.readline()).items()}
+            target, filled = pixels[: len(paths) - len(faults)].reshape(-1).data, 0
+            while filled < len(target):
+                received = self.process.stdout.readinto(target[filled:])  # type: ignore[attr-defined]
+                if not received:
+                    raise EOFError
+                filled += received
+            return faults
+        except (OSError, ValueError, EOFError):
+            raise RunFailed("a process that decoded images died; was it out of memory? Start again") from None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+
+def main() -> None:
+    """Decode a chunk for every line of standard input, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        pixels, faults = decode_chunk(*json.loads(line))
+        sys.stdout.buffer.write(json.dumps(faults).encode() + b"\n")
+        sys.stdout.buffer.write(pixels.data)
+        sys.stdout.buffer.flush()
+
+
+def decode_chunk(paths: list[str], side: int) -> tuple[Images, dict[int, str]]:
+    """The pixels of those that decode, [n, 3, side, side]; and why the others do not, by their place."""
+    found, faults = [], {}
+    for place, path in enumerate(paths):
+        try:
+            found.append(_square(path, side))
+        except Exception as error:  # a damaged file can fail in any way, and all mean the same
+            faults[place] = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+    return (np.stack(found) if found else np.empty((0, 3, side, side), np.uint8)), faults
+
+
+def _square(path: str, side: int) -> Images:
+    """The middle square of an image, scaled to `side`, as [3, side, side]."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        if image.width * image.height > _ALLOWED_PIXELS:
+            raise ValueError(f"{image.width}x{image.height} pixels")
+        image.draft("RGB", (side, side))  # a JPEG can be decoded at 1/2, 1/4 or 1/8, which is faster
+        colours: Any = image.convert("RGB")
+    width, height = colours.size
+    edge = min(width, height)
+    left, top = (width - edge) / 2, (height - edge) / 2
+    box = (left, top, left + edge, top + edge)
+    scaled = colours.resize((side, side), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
+    return np.ascontiguousarray(np.asarray(scaled, np.uint8).transpose(2, 0, 1))
+
+
+if __name__ == "__main__":
+    main()

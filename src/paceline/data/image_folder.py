@@ -1,0 +1,110 @@
+"""A folder of class folders, as ImageNet is kept: which images it holds, and how a set of them becomes one array."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.partition import hold_out
+from paceline.errors import DataError
+
+SUFFIXES = (".jpeg", ".jpg", ".png")
+REMEDY = "give --data-dir a folder of your own with train/CLASS/*.JPEG and val/CLASS/*.JPEG (docs/data.md)"
+"""ImageNet is given only to those who accept its terms, so there is nothing to fetch."""
+TEST_SHARE = 0.1
+"""Of every class, where the folder has no val/ of its own."""
+
+_FOLDERS = ("", "imagenet", "ImageNet", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
+_LOOKED_AT = 20
+
+Labelled = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of a folder, by path and class number, in a fixed order."""
+
+    classes: tuple[str, ...]
+    train: Labelled
+    test: Labelled
+    own_split: bool  # the test images are ours to choose: there is no val/
+
+
+def find(folder: Path) -> tuple[Path | None, str]:
+    """The folder with train/ and val/, or class folders, at or under `folder`; else what an incomplete one lacks."""
+    lack = ""
+    for layout in _FOLDERS:
+        candidate = folder / layout
+        parts = [(candidate / part).is_dir() for part in ("train", "val")]
+        if all(parts) or _holds_classes(candidate):
+            return candidate, ""
+        if any(parts) and not lack:
+            lack = f"without {candidate / ('val' if parts[0] else 'train')}"
+    return None, lack
+
+
+def list_images(folder: Path) -> Listing:
+    """Every image below `folder`; a DataError for an empty class folder, and for classes that only val/ has."""
+    if not ((folder / "train").is_dir() and (folder / "val").is_dir()):
+        images, classes = _by_class(folder)
+        labels = np.array([label for _, label in images], np.int64)
+        train, test = hold_out(labels, TEST_SHARE, 0)
+        return Listing(classes, [images[row] for row in train], [images[row] for row in test], True)
+    train_images, classes = _by_class(folder / "train")
+    test_images, test_classes = _by_class(folder / "val")
+    strange = sorted(set(test_classes) - set(classes))
+    if strange:
+        raise DataError(
+            f"{folder / 'val' / strange[0]}: a class that {folder / 'train'} does not have "
+            f"({len(strange)} of them): make the class folders of both the same"
+        )
+    number = {name: place for place, name in enumerate(classes)}
+    test_images = [(path, number[test_classes[label]]) for path, label in test_images]
+    return Listing(classes, train_images, test_images, False)
+
+
+def count_images(folder: Path) -> tuple[int, int]:
+    """How many train and test images there are."""
+    listing = list_images(folder)
+    return len(listing.train), len(listing.test)
+
+
+def _by_class(folder: Path) -> tuple[Labelled, tuple[str, ...]]:
+    """The images of each subfolder, and the subfolders' names."""
+    try:
+        classes = sorted(
+            entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+        )
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror or error}); make it readable") from None
+    if not classes:
+        raise DataError(f"{folder}: expected a folder for each class, found none: move the images into class folders")
+    images: Labelled = []
+    for label, name in enumerate(classes):
+        found = sorted(entry.path for entry in _images(folder / name))
+        if not found:
+            raise DataError(
+                f"{folder / name}: an empty class folder (no {', '.join(SUFFIXES)} in it): "
+                "remove it, or put its images into it"
+            )
+        images += [(path, label) for path in found]
+    return images, tuple(classes)
+
+
+def _images(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from (entry for entry in entries if entry.name.lower().endswith(SUFFIXES) and entry.is_file())
+
+
+def _holds_classes(folder: Path) -> bool:
+    """Whether one of the first subfolders of `folder` holds an image."""
+    try:
+        with os.scandir(folder) as entries:
+            subfolders = sorted(entry.path for entry in entries if entry.is_dir())[:_LOOKED_AT]
+        return any(next(_images(Path(path)), None) is not None for path in subfolders)
+    except OSError:
+        return False

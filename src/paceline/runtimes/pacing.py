@@ -1,0 +1,33 @@
+"""Local steps by speed: slower workers make fewer, so that all push at about the same time (arXiv 2401.09135)."""
+
+from __future__ import annotations
+
+from paceline.core.messages import Steps
+from paceline.core.server import Server
+
+SMOOTHING = 0.3
+WORTH_TELLING = 0.1
+"""A worker is told another number when it differs by more than this share."""
+
+
+class Pacing:
+    """From measured seconds a step to numbers of steps: `Inside.steps` for the fastest, in proportion for the others.
+
+    What it decides becomes an input of the server, so the log holds it and a replay measures nothing.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def look(self, server: Server, worker: int, seconds: float) -> Steps | None:
+        """`worker` took `seconds` for each step of a push; a message for the server, before that push, or None."""
+        member = server.members.get(worker)
+        if server.inside is None or member is None or not member.live or seconds <= 0.0:
+            return None
+        before = self._seconds.get(worker, seconds)
+        self._seconds[worker] = before + SMOOTHING * (seconds - before)
+        known = [w for w, m in server.members.items() if m.live and not m.done and w in self._seconds]
+        fastest = min((self._seconds[w] for w in known), default=self._seconds[worker])
+        wanted = max(1, round(server.inside.steps * fastest / self._seconds[worker]))
+        now = server.steps.get(worker, server.inside.steps)
+        return Steps(worker, wanted) if abs(wanted - now) > WORTH_TELLING * now else None

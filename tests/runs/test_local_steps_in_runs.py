@@ -1,0 +1,70 @@
+"""Local steps in recorded runs: replayed to the same bits, and gone on with after a crash, own state and all."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_runs import Record, assert_same, small_task
+from test_replay import cut_now, records_of
+
+from paceline.core.messages import Steps
+from paceline.runs.checkpoint import write_cut
+from paceline.runs.resume import rebuild
+
+STRATEGIES = ["local:2", "diloco:3", "async-local:2"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_replays_to_the_same_bits_whoever_comes_and_goes(record: Record, strategy: str, optimizer: str) -> None:
+    run = record(3, strategy=strategy, workers=3, optimizer=optimizer, schedule="cosine", lr=0.01, epochs=4.0)
+    run.join_all()
+    run.push_at_random(5)
+    run.leave(1)
+    run.host.handle(Steps(2, 1))
+    run.push_at_random(3)
+    run.join(1)
+    run.run_to_the_end()
+    assert run.server.steps == {2: 1}
+    again = run.replay()
+    again.feed(records_of(run))
+    assert again.departure is None
+    assert_same(again.server, run.server)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_run_replays_from_a_cut_too(record: Record, momentum: float, codec: str) -> None:
+    settings = {"momentum": momentum, "schedule": "cosine", "epochs": 4.0, "codec": codec}
+    run = record(3, strategy="async-local:2", workers=3, **settings)
+    run.join_all()
+    run.host.handle(Steps(2, 1))
+    run.push_at_random(7)
+    cut = cut_now(run)
+    run.run_to_the_end()
+    again = run.replay(cut=cut)
+    again.feed(records_of(run, cut.log_offset))
+    assert again.departure is None
+    assert_same(again.server, run.server)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "path"), [*((strategy, "star") for strategy in STRATEGIES), ("local:2", "ring"), ("diloco:3", "ring")]
+)
+def test_a_run_goes_on_where_it_was_from_a_checkpoint_or_around_a_ring_from_the_start(
+    record: Record, strategy: str, path: str
+) -> None:
+    """A ring's checkpoint is made by its first worker, who does not know the others' optimizers."""
+    run = record(1, strategy=strategy, workers=2, epochs=40.0, path=path)
+    run.join_all()
+    run.push_at_random(6)
+    while not run.server.can_be_cut:
+        run.push_at_random(1)
+    write_cut(run.folder.checkpoints, cut_now(run))
+    run.push_at_random(5)
+    while not run.server.can_be_cut:
+        run.push_at_random(1)
+    run.close()
+    server, notes = run.new_server(), list[dict[str, str]]()
+    rebuild(server, run.make_seat, small_task(), run.config, run.folder, notes.append)
+    assert_same(server, run.server)
+    assert ("since the start" if path == "ring" else "since checkpoint") in notes[-1]["text"]
