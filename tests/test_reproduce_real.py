@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline import reproduce_real
 from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
-from paceline.data.datasets import DATASETS
+from paceline.data.datasets import DATASETS, Location
 from paceline.errors import UserError
 from paceline.published import distml, mxnet
 from paceline.published.rows import Asked, Machine, Made, choose
@@ -195,3 +196,13 @@ def test_what_is_scored_at_the_end_can_be_less() -> None:
         resolve(RunConfig(score="some"))
     with pytest.raises(UserError, match="add --eval-every"):
         resolve(RunConfig(eval_train=True))
+
+
+def test_a_folder_of_other_images_is_not_taken_for_the_published_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Location("imagenet", "folder", tmp_path, "data-dir", False)
+    (tmp_path / "train/n01440764").mkdir(parents=True)
+    monkeypatch.setattr(reproduce_real, "locate_data", lambda config: place)
+    assert main(["reproduce", "mxnet", "--rows", "ilsvrc12", "--runs", str(tmp_path / "table")]) == 0
+    assert "holds 1 classes of images, and ILSVRC12 has 1,000" in capsys.readouterr().out

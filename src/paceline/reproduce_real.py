@@ -13,6 +13,8 @@ from paceline.published.rows import AnyRealRow, Asked, Machine, Made, RealRow
 from paceline.real_runs import settle, train_missing
 from paceline.reports.console import Console
 
+ILSVRC12, ILSVRC12_CLASSES = "ilsvrc12", 1000
+
 
 def machine_of(device: str) -> Machine:
     """Its GPUs, or its cores."""
@@ -51,7 +53,11 @@ def _missing_data(row: RealRow, asked: Asked) -> str | None:
     if config.dataset not in DATASETS:
         return f"data set {config.dataset} is not one that this version reads"
     try:
-        locate_data(config)
+        location = locate_data(config)
     except DataError as error:
         return str(error)
+    if row.dataset == ILSVRC12 and location is not None:
+        found = sum(folder.is_dir() for folder in (location.path / "train").glob("*"))
+        if found != ILSVRC12_CLASSES:
+            return f"{location.path} holds {found} classes of images, and ILSVRC12 has {ILSVRC12_CLASSES:,}"
     return None

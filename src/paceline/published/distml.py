@@ -12,6 +12,7 @@ from paceline.published.rows import Asked, Machine, cells_of, figure
 
 EPOCHS = 4.0
 LR = 0.01
+MAX_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class DistmlRow:
             steps=asked.steps,
             epoch_mode="own" if asked.steps is None else "shared",
             eval_every=float(self.workers) if asked.steps is None else None,
+            max_length=MAX_LENGTH,
             score="test",
             device=asked.device,
             threads=1 if asked.device == "cpu" else None,  # a core stands for a GPU
