@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.advice import advice
+from paceline.advice import _slow_precision, advice
 from paceline.assemble import resolve
 from paceline.config import RunConfig
 
@@ -84,6 +85,15 @@ def test_batch_norm_on_skewed_labels_is_named_with_group_norm(
 @pytest.mark.parametrize("settings", [{"split": "iid"}, {"split": "labels", "strategy": "classic"}], ids=str)
 def test_batch_norm_on_even_data_or_alone_passes_in_silence(settings: dict[str, Any]) -> None:
     assert advice(resolve(RunConfig(model="resnet18", **settings))) == []
+
+
+@pytest.mark.parametrize(("flags", "slow"), [("fpu avx2 avx512f", True), ("fpu avx2 avx512_bf16", False)])
+def test_bf16_on_a_cpu_that_cannot_multiply_it_is_named(flags: str, slow: bool, tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor : 0\nflags : {flags}\n")
+    line = _slow_precision(RunConfig(precision="bf16"), facts)
+    assert (line is not None and "fp32 is faster" in line) == slow
+    assert _slow_precision(RunConfig(), facts) is None
 
 
 def test_a_codec_on_one_machine_is_said_to_cost_more_than_it_saves_and_on_a_link_not() -> None:

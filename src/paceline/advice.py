@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from paceline.assemble import parse_strategy
 from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
@@ -16,12 +18,15 @@ STARVING = ("damped", "gap", "ringmaster")
 FEWEST_EXCHANGES = 30
 """With fewer in a whole run, local steps have little to average, and an outer momentum no time to grow."""
 
+FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+"""What /proc/cpuinfo says of a CPU that multiplies bf16 itself."""
+
 
 def advice(config: RunConfig) -> list[str]:
     """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
     if config.timing_only:
         return []
-    found = [_batch_norm_on_skew(config), _few_exchanges(config), _codec_at_home(config)]
+    found = [_batch_norm_on_skew(config), _slow_precision(config), _few_exchanges(config), _codec_at_home(config)]
     if config.strategy.partition(":")[0] in ON_ARRIVAL:
         found += [_starved(config), _adam_on_skew(config), _momentum(config)]
     return [line for line in found if line is not None]
@@ -67,6 +72,16 @@ def _batch_norm_on_skew(config: RunConfig) -> str | None:
         f"batch norm in {config.model} with --split {config.split} normalises by each worker's own labels, which the "
         f"evaluated model never sees alone: use group norm, as in --model {other}{GROUP_NORM}"
     )
+
+
+def _slow_precision(config: RunConfig, cpu_facts: Path = Path("/proc/cpuinfo")) -> str | None:
+    if config.precision != "bf16" or config.device != "cpu":
+        return None
+    try:
+        known = any(flag in cpu_facts.read_text(encoding="utf-8") for flag in FAST_BF16)
+    except OSError:
+        return None
+    return None if known else "--precision bf16 is slow here: this CPU computes in fp32 and only rounds; fp32 is faster"
 
 
 def _codec_at_home(config: RunConfig) -> str | None:

@@ -60,6 +60,8 @@ OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
+SCORES = ("all", "test", "none")
+PRECISIONS = ("fp32", "bf16")
 LOCAL_STEPS = ("even", "speed")
 PATHS = ("star", "ring")
 RINGS = ("allreduce", "local", "diloco")
@@ -194,6 +196,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         pull_codec=_codec(config, "pull_codec", strategy),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
+        channels_last=_channels_last(config),
         augment=",".join(ways_of(config)) or "none",
         **_local_settings(config, strategy),
         task=_anchored(config.task),
@@ -202,6 +205,13 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
     if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
     return resolved
+
+
+def _channels_last(config: RunConfig) -> bool:
+    """As asked; else where tensor cores want it."""
+    if config.channels_last is not None:
+        return config.channels_last
+    return config.device == "cuda" and config.precision == "bf16"
 
 
 def _local_settings(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
@@ -263,6 +273,8 @@ def _check_names(config: RunConfig) -> None:
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("epoch mode", config.epoch_mode, EPOCH_MODES),
         ("device", config.device, DEVICES),
+        ("score", config.score, SCORES),
+        ("precision", config.precision, PRECISIONS),
         ("local steps", config.local_steps or "even", LOCAL_STEPS),
         ("path", config.path or "star", PATHS),
     ]
@@ -296,6 +308,7 @@ def _check_model_fits(config: RunConfig) -> None:
 
 def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
     parse_delays(config.delay or [], workers)
+    _check_step(config)
     if strategy.name == "classic" and workers != 1:
         raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
     if strategy.name == "backup" and strategy.number >= workers:
@@ -305,6 +318,8 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         )
     if config.target_accuracy is not None and config.eval_every is None:
         raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
+    if config.eval_train and config.eval_every is None:
+        raise UserError("--eval-train is for evaluations on the way: add --eval-every, as in --eval-every 1")
     if config.steps is not None and config.epoch_mode == "own":
         raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
     if config.shard_weights is not None and len(config.shard_weights) != workers:
@@ -316,6 +331,18 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError(f"--fold {config.fold} holds out a part already: leave out --validation")
     if config.fold is not None and config.eval_every is not None:
         raise UserError(f"--fold {config.fold} leaves the test set alone, which --eval-every scores: leave out one")
+
+
+def _check_step(config: RunConfig) -> None:
+    """Settings of how a step is computed."""
+    if config.accumulate > config.batch_size:
+        raise UserError(
+            f"--accumulate {config.accumulate} parts of a batch of {config.batch_size}: a part needs a sample at least"
+        )
+    if config.capture and config.device != "cuda":
+        raise UserError(f"--capture is for a GPU, and --device is {config.device}: add --device cuda, or leave it out")
+    if config.capture and on_ring(config):
+        raise UserError(f"--capture: strategy {config.strategy} exchanges inside its step; leave out one of the two")
 
 
 def _check_local(config: RunConfig, strategy: Strategy) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
+from paceline.verbs.benching import bench_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
@@ -79,6 +80,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "soak": (soak_verb, "try random clusters and faults, and check every promise"),
     "sweep": (sweep_verb, "a grid of settings, all runs in one table"),
     "reproduce": (reproduce_verb, "a published table, ours beside theirs"),
+    "bench": (bench_verb, "the same run on 1, 2, 4, ... workers"),
     "run": (run_verb, "run your own training loop on several workers"),
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
     "replay": (replay_verb, "execute a run again from its log and compare"),

@@ -182,9 +182,20 @@ class RunConfig:
         None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
     )
     eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _sensible)
+    eval_train: bool = setting(False, "length", "score the train data too at each of these evaluations")
+    score: str = setting("all", "length", "what is scored at the end: all, test or none")
     seed: int = setting(0, "machine", "seed of everything random", _seed)
     device: str = setting("cpu", "machine", "cpu or cuda")
     threads: int | None = setting(None, "machine", "threads a worker (default cores / workers)", _at_least_one)
+    precision: str = setting("fp32", "machine", "fp32, or bf16: autocast, over weights that stay fp32")
+    compile: bool = setting(False, "machine", "compile the step with torch.compile: slow to start, then faster")
+    capture: bool = setting(False, "machine", "capture the step as a CUDA graph; needs --device cuda")
+    channels_last: bool | None = setting(
+        None, "machine", "images with their channels last in memory (default: with bf16 on cuda)"
+    )
+    accumulate: int = setting(
+        1, "machine", "compute a batch in so many parts, one after the other; needs less memory", _at_least_one
+    )
     delay: list[str] | None = setting(
         None, "machine", "slow workers on purpose: 30ms, normal:60ms,5ms, with @1,3 for those only; may be repeated"
     )

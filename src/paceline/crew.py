@@ -45,6 +45,7 @@ from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
+from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
@@ -59,6 +60,7 @@ def prepare_device(config: RunConfig) -> torch.device:
     if config.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a kernel a tensor
     return torch.device(config.device)
 
 
@@ -75,7 +77,16 @@ def seed_generators(seed: int) -> None:
 
 
 def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """The task of a run: a built-in model on `dataset`, or the user's own. The seed fixes the initial weights."""
+    """The task of a run, which steps as the config says. The seed fixes the initial weights."""
+    task = _plain_task(config, dataset)
+    task.step_by(
+        StepSettings(config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
+    )
+    return task
+
+
+def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
+    """A built-in model on `dataset`, or the user's own."""
     seed_generators(initial_seed(config))
     if config.task is not None:
         return load_task(config.task)
@@ -225,7 +236,9 @@ def make_seat(
 ) -> Seat:
     """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
     task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
-    return Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory)
+    seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory)
+    task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
+    return seat
 
 
 def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:

@@ -67,7 +67,7 @@ def add_settings(parser: argparse.ArgumentParser, left_out: tuple[str, ...] = ()
         flag, kind = "--" + name.replace("_", "-"), str(spec.type)
         text = spec.metadata["help"] + _default_text(spec)
         options: dict[str, Any] = {"dest": name, "default": None, "help": text.replace("%", "%%")}
-        if kind == "bool":
+        if kind.startswith("bool"):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
             continue
         options["metavar"] = spec.metadata["metavar"] or kind.partition(" ")[0].upper().replace("STR", "NAME")

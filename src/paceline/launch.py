@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -112,7 +115,9 @@ def in_this_process(config: RunConfig) -> bool:
 
 
 def require_device(config: RunConfig) -> None:
-    """The device that was asked for must be there."""
+    """The device that was asked for must be there, and a compiler where the step is to be compiled."""
+    if config.compile:
+        _require_compiler(config)
     if config.device == "cuda":
         import torch
 
@@ -124,6 +129,17 @@ def require_device(config: RunConfig) -> None:
             raise UserError(
                 "--delay slows processes: workers that share a GPU are one process; leave out one of the two"
             )
+
+
+def _require_compiler(config: RunConfig) -> None:
+    """What torch.compile needs: a C++ compiler, and Triton for a GPU."""
+    wanted = [os.environ.get("CXX", ""), "g++", "clang++", "c++"] if config.device == "cpu" else ["gcc", "clang", "cc"]
+    if not any(name and shutil.which(name) for name in wanted):
+        raise UserError(f"--compile needs a compiler ({', '.join(filter(None, wanted))}): install one, or leave it out")
+    if config.device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "--compile on a GPU needs triton, which is not installed: 'pip install triton', or leave it out"
+        )
 
 
 def hint(config: RunConfig, location: Location | None, console: Console, skew: float | None = None) -> None:

@@ -43,6 +43,11 @@ def settle(config: RunConfig) -> RunConfig:
     config = resolve(config)
     if config.speeds is None and config.like is None:
         config = replace(config, speeds=DEFAULT_SPEED)
+    return with_data_named(config)
+
+
+def with_data_named(config: RunConfig) -> RunConfig:
+    """The built-in sample by its name where it stands in for the whole."""
     location = locate_data(config)
     return replace(config, dataset=SAMPLE) if location is not None and location.sample else config
 
@@ -100,12 +105,12 @@ def result_of(config: RunConfig) -> dict[str, Any]:
 def run_missing(configs: list[RunConfig], device: str, console: Console) -> None:
     """Run every settled config whose result is not there yet; each result is kept as soon as it is there."""
     require_device(RunConfig(device=device))
-    with _alone_in(Path(configs[0].runs)):
+    with alone_in(Path(configs[0].runs)):
         _run_those_missing(configs, device, console)
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Keep other commands from running the same rows meanwhile."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,8 +132,8 @@ def _run_those_missing(configs: list[RunConfig], device: str, console: Console) 
     if len(todo) < len(configs):
         console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
     for config in todo:
-        _remove_half_made(folder_of(config))
-    watch = _Watch(console, len(todo))
+        remove_half_made(folder_of(config))
+    watch = Watch(console, len(todo))
     try:
         _run_all(todo, device, console, watch)
     except KeyboardInterrupt:
@@ -139,7 +144,7 @@ def _run_those_missing(configs: list[RunConfig], device: str, console: Console) 
         ) from None
 
 
-def _run_all(todo: list[RunConfig], device: str, console: Console, watch: _Watch) -> None:
+def _run_all(todo: list[RunConfig], device: str, console: Console, watch: Watch) -> None:
     """In the lab what the lab can do; the rest simulated, one by one."""
     reasons = {config.name: why_not_in_the_lab(config) for config in todo}
     simulated = [config for config in todo if reasons[config.name] is not None]
@@ -149,13 +154,13 @@ def _run_all(todo: list[RunConfig], device: str, console: Console, watch: _Watch
     if spent.num_rows > 1:
         console.note(f"the lab on {device}: {spent.line()}")
     for config in simulated:
-        _, result = simulate(config, _Inner(watch))
+        _, result = simulate(config, Inner(watch))
         if result["reason"] in (INTERRUPTED, TERMINATED):
             raise KeyboardInterrupt
         watch.num_done += 1
 
 
-def _remove_half_made(folder: RunFolder) -> None:
+def remove_half_made(folder: RunFolder) -> None:
     """What an interrupted run left; there is nothing of value in it. One that is being made is not touched."""
     if folder.config_file.exists():
         with folder.locked():
@@ -164,7 +169,7 @@ def _remove_half_made(folder: RunFolder) -> None:
         shutil.rmtree(folder.path)
 
 
-def _run_in_lab(configs: list[RunConfig], device: str, watch: _Watch) -> Spent:
+def _run_in_lab(configs: list[RunConfig], device: str, watch: Watch) -> Spent:
     spent = Spent()
     for part in _same_data(configs):
         location = locate_data(part[0])
@@ -204,7 +209,7 @@ def _keep(finished: Finished, facts: dict[str, Any]) -> None:
     folder.write_result({**finished.result, **extra, "lab": True, **facts, "environment": environment()})
 
 
-class _Watch:
+class Watch:
     """Tells the console how many runs are done and how long the rest will take."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -226,18 +231,18 @@ class _Watch:
         left = (time.perf_counter() - self._began) * (1 - share) / share if share > 0.02 else None
         self._console.report({"kind": "working", "text": done, "fraction": share, "seconds_left": left})
 
-    def show_one(self, share: float) -> None:
+    def show_one(self, text: str, share: float) -> None:
         """Of one run at a time."""
-        self.show("simulating", (self.num_done + share) / self._total)
+        self.show(text, (self.num_done + share) / self._total)
 
 
-class _Inner(Console):
-    """The console of one simulated run among many: only how far it is matters."""
+class Inner(Console):
+    """The console of one run among many: only how far it is matters."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: Watch, text: str = "simulating") -> None:
         super().__init__(quiet=True)
-        self._watch = watch
+        self._watch, self._text = watch, text
 
     def report(self, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
-            self._watch.show_one(row["fraction"])
+            self._watch.show_one(self._text, row["fraction"])

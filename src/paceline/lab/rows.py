@@ -98,6 +98,8 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError("the lab has no codecs: 'paceline simulate' has them, on the CPU")
         if config.snapshots is not None:
             raise UserError("the lab keeps no weights on the way: leave out --snapshots")
+        if config.precision != "fp32" or config.compile or config.capture or config.accumulate > 1:
+            raise UserError("the lab has its own steps: leave out --precision, --compile, --capture and --accumulate")
 
 
 def run_rows(

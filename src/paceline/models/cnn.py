@@ -26,4 +26,4 @@ class Cnn(nn.Module):
         x = max_pool_2x2(self.conv2(F.relu(self.conv1(images))))
         x = self.dropout1(x).flatten(1)
         x = self.dropout2(F.relu(self.fc1(x)))
-        return F.log_softmax(self.fc2(x), dim=1)
+        return F.log_softmax(self.fc2(x).float(), dim=1)

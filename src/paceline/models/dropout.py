@@ -33,27 +33,40 @@ _MULTIPLIER_A = _signed32(0x7FEB352D)
 _MULTIPLIER_B = _signed32(0x846CA68B)
 
 
-def scramble(counter: Tensor, key: int, out: Tensor, spare: Tensor) -> Tensor:
-    """Hash each int32 in `counter` under `key` into 32 bits, the higher the better mixed; written to `out`.
+def halves(key: int) -> tuple[int, int]:
+    """A 64-bit key as two int32: the low and the high half."""
+    return _signed32(key), _signed32(key >> 32)
 
-    Two rounds of multiply and xor-shift on 32-bit lanes; only wrapping int32 arithmetic, which every device does alike.
+
+def scramble(counter: Tensor, key: int | Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    """Hash each int32 in `counter` under `key` (or its halves, int32 [2]) into 32 bits, the higher the better mixed.
+
+    Two rounds of multiply and xor-shift on 32-bit lanes, written to `out`; only wrapping int32 arithmetic, which every
+    device does alike.
     """
-    torch.bitwise_xor(counter, _signed32(key), out=out)
+    low, high = halves(key) if isinstance(key, int) else key.unbind()
+    torch.bitwise_xor(counter, low, out=out)
     torch.bitwise_right_shift(out, 16, out=spare)
     out.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(_MULTIPLIER_A)
     torch.bitwise_right_shift(out, 15, out=spare)
-    out.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).add_(_signed32(key >> 32)).mul_(_MULTIPLIER_B)
+    out.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).add_(high).mul_(_MULTIPLIER_B)
     return out
 
 
-def keep_mask(counter: Tensor, key: int, probability: float) -> Tensor:
+def keep_mask(counter: Tensor, key: int | Tensor, probability: float) -> Tensor:
     """For each int32 in `counter`, whether to keep it: True with probability 1 - `probability`, fixed by `key`."""
     bits = scramble(counter, key, torch.empty_like(counter), torch.empty_like(counter))
     return bits >= -(1 << 31) + round(probability * (1 << 32))
 
 
 class AddressedDropout(nn.Module):
-    """Zero each value with `probability` while training, and scale the rest up; `key` is set before each batch."""
+    """Zero each value with `probability` while training, and scale the rest up.
+
+    `key` is set before each batch. It lies in a tensor, so that a compiled or captured step reads it anew each time;
+    `first` is the place of the first sample in its batch, above 0 where a batch is computed in parts.
+    """
+
+    halves: Tensor
 
     def __init__(self, probability: float, layer: int) -> None:
         super().__init__()
@@ -61,16 +74,31 @@ class AddressedDropout(nn.Module):
             raise UserError(f"dropout probability {probability}: give at least 0 and below 1")
         self.probability = probability
         self.layer = layer
+        self.first = 0
+        self.register_buffer("halves", torch.zeros(2, dtype=torch.int32), persistent=False)
         self.key = 0
-        self._counter = torch.empty(0, dtype=torch.int32)
+        self.counter = torch.empty(0, dtype=torch.int32)
+
+    @property
+    def key(self) -> int:
+        """The 64-bit address of the batch."""
+        return self._key
+
+    @key.setter
+    def key(self, key: int) -> None:
+        self._key = key
+        for half, value in zip(self.halves, halves(mix64(key, self.layer)), strict=True):
+            half.fill_(value)
 
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:
             return values
-        if self._counter.numel() < values.numel() or self._counter.device != values.device:
-            self._counter = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
-        counter = self._counter[: values.numel()].view(values.shape)
-        keep = keep_mask(counter, mix64(self.key, self.layer), self.probability)
+        start = self.first * (values.numel() // max(1, len(values)))
+        end = start + values.numel()
+        if self.counter.numel() < end or self.counter.device != values.device:
+            self.counter = torch.arange(end, dtype=torch.int32, device=values.device)
+        counter = self.counter[start:end].view(values.shape)
+        keep = keep_mask(counter, self.halves, self.probability)
         return values * (keep.to(values.dtype) * (1.0 / (1.0 - self.probability)))
 
 

@@ -102,7 +102,7 @@ class Inception28Small(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, classes]
         x = self.blocks(self.stem(images)).mean((2, 3))
-        return F.log_softmax(self.fc(x), dim=1)
+        return F.log_softmax(self.fc(x).float(), dim=1)
 
 
 class Block(nn.Module):
@@ -154,4 +154,4 @@ class InceptionBN(nn.Module):
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, classes]
         x = self.conv2(halving_pool(self.conv1(images)))
         x = self.blocks(halving_pool(x)).mean((2, 3))
-        return F.log_softmax(self.fc(x), dim=1)
+        return F.log_softmax(self.fc(x).float(), dim=1)

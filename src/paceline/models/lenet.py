@@ -25,4 +25,4 @@ class LeNet5(nn.Module):
         x = max_pool_2x2(F.relu(self.conv2(x)))
         x = F.relu(self.fc1(x.flatten(1)))
         x = F.relu(self.fc2(x))
-        return F.log_softmax(self.fc3(x), dim=1)
+        return F.log_softmax(self.fc3(x).float(), dim=1)

@@ -20,7 +20,7 @@ def max_pool_2x2(images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C, H/2, W/2]
     [5.0, 7.0]
     """
     here = images.device.type == "cpu" and images.dtype == torch.float32 and torch._C._has_mkldnn
-    if not here or images.numel() < WORTH_CONVERTING:
+    if not here or images.numel() < WORTH_CONVERTING or torch.compiler.is_compiling():  # which fuses torch's own
         return F.max_pool2d(images, 2)
     pooled: Tensor = torch.mkldnn_max_pool2d(images.to_mkldnn(), [2, 2], [2, 2]).to_dense()
     return pooled

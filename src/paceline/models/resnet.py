@@ -77,7 +77,7 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, classes]
         x = F.max_pool2d(self.stem(images), 3, stride=2, padding=1)
         x = self.blocks(x).mean((2, 3))
-        return F.log_softmax(self.fc(x), dim=1)
+        return F.log_softmax(self.fc(x).float(), dim=1)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, bias: bool, norm: Norm) -> nn.Module:

@@ -125,7 +125,7 @@ class Transformer(nn.Module):
             tokens = layer(tokens, at)
         share = at.real.to(tokens.dtype) / at.real.sum(1, keepdim=True).clamp(min=1)
         mean = (at.padded(tokens) * share[:, :, None]).sum(1)
-        return F.log_softmax(self.fc(mean), dim=1)
+        return F.log_softmax(self.fc(mean).float(), dim=1)
 
 
 def _without_common_padding(ids: Tensor) -> Tensor:

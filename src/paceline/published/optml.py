@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.errors import UserError, unknown_name
+from paceline.published.rows import cells_of, choose, figure
 
 EPOCHS = 6.0
 BETAS = [0.99, 0.999]
@@ -83,62 +80,29 @@ def automatic(row: PublishedRow, seed: int, epochs: float, data_dir: str | None,
 
 def published_rows() -> list[PublishedRow]:
     """The table, in its own order."""
-    text = resources.files("paceline.published").joinpath("optml.csv").read_text(encoding="utf-8")
-    rows = []
-    for number, cells in enumerate(csv.DictReader(io.StringIO(text)), 1):
-
-        def figure(name: str, cells: dict[str, str] = cells) -> float | None:
-            return float(cells[name]) if cells[name] else None
-
-        rows.append(
-            PublishedRow(
-                number,
-                cells["mode"],
-                int(cells["workers"]),
-                cells["split"],
-                cells["model"],
-                cells["optimizer"],
-                float(cells["lr"]),
-                figure("momentum") or 0.0,
-                figure("seconds"),
-                figure("train_accuracy"),
-                figure("train_loss"),
-                figure("test_accuracy"),
-                figure("test_loss"),
-            )
+    return [
+        PublishedRow(
+            number,
+            cells["mode"],
+            int(cells["workers"]),
+            cells["split"],
+            cells["model"],
+            cells["optimizer"],
+            float(cells["lr"]),
+            figure(cells["momentum"]) or 0.0,
+            *(
+                figure(cells[name])
+                for name in ("seconds", "train_accuracy", "train_loss", "test_accuracy", "test_loss")
+            ),
         )
-    return rows
+        for number, cells in enumerate(cells_of("optml.csv"), 1)
+    ]
 
 
 def choose_rows(text: str | None) -> list[PublishedRow]:
-    """All rows, or those asked for: numbers and ranges (1,4,7-9) or words that all must be in the name (async cnn).
+    """All rows, or those asked for.
 
     >>> [row.number for row in choose_rows("1,3-4")]
     [1, 3, 4]
     """
-    rows = published_rows()
-    if text is None:
-        return rows
-    if all(part.strip().replace("-", "", 1).isdecimal() for part in text.split(",")):
-        numbers = dict.fromkeys(number for part in text.split(",") for number in _range(part))
-        return [_numbered(rows, number) for number in numbers]
-    words = text.replace(",", " ").split()
-    names = {word for row in rows for word in row.name.split("-")}
-    for word in words:
-        if word not in names:
-            raise unknown_name("word for --rows", word, names)
-    chosen = [row for row in rows if all(word in row.name.split("-") for word in words)]
-    if not chosen:
-        raise UserError(f"--rows '{text}': no row has all of these; the names are like {rows[20].name}")
-    return chosen
-
-
-def _range(part: str) -> range:
-    first, dash, last = part.strip().partition("-")
-    return range(int(first), int(last if dash else first) + 1)
-
-
-def _numbered(rows: list[PublishedRow], number: int) -> PublishedRow:
-    if not 1 <= number <= len(rows):
-        raise UserError(f"--rows {number}: the table has rows 1 to {len(rows)}")
-    return rows[number - 1]
+    return choose(published_rows(), text)

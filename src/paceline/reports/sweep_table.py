@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.grid import Grid, in_words, shown
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
-from paceline.reports.tables import table
+from paceline.reports.tables import as_csv, table
 from paceline.runs.several import Several
 
 MOST_LINES, MOST_ROWS = 8, 60
@@ -125,15 +123,6 @@ def rows_of(swept: Swept) -> list[dict[str, Any]]:
         row |= {"runs": len(setting.runs.results), "diverged": setting.runs.num_diverged}
         rows.append(row)
     return rows
-
-
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """One line a row, under the names of the first."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def runs_as_csv(grid: Grid, configs: list[RunConfig], results: list[dict[str, Any]]) -> str:

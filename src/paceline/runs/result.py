@@ -86,9 +86,10 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
     test = scores.get("test")
     settings = to_dict(config)
     named = ("strategy", "workers", "split", "rule", "optimizer", "lr", "momentum", "dataset", "model", "task", "seed")
+    step = ("device", "precision", "compile", "capture", "accumulate")
     return {
         "schema": SCHEMA,
-        **{name: settings[name] for name in named},
+        **{name: settings[name] for name in (*named, *step)},
         "rule_applied": server.rule.name,
         "average": average_in_words(config),
         **({"dataset": None, "model": None} if config.task is not None else {}),

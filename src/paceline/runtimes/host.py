@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from paceline.assemble import cores
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Steps, Stop, Verdict
 from paceline.core.server import Server
@@ -41,6 +42,10 @@ PROGRESS_SECONDS = 0.25
 EVENT_SECONDS = 1.0
 VIRTUAL_PROGRESS = 0.01
 Report = Callable[[dict[str, Any]], None]
+
+
+def _named(part: str, scores: Scores) -> dict[str, float | None]:
+    return {f"{part}_accuracy": scores.accuracy if scores.per_class else None, f"{part}_loss": scores.loss}
 
 
 def _nobody(reply: Reply) -> None:
@@ -227,15 +232,14 @@ class Host:
         if self.task is None or self.task.test is None:
             return
         self.clock.halt()
+        began = time.perf_counter()
         scores = self._score("test")
+        seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None
-        self.events.write(
-            "evaluation",
-            self.clock.now(),
-            samples=self.server.samples,
-            test_accuracy=scores.accuracy if scores.per_class else None,
-            test_loss=scores.loss,
-        )
+        found = _named("test", scores)
+        if self.config.eval_train and (train := self._score("train")) is not None:
+            found |= _named("train", train)
+        self.events.write("evaluation", self.clock.now(), samples=self.server.samples, **found, **seconds)
         epochs = self.server.samples / self.server.budget.epoch_samples
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
         text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
@@ -298,7 +302,13 @@ class Host:
         if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, TERMINATED):
             return ()
         last = "test" if self.config.fold is None else "validation"
-        return (last,) if self.stop_reason == INTERRUPTED else tuple(dict.fromkeys(("train", "validation", last)))
+        if self.config.score == "none":
+            return ()
+        return (
+            (last,)
+            if self.stop_reason == INTERRUPTED or self.config.score == "test"
+            else tuple(dict.fromkeys(("train", "validation", last)))
+        )
 
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
         """Score, save the weights, write the result (with what else was found) last of all, and return it."""

@@ -50,6 +50,7 @@ class FlatModule:
             parameter.data = views[name]
         self._gradient, self._views = gradient, list(self.layout.views(gradient).values())
         if self._buffers:
+            self._buffers = dict(self.module.named_buffers())  # new ones, where the module was moved to a device
             for name, view in self.state_layout.views(state).items():
                 buffer = self._buffers[name]
                 view.copy_(buffer)

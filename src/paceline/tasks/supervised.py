@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from paceline.data.batches import Batches
 from paceline.errors import UserError
-from paceline.interfaces import Batch, Scores, State
-from paceline.models.dropout import AddressedDropout, mix64
+from paceline.interfaces import Batch, Loader, Scores, State
+from paceline.models.dropout import mix64
 from paceline.tasks.flat import FlatModule
+from paceline.tasks.stepping import Step, StepSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,21 @@ class SupervisedTask:
         self.own: State = {}
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
-        self._dropouts = [module for module in model.modules() if isinstance(module, AddressedDropout)]
+        self.step_by(StepSettings())
+
+    def step_by(self, settings: StepSettings) -> None:
+        """How steps and evaluations are computed from now on."""
+        self._step = Step(self.flat, self.loss, settings)
+
+    def warm_up(self, loader: Loader) -> None:
+        """After `bind`, before the clock runs: compile or capture the step, and leave everything as it was."""
+        if not self._step.starts_slowly or self.forward is not self.model:
+            return
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        self.gradient(loader.batch(0))
+        with torch.no_grad():
+            for buffer, value in zip(self.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
 
     def to(self, device: torch.device) -> SupervisedTask:
         """Move the model and the data to `device`; before `bind`."""
@@ -125,12 +139,8 @@ class SupervisedTask:
         torch.default_generator.manual_seed(batch.key)
         if batch.inputs.is_cuda:
             torch.cuda.manual_seed(batch.key)
-        for dropout in self._dropouts:
-            dropout.key = batch.key
         self.flat.clear()
-        loss = self.loss(self.forward(batch.inputs), batch.targets)
-        counted = loss if self.loss_weight == 1.0 else loss * self.loss_weight
-        counted.backward()  # type: ignore[no-untyped-call]
+        loss = self._step(batch, self.forward, self.loss_weight)
         self.flat.collect()
         return loss.item()
 
@@ -148,7 +158,7 @@ class SupervisedTask:
             for start in range(0, total, size):
                 rows = slice(start, start + size) if indices is None else indices[start:][:size]
                 x, y = inputs[rows], targets[rows]
-                outputs = functional_call(self.model, tensors, (self.transform(x) if self.transform else x,))
+                outputs = self._step.outputs(self.transform(x) if self.transform else x, tensors)
                 loss_sum += self.loss(outputs, y).item() * len(y)
                 if counted:
                     right = outputs.argmax(1) == y

@@ -11,10 +11,12 @@ from paceline.flags import number
 from paceline.reports.console import Console
 from paceline.verbs.ending import parser_for
 
-REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs, all rows side by side on one GPU.
+REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs.
 
-  paceline reproduce optml --device cuda --data-dir DIR
-  paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1"""
+  paceline reproduce optml --device cuda --data-dir DIR                   a parameter server; all rows side by side
+  paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1
+  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; rows for real, one by one
+  paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    a key-value store; the same"""
 
 SWEEP_DESCRIPTION = """Every combination of some settings, in one table: in the lab, or simulated where the lab cannot.
 
@@ -24,10 +26,17 @@ SWEEP_DESCRIPTION = """Every combination of some settings, in one table: in the 
 The file has settings under [run] and lists of settings under [grid]; folds = 5 above them is cross-validation.
 The same command goes on where it was stopped; what is done is not run again."""
 
+REAL_TABLES = ("distml", "mxnet")
+"""Whose rows are run for real; 'paceline reproduce distml --help' has their flags."""
+
 
 def reproduce_verb(arguments: list[str]) -> int:
-    parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml [flags]")
-    parser.add_argument("table", choices=("optml",), help="which published table")
+    if arguments and arguments[0] in REAL_TABLES:
+        from paceline.verbs.reproducing import reproduce_for_real
+
+        return reproduce_for_real(arguments[0], arguments[1:])
+    parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
+    parser.add_argument("table", choices=("optml", *REAL_TABLES), help="which published table")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
     parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
     parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
@@ -72,6 +81,7 @@ def sweep_verb(arguments: list[str]) -> int:
     folder = Path(parsed.runs) / grid.name
     from paceline.many_runs import is_done, why_not_in_the_lab
     from paceline.reports import sweep_table
+    from paceline.reports.tables import as_csv
     from paceline.sweep import prepare, sweep
 
     with Console() as console:
@@ -87,7 +97,7 @@ def sweep_verb(arguments: list[str]) -> int:
         rows = sweep_table.rows_of(swept)
         files = {
             "table.md": sweep_table.markdown(swept),
-            "table.csv": sweep_table.as_csv(rows),
+            "table.csv": as_csv(rows),
             "runs.csv": sweep_table.runs_as_csv(grid, configs, results),
         }
         made = write(folder, files)

@@ -21,9 +21,16 @@ SCRIPT_DECIDES = (
     "data_dir",
     "batch_size",
     "device",
+    "precision",
+    "compile",
+    "capture",
+    "channels_last",
+    "accumulate",
     "validation",
     "fold",
     "eval_every",
+    "eval_train",
+    "score",
     "target_accuracy",
 )
 TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
