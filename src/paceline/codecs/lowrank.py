@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -91,6 +91,31 @@ class LowRank(FlatCodec):
         with one_thread():
             super().decode(payload, out)
 
+    def reduce(self, memory: State, out: Tensor, average: Callable[[Tensor], None]) -> None:
+        """Among workers that average with each other: `out` becomes the mean of what all send, one product for all.
+
+        The memory's error holds M = U + E before, and E = M - L R after; L and R are of the mean of all M. `average`
+        makes a vector the mean of everybody's.
+        """
+        sent, error, factors = out.new_empty(self._num_floats), memory["error"], memory["factors"]
+        with one_thread():
+            for matrix in self._matrices:
+                torch.mm(matrix.view(error), matrix.right_of(factors).T, out=matrix.left_of(sent))
+            for span, begin in self._dense:
+                sent[begin : begin + span.stop - span.start].copy_(error[span])
+                error[span].zero_()
+            average(sent[self._num_right :])
+            for matrix in self._matrices:
+                left = matrix.left_of(sent)
+                left.copy_(torch.linalg.qr(left).Q)
+                torch.mm(left.T, matrix.view(error), out=matrix.right_of(sent))
+            average(sent[: self._num_right])
+            self._fill(sent, out)
+            for matrix in self._matrices:
+                left, right = matrix.left_of(sent), matrix.right_of(sent)
+                matrix.view(error).addmm_(left, right, alpha=-1)
+                _keep_direction(matrix.right_of(factors), right)
+
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
         sent, error, factors = floats(out, 0, self._num_floats), memory["error"], memory["factors"]
         for matrix in self._matrices:
@@ -100,19 +125,26 @@ class LowRank(FlatCodec):
             left.copy_(torch.linalg.qr(values @ last.T).Q)
             torch.mm(left.T, values, out=right)
             values.addmm_(left, right, alpha=-1)
-            largest = right.abs().amax()
-            last.copy_(torch.where(largest > 0, right / largest, last))
+            _keep_direction(last, right)
         for span, begin in self._dense:
             sent[begin : begin + span.stop - span.start].copy_(update[span])
         return self.capacity
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
-        sent = floats(payload, 0, self._num_floats)
+        self._fill(floats(payload, 0, self._num_floats), out)
+
+    def _fill(self, sent: Tensor, out: Tensor) -> None:
         for matrix in self._matrices:
             torch.mm(matrix.left_of(sent), matrix.right_of(sent), out=matrix.view(out))
         for span, begin in self._dense:
             out[span].copy_(sent[begin : begin + span.stop - span.start])
         out.index_fill_(0, self._gaps, 0.0)
+
+
+def _keep_direction(last: Tensor, right: Tensor) -> None:
+    """The next push starts from this one's factor; a factor of zeros says nothing."""
+    largest = right.abs().amax()
+    last.copy_(torch.where(largest > 0, right / largest, last))
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from paceline.assemble import parse_strategy
-from paceline.codebook import build_codec
+from paceline.codebook import parse_codec
 from paceline.config import RunConfig, to_dict
+from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_task, prepare_device
 from paceline.data.datasets import Dataset
 from paceline.interfaces import Loader
@@ -25,7 +26,7 @@ from paceline.runtimes.replica import Place, Replica
 from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.parallel import EvenShares, make_parallel
 from paceline.transports.collective import CollectiveRing, Meeting, losing_nobody
-from paceline.transports.ring_codecs import Gathered, compress
+from paceline.transports.ring_codecs import compress, exchange_of, travels_whole
 
 OWN = ("threads", "data_dir", "name", "runs")
 """Settings in which ranks may differ."""
@@ -45,18 +46,25 @@ class Member:
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
         self.place = Place(config, task, rank.number, 0, self.ring.mean)
-        self.ring.overlapped = not parse_strategy(config.strategy).is_local
-        if self.ring.overlapped:
-            self.seat = self.place.seat(self.ring, self._even)
-            parallel = make_parallel(task)
+        self.seat = self._seat()
+
+    def _seat(self) -> Seat:
+        """This rank at work, its pushes averaged by DDP during backward, or whole after it."""
+        config, task, ring = self.config, self.place.task, self.ring
+        is_local, key = parse_strategy(config.strategy).is_local, mix64(config.seed, self.rank.number)
+        ring.is_even = not is_local
+        seat = self.place.seat(ring, self._even if ring.is_even else None)
+        if is_local or travels_whole(config.codec):
             if config.codec is not None:
-                compress(parallel, config.codec, mix64(config.seed, rank.number))
-        else:
-            if config.codec is not None:
-                self.ring.gathered = Gathered(
-                    build_codec(config.codec, task.layout, device), mix64(config.seed, rank.number), device
-                )
-            self.seat = self.place.seat(self.ring)
+                task.flat.keeps = not is_local and config.device == "cpu" and parse_codec(config.codec)[0] == "lowrank"
+                exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.keeps)
+                ring.average, ring.by_codec = exchange
+            return seat
+        ring.overlapped = True
+        parallel = make_parallel(task)
+        if config.codec is not None:
+            compress(parallel, config.codec, key)
+        return seat
 
     def _even(self, loader: Loader) -> Loader:
         return EvenShares(loader, self.place.task, self.place.work, self.config, self.rank.number)

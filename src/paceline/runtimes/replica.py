@@ -68,7 +68,7 @@ class Place:
             for worker in range(self.num_workers)
         ]
 
-    def seat(self, ring: Ring, around: Callable[[Loader], Loader] = lambda loader: loader) -> Seat:
+    def seat(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> Seat:
         """This worker, computing on the server's own weights: no push moves them."""
         task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
         weights = self.server.weights
@@ -76,7 +76,7 @@ class Place:
         def memory(sizes: Sizes) -> Memory:
             return Memory.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
 
-        return Seat(task, around(loader), self.join, weights.device, make_memory=memory)
+        return Seat(task, loader if around is None else around(loader), self.join, weights.device, make_memory=memory)
 
     def memories(self, own: Memory) -> dict[int, Memory]:
         """Where each worker's weights go: only this one's are here, the others write their own."""

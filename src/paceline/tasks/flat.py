@@ -32,6 +32,8 @@ class FlatModule:
         self._views: list[Tensor] = []
         self.hooks = True
         """Whether backward is to add into the bound gradient; if not, `collect` copies from wherever it added."""
+        self.keeps = False
+        """Whether it adds to what the last step left there."""
 
     def initial(self) -> Tensor:
         """A flat copy of the parameters as they are now."""
@@ -62,7 +64,8 @@ class FlatModule:
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
-        self._gradient.zero_()
+        if not self.keeps:
+            self._gradient.zero_()
         for parameter, view in zip(self._parameters.values(), self._views, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view

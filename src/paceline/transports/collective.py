@@ -20,7 +20,6 @@ from torch import Tensor
 from paceline.core.messages import Push
 from paceline.errors import RunFailed, UserError
 from paceline.ranks import Rank
-from paceline.transports.ring_codecs import Gathered
 from paceline.transports.shared_memory import Timing
 from paceline.transports.shared_ring import Round
 
@@ -121,15 +120,19 @@ class CollectiveRing:
         self.state = torch.zeros(state_size, device=device)
         self.overlapped = False
         """Whether the gradient is exchanged already when a push is made."""
-        self.gathered: Gathered | None = None
-        """How the vector is exchanged where a codec is asked for; else it is added up on its way round."""
+        self.is_even = False
+        """Whether a gradient counts by its samples already, so that the mean is a plain one."""
+        self.average = self.gradient
+        """Where the mean of all gradients lies after an exchange."""
+        self.by_codec: Callable[[], None] | None = None
+        """What makes it, where a codec is asked for; else gradients are added up on their way round."""
         self._facts = torch.zeros(rank.size, _FACTS, dtype=torch.float64, device=device)
         self._states = torch.zeros(rank.size, state_size, device=device)
         self._stop = False
 
     def mean(self, pushes: list[Push], samples: int) -> Tensor:
         """What the Server makes of a round: it is made already."""
-        return self.gradient
+        return self.average
 
     def ready(self) -> None:
         """Nobody else reads this memory."""
@@ -142,7 +145,7 @@ class CollectiveRing:
         self._stop = True
 
     def exchange(self, push: Push, timing: Timing) -> Round:
-        """Everybody's facts and running statistics, and the mean of all gradients in `gradient`."""
+        """Everybody's facts and running statistics, and the mean of all gradients in `average`."""
         row = [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing, float(self._stop)]
         own = torch.tensor(row, dtype=torch.float64).to(self._facts.device)
         dist.all_gather(list(self._facts.unbind(0)), own)
@@ -156,15 +159,16 @@ class CollectiveRing:
 
     def _reduce(self, share: float) -> None:
         """The mean of all over samples; this rank's counts for `share`."""
-        if self.gathered is None:
-            dist.all_reduce(self.gradient.mul_(share))
-            return
-        self.gathered.send(self.gradient.mul_(share * self.rank.size)).wait()
-        self.gathered.mean(self.gradient)
+        if not self.is_even and share * self.rank.size != 1.0:
+            self.gradient.mul_(share * self.rank.size)
+        if self.by_codec is not None:
+            self.by_codec()
+        else:
+            dist.all_reduce(self.gradient.div_(self.rank.size))
 
     def _push(self, place: int, row: list[float]) -> Push:
         incarnation, seq, reply, samples = (int(value) for value in row[:4])
-        return Push(place, incarnation, seq, reply, samples, row[4], self.gradient, self._states[place])
+        return Push(place, incarnation, seq, reply, samples, row[4], self.average, self._states[place])
 
 
 @contextmanager

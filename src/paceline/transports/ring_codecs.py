@@ -1,26 +1,25 @@
-"""Codecs on a ring of ranks: torch's own communication hooks where it has one, ours by gather where it has none.
+"""Codecs on a ring of ranks: torch's own communication hooks for 16 bits, ours by gather for fewer.
 
-`fp16`, `lowrank` and, on GPUs, `bf16` add up on their way round; `int8`, `sign` and `topk` do not, so each payload is
-carried to everybody, and the cost grows with the number of ranks.
+Where values add up on their way round (`lowrank`, `fp16`, and on GPUs `bf16`) a rank sends as much whatever their
+number. Other payloads do not add: each is carried to everybody, and the cost grows with the number of ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.codebook import build_codec, parse_codec
-from paceline.interfaces import Codec
+from paceline.codecs.lowrank import LowRank
+from paceline.interfaces import Codec, Layout, State
 from paceline.tasks.timing import one_vector
-
-FIRST_LOW_RANK = 3
-"""Rounds before it that torch's hook sends whole: its buckets are made anew after the first."""
 
 
 class Gathered:
@@ -50,6 +49,37 @@ class Gathered:
         out.div_(len(payloads))
 
 
+def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool) -> tuple[Tensor, Callable[[], None]]:
+    """Where the mean of everybody's `vector` by the codec `text` will lie, and what makes it.
+
+    `adds` says that whoever fills the vector adds to what is in it (for low rank alone): what was not sent stays there,
+    and needs no memory and no pass of its own.
+    """
+    codec = build_codec(text, layout, vector.device)
+    if isinstance(codec, LowRank):
+        memory, out = codec.start(key), torch.empty_like(vector) if adds else vector
+        if adds:
+            memory["error"] = vector
+        return out, lambda: _reduce(codec, memory, None if adds else vector, out)
+    gathered = Gathered(codec, key, vector.device)
+
+    def exchange() -> None:
+        gathered.send(vector).wait()
+        gathered.mean(vector)
+
+    return vector, exchange
+
+
+def _reduce(codec: LowRank, memory: State, update: Tensor | None, out: Tensor) -> None:
+    if update is not None:
+        memory["error"].add_(update)
+    codec.reduce(memory, out, _average)
+
+
+def _average(vector: Tensor) -> None:
+    dist.all_reduce(vector.div_(dist.get_world_size()))
+
+
 class GatherBuckets:
     """A communication hook of DistributedDataParallel: each bucket is encoded as one vector, with its own memory."""
 
@@ -74,16 +104,18 @@ class GatherBuckets:
         return gathered.send(buffer).get_future().then(add_up)
 
 
+def travels_whole(text: str | None) -> bool:
+    """Whether a codec's payload is so small that it is sent once, after backward, instead of in buckets during it.
+
+    Buckets cost a copy in and one out, and a call each; what they hide is the time on the wire.
+    """
+    return text is not None and parse_codec(text)[0] in ("lowrank", "sign", "topk")
+
+
 def compress(parallel: DistributedDataParallel, text: str, key: int) -> None:
     """Have `parallel` exchange its buckets by the codec `text`."""
-    name, number = parse_codec(text)
-    if name == "lowrank":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None, matrix_approximation_rank=int(number), start_powerSGD_iter=FIRST_LOW_RANK,
-            batch_tensors_with_same_shape=True,
-        )  # fmt: skip
-        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name == "fp16":
+    name, _ = parse_codec(text)
+    if name == "fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "bf16" and dist.get_backend() == "nccl":
         parallel.register_comm_hook(None, default_hooks.bf16_compress_hook)
