@@ -100,7 +100,7 @@ class LowRank(FlatCodec):
         sent, error, factors = out.new_empty(self._num_floats), memory["error"], memory["factors"]
         with one_thread():
             for matrix in self._matrices:
-                torch.mm(matrix.view(error), matrix.right_of(factors).T, out=matrix.left_of(sent))
+                matrix.left_of(sent).copy_(_project(matrix.view(error), matrix.right_of(factors)))
             for span, begin in self._dense:
                 sent[begin : begin + span.stop - span.start].copy_(error[span])
                 error[span].zero_()
@@ -110,11 +110,11 @@ class LowRank(FlatCodec):
                 left.copy_(torch.linalg.qr(left).Q)
                 torch.mm(left.T, matrix.view(error), out=matrix.right_of(sent))
             average(sent[: self._num_right])
-            self._fill(sent, out)
             for matrix in self._matrices:
                 left, right = matrix.left_of(sent), matrix.right_of(sent)
-                matrix.view(error).addmm_(left, right, alpha=-1)
+                matrix.view(error).sub_(torch.mm(left, right, out=matrix.view(out)))
                 _keep_direction(matrix.right_of(factors), right)
+            self._fill_dense(sent, out)
 
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
         sent, error, factors = floats(out, 0, self._num_floats), memory["error"], memory["factors"]
@@ -122,7 +122,7 @@ class LowRank(FlatCodec):
             values, last = matrix.view(error), matrix.right_of(factors)
             left, right = matrix.left_of(sent), matrix.right_of(sent)
             values.add_(matrix.view(update))
-            left.copy_(torch.linalg.qr(values @ last.T).Q)
+            left.copy_(torch.linalg.qr(_project(values, last)).Q)
             torch.mm(left.T, values, out=right)
             values.addmm_(left, right, alpha=-1)
             _keep_direction(last, right)
@@ -136,9 +136,17 @@ class LowRank(FlatCodec):
     def _fill(self, sent: Tensor, out: Tensor) -> None:
         for matrix in self._matrices:
             torch.mm(matrix.left_of(sent), matrix.right_of(sent), out=matrix.view(out))
+        self._fill_dense(sent, out)
+
+    def _fill_dense(self, sent: Tensor, out: Tensor) -> None:
         for span, begin in self._dense:
             out[span].copy_(sent[begin : begin + span.stop - span.start])
         out.index_fill_(0, self._gaps, 0.0)
+
+
+def _project(values: Tensor, right: Tensor) -> Tensor:
+    """values right^T, as the transpose of a product that is almost twice as fast."""
+    return torch.mm(right, values.T).T
 
 
 def _keep_direction(last: Tensor, right: Tensor) -> None:

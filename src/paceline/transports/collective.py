@@ -26,7 +26,9 @@ from paceline.transports.shared_ring import Round
 EXCHANGE_SECONDS = 600.0
 ROLL_CALL_SECONDS = 120.0
 _FACTS = 9
-"""Numbers that ride beside a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop."""
+"""Numbers that ride beside a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop.
+
+Behind them come the running statistics, two floats to a number."""
 
 
 class Meeting:
@@ -126,8 +128,10 @@ class CollectiveRing:
         """Where the mean of all gradients lies after an exchange."""
         self.by_codec: Callable[[], None] | None = None
         """What makes it, where a codec is asked for; else gradients are added up on their way round."""
-        self._facts = torch.zeros(rank.size, _FACTS, dtype=torch.float64, device=device)
-        self._states = torch.zeros(rank.size, state_size, device=device)
+        width = _FACTS + -(-state_size // 2)
+        self._beside = torch.zeros(rank.size, width, dtype=torch.float64, device=device)
+        self._own = torch.zeros(width, dtype=torch.float64, device=device)
+        self._states = self._beside[:, _FACTS:].view(torch.float32)[:, :state_size]
         self._stop = False
 
     def mean(self, pushes: list[Push], samples: int) -> Tensor:
@@ -147,13 +151,12 @@ class CollectiveRing:
     def exchange(self, push: Push, timing: Timing) -> Round:
         """Everybody's facts and running statistics, and the mean of all gradients in `average`."""
         row = [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing, float(self._stop)]
-        own = torch.tensor(row, dtype=torch.float64).to(self._facts.device)
-        dist.all_gather(list(self._facts.unbind(0)), own)
-        rows = self._facts.tolist()
+        self._own[:_FACTS] = torch.tensor(row, dtype=torch.float64)
+        self._own[_FACTS:].view(torch.float32)[: len(self.state)] = self.state
+        dist.all_gather(list(self._beside.unbind(0)), self._own)
+        rows = self._beside[:, :_FACTS].tolist()
         if not self.overlapped:
             self._reduce(push.samples / sum(row[3] for row in rows))
-        if len(self.state):
-            dist.all_gather(list(self._states.unbind(0)), self.state)
         pushes = [self._push(place, row) for place, row in enumerate(rows)]
         return Round(pushes, [Timing(*row[5:8]) for row in rows], [], any(row[8] for row in rows))
 
