@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from commands import Command, result_of, run, wait_for_records
 from safetensors.torch import load_file
@@ -65,3 +67,18 @@ def test_a_stopped_first_rank_ends_all_with_a_result(tmp_path: Path) -> None:
         assert [command.finish() for command in both] == [130, 130], both[0].err + both[1].err
     assert result_of(tmp_path / "runs/it")["status"] == "stopped"
     assert "identical to the run" in run("replay", "runs/it", cwd=tmp_path).out
+
+
+def test_ranks_with_a_codec_stay_near_those_without(tmp_path: Path) -> None:
+    losses = {}
+    for codec in ("none", "lowrank:4", "int8"):
+        with ranks(tmp_path, "--strategy", "allreduce", "--codec", codec, "--steps", "60", "--lr", "0.05") as both:
+            assert [command.finish() for command in both] == [0, 0], both[0].err + both[1].err
+        losses[codec] = result_of(tmp_path / "runs/it")["train_loss"]
+        shutil.move(tmp_path / "runs/it", tmp_path / f"runs/{codec}")
+    assert losses["none"] < 2.0
+    assert losses["lowrank:4"] != losses["none"] != losses["int8"]
+    assert losses["lowrank:4"] == pytest.approx(losses["none"], abs=0.3)
+    assert losses["int8"] == pytest.approx(losses["none"], abs=0.1)
+    again = run("replay", "runs/int8", cwd=tmp_path)
+    assert again.process.returncode == 2 and "exchanged by int8 around a ring" in again.err
