@@ -176,8 +176,13 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
     raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
-def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None) -> Server:
-    """The server of a run, at its start; `mean` where the pushes of a round arrive as their mean already."""
+def make_server(
+    config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None, nbytes: int | None = None
+) -> Server:
+    """The server of a run, at its start.
+
+    Where the pushes of a round arrive as their mean already there is a `mean`, and `nbytes` is what a push costs.
+    """
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
         if config.pull_codec is not None:
@@ -192,6 +197,7 @@ def make_server(config: RunConfig, task: SupervisedTask, work: Work, mean: Mean 
         config.workers or 1,
         mean,
         codecs_of(config, task.layout) if mean is None else DENSE,
+        nbytes,
         inside=make_inside(config),
     )
 

@@ -54,6 +54,8 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
 
 def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run that was stopped or killed, from its newest checkpoint and its log."""
+    if rank_here() is not None:
+        raise UserError(f"{path} is resumed by one command on one machine: leave the launcher out")
     folder = RunFolder.open(path)
     config = folder.config()
     if is_script(config):

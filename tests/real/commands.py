@@ -14,6 +14,8 @@ from typing import Any
 from paceline.runs.arrivals import RECORD_BYTES
 
 PATIENCE = 60.0
+GIVING_WAY = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Tests run side by side: a thread that waits must not keep the core from another test's."""
 
 
 def _listen_to_interrupts() -> None:
@@ -29,7 +31,7 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "paceline", *arguments],
             cwd=cwd,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **GIVING_WAY, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -37,7 +37,7 @@ def test_a_slow_process_makes_fewer_steps_and_the_replay_knows(tmp_path: Path, s
         "--name",
         "it",
     ]
-    done = run("train", *flags, "--strategy", "async-local:4", "--steps", "16", "--delay", "100ms@1", cwd=tmp_path)
+    done = run("train", *flags, "--strategy", "async-local:4", "--steps", "90", "--delay", "150ms@1", cwd=tmp_path)
     assert done.process.returncode == 0, done.err
     records, _ = read_arrivals(tmp_path / "it" / "arrivals.log", RunFolder.open(tmp_path / "it").config())
     assert any(record.kind == "steps" and record.worker == 1 and record.seq < 4 for record in records)

@@ -25,10 +25,13 @@ def timed(folder: Path, name: str, *flags: str) -> dict[str, Any]:
     return simulated(folder, name, "--timing-only", *flags)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.real) for name in ("backup:1", "bounded:1", "allreduce", "async-local:3")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.real)
+    for name in ("sync", "backup:1", "bounded:1", "allreduce", "async-local:3")
+]
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync", *SLOW])
+@pytest.mark.parametrize("strategy", ["async", *SLOW])
 def test_the_same_config_and_seed_give_the_same_bytes(tmp_path: Path, strategy: str) -> None:
     flags = ["--workers", "3", "--strategy", strategy, "--speeds", "lognormal:1s,.4", "--link", "100mbit,1ms"]
     steps = ["--steps", "12"]

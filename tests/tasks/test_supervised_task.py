@@ -66,7 +66,7 @@ def test_a_gradient_is_a_function_of_its_address_in_any_order_of_asking() -> Non
     assert len(set(forwards.values())) == len(forwards)
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "4242"])
+@pytest.mark.parametrize("hash_seed", ["4242"])
 def test_a_gradient_is_the_same_in_another_process(hash_seed: str) -> None:
     script = (
         "import torch; torch.set_num_threads(1)\n"

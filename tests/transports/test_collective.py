@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.launch import resume
 from paceline.ranks import VARIABLES, Rank, config_of, rank_here
+from paceline.reports.console import Console
 from paceline.transports.collective import Meeting
 
 
@@ -75,6 +78,13 @@ def test_bad_variables_of_a_launcher_are_one_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=complaint):
         rank_here()
+
+
+def test_a_launcher_resumes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, ("0", "2", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="leave the launcher out"):
+        resume(Path("runs/it"), Console(quiet=True))
 
 
 def test_a_launchers_processes_are_the_workers() -> None:

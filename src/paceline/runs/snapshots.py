@@ -102,6 +102,8 @@ def go_back(folder: RunFolder, version: int) -> None:
     for path in folder.snapshots.glob("*.safetensors"):
         if path.name not in names:
             path.unlink()
+    for half in folder.snapshots.glob(".*.tmp"):  # whoever wrote it was killed
+        half.unlink()
 
 
 def _write_index(path: Path, entries: list[Entry]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.assemble import parse_strategy
-from paceline.codebook import parse_codec
+from paceline.codebook import build_codec, parse_codec
 from paceline.config import RunConfig, to_dict
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_task, prepare_device
@@ -45,7 +45,8 @@ class Member:
         task = make_task(config, dataset).to(device)
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
-        self.place = Place(config, task, rank.number, 0, self.ring.mean)
+        nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)
+        self.place = Place(config, task, rank.number, 0, self.ring.mean, nbytes)
         self.seat = self._seat()
 
     def _seat(self) -> Seat:

@@ -52,11 +52,17 @@ class Place:
     """What every worker of a ring builds alike: its task and data, and a server of its own."""
 
     def __init__(
-        self, config: RunConfig, task: SupervisedTask, worker: int, incarnation: int, mean: Mean | None = None
+        self,
+        config: RunConfig,
+        task: SupervisedTask,
+        worker: int,
+        incarnation: int,
+        mean: Mean | None = None,
+        nbytes: int | None = None,
     ) -> None:
         self.config, self.task = config, task
         self.work = work_of(task, config)
-        self.server = make_server(config, task, self.work, mean)
+        self.server = make_server(config, task, self.work, mean, nbytes)
         self.join = make_join(config, self.work, worker, incarnation)
         self.num_workers = config.workers or 1
 
