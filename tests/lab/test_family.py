@@ -59,9 +59,9 @@ def row_of(config: RunConfig, dataset: Dataset) -> Row:
 
 CASES = [
     ("lenet5", "async", 3, "sgd"),
-    ("lenet5", "sync", 3, "sgd"),
+    pytest.param("lenet5", "sync", 3, "sgd", marks=pytest.mark.real),
     pytest.param("lenet5", "backup:1", 3, "sgd", marks=pytest.mark.real),
-    ("lenet5", "bounded:1", 3, "sgd"),
+    pytest.param("lenet5", "bounded:1", 3, "sgd", marks=pytest.mark.real),
     pytest.param("lenet5", "async", 2, "adam", marks=pytest.mark.real),
     ("cnn", "async", 2, "sgd"),
     pytest.param("cnn", "sync", 2, "adam", marks=pytest.mark.real),

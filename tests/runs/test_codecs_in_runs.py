@@ -159,6 +159,7 @@ def simulated(folder: Path, name: str, *flags: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.real
 def test_times_alone_count_the_bytes_of_a_codec_as_a_run_with_gradients_does(tmp_path: Path) -> None:
     flags = [
         "--steps",
@@ -181,6 +182,7 @@ def test_times_alone_count_the_bytes_of_a_codec_as_a_run_with_gradients_does(tmp
     assert (computed["codec"], computed["pull_codec"], plain["codec"]) == ("int8", "lowrank:4", "none")
 
 
+@pytest.mark.real
 def test_a_simulated_server_that_dies_goes_on_as_if_the_log_had_been_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
