@@ -65,6 +65,15 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} '{asked}': {offer}Known: {', '.join(names)}")
 
 
+def differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """The names of what `theirs` lacks or has otherwise.
+
+    >>> differing({"layout": 1, "targets": 2}, {"layout": 1, "targets": 3})
+    ['targets']
+    """
+    return [name for name, value in ours.items() if theirs.get(name) != value]
+
+
 def name_and_argument(kind: str, text: str, letters: Mapping[str, str]) -> tuple[str, str]:
     """`sync` or `backup:1`, as (name, what is behind the colon); `letters` says for which names there is something.
 

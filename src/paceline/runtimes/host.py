@@ -166,6 +166,11 @@ class Host:
         elif isinstance(message, Stop):
             self.events.write("stopped", now, reason=self.stop_reason)
 
+    def note_fault(self, fault: dict[str, Any]) -> None:
+        """The event row of a fault that was fired on purpose."""
+        row = {name: value for name, value in fault.items() if name != "kind"}
+        self.events.write("fault", self.clock.now(), fault=fault["kind"], **row)
+
     def stop(self, reason: str) -> None:
         """End the run from outside; the reason goes into the result."""
         if not self.server.over:

@@ -16,7 +16,7 @@ from paceline.core.messages import Join, Resume
 from paceline.core.server import Server
 from paceline.crew import identity_of, make_seat, make_task
 from paceline.data.datasets import Dataset
-from paceline.errors import ProtocolError, UserError
+from paceline.errors import ProtocolError, UserError, differing
 from paceline.runs.checkpoint import newest_cut, restore, take_cut, write_cut
 from paceline.runs.folder import RunFolder
 from paceline.runs.resume import rebuild
@@ -46,6 +46,7 @@ class Gathering:
         self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(num)]
         self.ring = SharedRing(self.memory, 0, self.bells, polls_before_sleep(place.config))
         self.ring.listen(control.connection, self._order)
+        self.note_fault: Callable[[dict[str, Any]], None] = lambda fault: None  # none comes before training
         self._hellos: set[int] = set()
 
     def wait(self) -> None:
@@ -67,10 +68,7 @@ class Gathering:
         elif order["kind"] == "stop":
             self.stop_reason = order["reason"]
         elif order["kind"] == "fault":
-            row = {name: value for name, value in order["fault"].items() if name != "kind"}
-            self.tell_fault(order["fault"]["kind"], row)
-
-    tell_fault: Callable[[str, dict[str, Any]], None] = staticmethod(lambda kind, row: None)
+            self.note_fault(order["fault"])
 
     def _hear(self, worker: int) -> None:
         door = self.doors[worker]
@@ -89,8 +87,7 @@ class Gathering:
             self.missing.append(worker)
 
     def _admit(self, worker: int, facts: dict[str, Any]) -> None:
-        expected = identity_of(self.place.task)
-        wrong = [name for name, value in expected.items() if facts.get(name) != value]
+        wrong = differing(identity_of(self.place.task), facts)
         if wrong:
             raise UserError(f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data")
         self._hellos.add(worker)
@@ -106,7 +103,7 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
         seat = place.seat(gathering.ring)
         hosting = _make_host(spec, dataset, place, control)
         hosting.memories = place.memories(seat.memory)
-        gathering.tell_fault = lambda kind, row: hosting.events.write("fault", hosting.clock.now(), fault=kind, **row)
+        gathering.note_fault = hosting.note_fault
         replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
         gathering.wait()
         gathering.welcome(spec["resume"])

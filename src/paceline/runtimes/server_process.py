@@ -20,7 +20,7 @@ from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Leave, Push, Reply, Resume
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
-from paceline.errors import PacelineError, ProtocolError
+from paceline.errors import PacelineError, ProtocolError, differing
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
@@ -131,8 +131,7 @@ class Service:
         """A fault was fired on purpose; a worker who is to come back is waited for, even when nobody else is left."""
         if returns:
             self._returning.add(fault["worker"])
-        row = {key: value for key, value in fault.items() if key != "kind"}
-        self.host.events.write("fault", self.host.clock.now(), fault=fault["kind"], **row)
+        self.host.note_fault(fault)
 
     def _tell_clock(self) -> None:
         """Tell the supervisor when training begins and when it is over: faults come by this clock."""
@@ -180,7 +179,7 @@ class Service:
 
     def welcome(self, door: ServerDoor, hello: Hello) -> None:
         """Let a worker join, if it brings the model and the data that this run is about."""
-        wrong = [name for name, value in self._expected.items() if hello.facts.get(name) != value]
+        wrong = differing(self._expected, hello.facts)
         if hello.slot.sizes[0] != self.host.server.weights.numel():
             wrong.append("size")
         if hello.slot.sizes[2:4] != self.host.server.codecs.capacities:

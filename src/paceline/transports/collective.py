@@ -18,17 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.messages import Push
-from paceline.errors import RunFailed, UserError
+from paceline.errors import RunFailed, UserError, differing
 from paceline.ranks import Rank
 from paceline.transports.shared_memory import Timing
-from paceline.transports.shared_ring import Round
+from paceline.transports.shared_ring import NUM_FACTS, STOP, Round, facts_of, push_from, timing_from
 
 EXCHANGE_SECONDS = 600.0
 ROLL_CALL_SECONDS = 120.0
-_FACTS = 9
-"""Numbers that ride beside a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop.
-
-Behind them come the running statistics, two floats to a number."""
 
 
 class Meeting:
@@ -61,7 +57,7 @@ class Meeting:
         self.store.set(f"looked/{self.rank.number}", "")
         self._call_the_roll("looked")  # before anybody leaves, and takes the store along
         for number, theirs in enumerate(there):
-            wrong = [name for name, value in identity.items() if theirs.get(name) != value]
+            wrong = differing(identity, theirs)
             if wrong:
                 raise UserError(
                     f"rank {number} differs from rank {self.rank.number} in {' and '.join(wrong)}: give all ranks the "
@@ -128,10 +124,10 @@ class CollectiveRing:
         """Where the mean of all gradients lies after an exchange."""
         self.by_codec: Callable[[], None] | None = None
         """What makes it, where a codec is asked for; else gradients are added up on their way round."""
-        width = _FACTS + -(-state_size // 2)
+        width = NUM_FACTS + -(-state_size // 2)  # behind the facts come running statistics, two floats to a number
         self._beside = torch.zeros(rank.size, width, dtype=torch.float64, device=device)
         self._own = torch.zeros(width, dtype=torch.float64, device=device)
-        self._states = self._beside[:, _FACTS:].view(torch.float32)[:, :state_size]
+        self._states = self._beside[:, NUM_FACTS:].view(torch.float32)[:, :state_size]
         self._stop = False
 
     def mean(self, pushes: list[Push], samples: int) -> Tensor:
@@ -150,15 +146,15 @@ class CollectiveRing:
 
     def exchange(self, push: Push, timing: Timing) -> Round:
         """Everybody's facts and running statistics, and the mean of all gradients in `average`."""
-        row = [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing, float(self._stop)]
-        self._own[:_FACTS] = torch.tensor(row, dtype=torch.float64)
-        self._own[_FACTS:].view(torch.float32)[: len(self.state)] = self.state
+        row = [*facts_of(push, timing), float(self._stop)]
+        self._own[:NUM_FACTS] = torch.tensor(row, dtype=torch.float64)
+        self._own[NUM_FACTS:].view(torch.float32)[: len(self.state)] = self.state
         dist.all_gather(list(self._beside.unbind(0)), self._own)
-        rows = self._beside[:, :_FACTS].tolist()
+        rows = self._beside[:, :NUM_FACTS].tolist()
         if not self.overlapped:
             self._reduce(push.samples / sum(row[3] for row in rows))
-        pushes = [self._push(place, row) for place, row in enumerate(rows)]
-        return Round(pushes, [Timing(*row[5:8]) for row in rows], [], any(row[8] for row in rows))
+        pushes = [push_from(place, row, self.average, self._states[place]) for place, row in enumerate(rows)]
+        return Round(pushes, [timing_from(row) for row in rows], [], any(row[STOP] for row in rows))
 
     def _reduce(self, share: float) -> None:
         """The mean of all over samples; this rank's counts for `share`."""
@@ -168,10 +164,6 @@ class CollectiveRing:
             self.by_codec()
         else:
             dist.all_reduce(self.gradient.div_(self.rank.size))
-
-    def _push(self, place: int, row: list[float]) -> Push:
-        incarnation, seq, reply, samples = (int(value) for value in row[:4])
-        return Push(place, incarnation, seq, reply, samples, row[4], self.average, self._states[place])
 
 
 @contextmanager

@@ -21,10 +21,26 @@ from paceline.core.messages import Push
 from paceline.transports.segment import Segment, page_aligned
 from paceline.transports.shared_memory import Timing
 
-_POSTED, _READ, _GONE = range(3)
-_FACTS = 9
+NUM_FACTS = 9
 """Numbers that ride beside a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop."""
+STOP = NUM_FACTS - 1
 RECHECK_SECONDS = 0.0005
+
+
+def facts_of(push: Push, timing: Timing) -> list[float]:
+    """All that rides beside a gradient but the word to stop."""
+    return [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing]
+
+
+def push_from(worker: int, facts: list[float], update: Tensor, state: Tensor) -> Push:
+    """The push of `worker` that these facts tell of."""
+    incarnation, seq, reply, samples = (int(value) for value in facts[:4])
+    return Push(worker, incarnation, seq, reply, samples, facts[4], update, state)
+
+
+def timing_from(facts: list[float]) -> Timing:
+    """How long its step took."""
+    return Timing(*facts[5:STOP])
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class RingMemory:
         self.segment, self.num_workers = segment, num_workers
         self.counters = segment.array((3, num_workers), np.int64, 0)
         offset = page_aligned(self.counters.nbytes)
-        self.facts = segment.array((num_workers, _FACTS), np.float64, offset)
+        self.facts = segment.array((num_workers, NUM_FACTS), np.float64, offset)
         offset += page_aligned(self.facts.nbytes)
         self.gradients = [self._floats(offset + worker * page_aligned(4 * size), size) for worker in range(num_workers)]
         offset += num_workers * page_aligned(4 * size)
@@ -59,7 +75,7 @@ class RingMemory:
     @staticmethod
     def nbytes(num_workers: int, size: int, state_size: int) -> int:
         """Bytes the block takes."""
-        head = page_aligned(24 * num_workers) + page_aligned(8 * _FACTS * num_workers)
+        head = page_aligned(24 * num_workers) + page_aligned(8 * NUM_FACTS * num_workers)
         return head + num_workers * (page_aligned(4 * size) + page_aligned(4 * state_size))
 
     @staticmethod
@@ -116,22 +132,22 @@ class SharedRing:
 
     def exchange(self, push: Push, timing: Timing) -> Round:
         """Post a push, and wait for everybody's; the gradients stay readable until `done`."""
-        facts = self.memory.facts
-        facts[self.worker, :8] = (push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing)
+        memory, facts = self.memory, self.memory.facts
+        facts[self.worker, :STOP] = facts_of(push, timing)
         self._post()
         self._wait(self._posted, None)
-        here = [place for place in range(self.memory.num_workers) if self._posted[place] >= self._round]
+        here = [place for place in range(memory.num_workers) if self._posted[place] >= self._round]
         rows = facts.tolist()
         return Round(
-            [self._push(place, rows[place]) for place in here],
-            [Timing(*rows[place][5:8]) for place in here],
+            [push_from(place, rows[place], memory.gradients[place], memory.states[place]) for place in here],
+            [timing_from(rows[place]) for place in here],
             [place for place in self._others if place not in here],
-            bool(rows[0][8]),
+            bool(rows[0][STOP]),
         )
 
     def stop(self) -> None:
         """The first worker's last word: whoever still posts learns that the run has ended."""
-        self.memory.facts[self.worker, 8] = 1.0
+        self.memory.facts[self.worker, STOP] = 1.0
         self._post()
 
     def _post(self) -> None:
@@ -143,11 +159,6 @@ class SharedRing:
         """This round's gradients are read, and whoever is missing is missed from now on."""
         self._others = [place for place in self._others if self._posted[place] >= self._round]
         self._read[self.worker] = self._round
-
-    def _push(self, place: int, row: list[Any]) -> Push:
-        incarnation, seq, reply, samples = (int(value) for value in row[:4])
-        memory = self.memory
-        return Push(place, incarnation, seq, reply, samples, row[4], memory.gradients[place], memory.states[place])
 
     def _ring_all(self) -> None:
         for place in self._others:
