@@ -36,10 +36,11 @@ TABLE = [
     ("foresight", {"rule": "foresight"}),
     ("foresight, lr x 0.7", {"rule": "foresight", "lr": 0.0035}),
     ("farsight", {"rule": "farsight"}),
+    ("auto", {}),
     ("sync, live", {"strategy": "sync"}),
     ("sync", {"strategy": "sync", "average": "on"}),
 ]
-FEW = ("plain, live", "dana", "foresight", "farsight", "sync, live", "sync")
+FEW = ("plain, live", "dana", "foresight", "farsight", "auto", "sync, live", "sync")
 """What the CNN is run with, for time."""
 SCALES = {"dana": (1.0, 0.7, 0.5), "foresight": (1.0, 0.7, 0.5), "farsight": (1.0, 0.7, 0.5), "gap": (4.0, 2.0)}
 
@@ -83,21 +84,32 @@ def choose(model: str, seeds: int) -> list[Wanted]:
     ]
 
 
+LARGE = [
+    ("auto", {}),
+    ("auto, lr x 2", {"lr": 0.01}),
+    ("auto, lr x 0.5", {"lr": 0.0025}),
+    ("auto, warm-up", {"warmup": 0.1}),
+    ("auto, lr x 2, warm-up", {"lr": 0.01, "warmup": 0.1}),
+    ("farsight, lr x 0.25", {"rule": "farsight", "lr": 0.00125}),
+    ("foresight, lr x 0.25", {"rule": "foresight", "lr": 0.00125}),
+    ("dana, lr x 0.25", {"rule": "dana", "lr": 0.00125}),
+    ("sync, lr x workers", {"strategy": "sync", "scale_lr": "auto", "average": "on"}),
+]
+
+
 def large(model: str, seeds: int) -> list[Wanted]:
     """Many workers; and half of ten three times slower, with the budget shared so that the slow are not left alone."""
-    scales = {"dana": (1.0, 0.5), "foresight": (0.5, 0.25), "farsight": (1.0, 0.5, 0.25)}
+    uneven = {"speeds": f"{JITTER}*1,1,1,1,1,3,3,3,3,3"}
     found = []
-    for rule, factors in scales.items():
-        for scale in factors:
-            settings = {"rule": rule, "lr": 0.005 * scale, "validation": 0.1}
-            uneven = {"speeds": f"{JITTER}*1,1,1,1,1,3,3,3,3,3"}
-            for seed in range(seeds):
-                for split in ("iid", "labels"):
-                    for workers in (30, 64) if model == "lenet5" else (30,):
-                        one = config(model, workers, split, seed, settings)
-                        found.append(Wanted(f"{model} {rule} x {scale:g}", f"{workers} {split}", one))
-                    one = replace(config(model, 10, split, seed, settings | uneven), epoch_mode="shared")
-                    found.append(Wanted(f"{model} {rule} x {scale:g}", f"10 uneven {split}", one))
+    for name, settings in LARGE:
+        settings = settings | {"validation": 0.1}
+        for seed in range(seeds):
+            for split in ("iid", "labels"):
+                for workers in (30, 64):
+                    one = config(model, workers, split, seed, settings)
+                    found.append(Wanted(f"{model} {name}", f"{workers} {split}", one))
+                one = replace(config(model, 10, split, seed, settings | uneven), epoch_mode="shared")
+                found.append(Wanted(f"{model} {name}", f"10 uneven {split}", one))
     return found
 
 
@@ -111,6 +123,7 @@ def main() -> None:
     parser.add_argument("--part", default="table", choices=tuple(PARTS))
     parser.add_argument("--models", default="lenet5,cnn")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", help="entries whose name begins so [all]")
     parser.add_argument("--csv", type=Path, help="append every result here as it comes")
     parser.add_argument("--from", type=Path, dest="source", help="read results from here instead of running")
     parser.add_argument("--figure", help="draw FIGURE_MODEL.png")
@@ -120,6 +133,8 @@ def main() -> None:
     make, part = PARTS[parsed.part]
     for model in parsed.models.split(","):
         wanted, cells = make(model, parsed.seeds), Cells(parsed.csv)
+        if parsed.only:
+            wanted = [one for one in wanted if one.entry.startswith(f"{model} {parsed.only}")]
         if parsed.source is not None:
             cells.read(parsed.source, part)
         else:
