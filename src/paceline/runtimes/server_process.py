@@ -82,6 +82,10 @@ class Service:
         self._dismissed: set[int] = set()
         self._returning: set[int] = set()
         self._clock_runs = False
+        self._listen_to_signals()
+
+    def _listen_to_signals(self) -> None:
+        """A SIGTERM wakes the loop up."""
         self._wakeup, writer = socket.socketpair()
         writer.setblocking(False)
         self._listen(self._wakeup, self._terminate)
@@ -102,10 +106,19 @@ class Service:
                     self._tell_clock()
                 if self._all_know(deadline):
                     break
-            for line, _ in self._poll.poll(0.5 if deadline is not None else None):
-                self._callbacks[line]()
+            for line, _ in self._poll.poll(0.5 if deadline is not None else self._patience()):
+                if line in self._callbacks:  # else it was hung up on meanwhile
+                    self._callbacks[line]()
+            self._look_around()
         for door in self.doors.values():
             door.connection.close()
+
+    def _patience(self) -> float | None:
+        """How long to wait for the next message; None: for ever."""
+        return None
+
+    def _look_around(self) -> None:
+        """Between messages: what time alone brings about."""
 
     def _all_know(self, deadline: float) -> bool:
         if self._patient:
@@ -197,10 +210,13 @@ class Service:
         """A worker that was awaited will never come."""
         self.host.handle(Leave(worker, 0))
 
+    def _unlisten(self, line: socket.socket) -> None:
+        self._poll.unregister(line)
+        del self._callbacks[line.fileno()]
+        line.close()
+
     def _hang_up(self, door: ServerDoor) -> None:
-        self._poll.unregister(door.connection)
-        del self._callbacks[door.connection.fileno()]
-        door.connection.close()
+        self._unlisten(door.connection)
         if self.doors.get(door.worker) is door:  # not yet its next incarnation's
             del self.doors[door.worker]
         server = self.host.server
