@@ -138,7 +138,7 @@ class Hello:
     """A worker's first words: its join, its memory, and what it says of itself."""
 
     join: Join
-    slot: Slot
+    slot: Memory
     facts: dict[str, Any]
 
 
