@@ -65,7 +65,9 @@ def serve_again(path: Path, entrance: Entrance, console: Console) -> tuple[RunFo
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
     _require_star(config)
     if entrance.listen is None:
-        entrance = Entrance(_address_before(folder), entrance.token_file, entrance.tls, entrance.certificate, entrance.key)
+        entrance = Entrance(
+            _address_before(folder), entrance.token_file, entrance.tls, entrance.certificate, entrance.key
+        )
     with folder.locked():
         return folder, _serve(config, folder, locate_data(config), entrance, console, resume=True)
 

@@ -78,7 +78,7 @@ def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path
         again = serve(stack, tmp_path, "--resume", "runs/it")
         assert again.finish() == 0, again.err
         assert [worker.finish() for worker in there] == [0, 0]
-        assert "the server was started anew: joining again" in there[0].err
+        assert "joining again" in there[0].err
     result = result_of(tmp_path / "runs/it")
     assert (result["status"], result["updates"]) == ("finished", 400)
     replayed(tmp_path)
@@ -95,7 +95,11 @@ def test_strangers_and_misfits_are_told_in_one_line(tmp_path: Path) -> None:
         assert wrong.finish() == 2
         assert "token" in wrong.err and "Traceback" not in wrong.err
         busy = run("server", *RUN[:-4], "--name", "two", "--listen", address_of(tmp_path / "runs/it"), cwd=tmp_path)
-        assert busy.process.returncode == 2 and "another program listens there" in busy.err and len(busy.err.splitlines()) == 1
+        assert (
+            busy.process.returncode == 2
+            and "another program listens there" in busy.err
+            and len(busy.err.splitlines()) == 1
+        )
         right = workers(stack, tmp_path, 2, "--token-file", "token")
         assert server.finish() == 0, server.err
         assert "turned away" in server.err

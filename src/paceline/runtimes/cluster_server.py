@@ -115,13 +115,21 @@ class ClusterService(Service):
 
     def _let_in(self) -> None:
         for applicant in self._listener.serve():
-            if applicant.fields.get("again"):
-                self._take_back(applicant)
+            known = self._known(applicant) if applicant.fields.get("again") else None
+            if known is not None:
+                self._take_back(applicant, known)
             else:
                 self._consider(applicant)
 
+    def _known(self, applicant: Applicant) -> TcpServerDoor | None:
+        """The door of a worker that was here before; None where this server is another than it knew."""
+        door = self._tcp.get(applicant.fields.get("worker", -1))
+        return door if door is not None and door.incarnation == applicant.fields.get("incarnation") else None
+
     def _consider(self, applicant: Applicant) -> None:
         wanted = applicant.fields.get("worker")
+        if applicant.fields.get("again") and self._free_number(wanted) is None:
+            wanted = None  # another has its place: any will do
         why_not = self._why_not(applicant.fields)
         worker = self._free_number(wanted) if why_not is None else None
         if worker is None:
@@ -163,13 +171,8 @@ class ClusterService(Service):
             return f"worker {wanted} of 0 to {last} is here already, has done its work, or does not exist"
         return f"all {last + 1} workers of this run are here: start the server with more --workers"
 
-    def _take_back(self, applicant: Applicant) -> None:
-        """A worker whose connection broke: its place is kept, or forgotten where the server is a new one."""
-        fields = applicant.fields
-        door = self._tcp.get(int(fields.get("worker", -1)))
-        if door is None or door.incarnation != fields.get("incarnation"):
-            applicant.welcome({"worker": -1, "incarnation": -1}, self._largest).connection.close()
-            return
+    def _take_back(self, applicant: Applicant, door: TcpServerDoor) -> None:
+        """A worker whose connection broke goes on where it was."""
         self._cut_off(door)
         applicant.welcome_back(door, {})
         self._listen(door, lambda: self._serve_tcp(door))
@@ -210,7 +213,7 @@ class ClusterService(Service):
 
     def _lose(self, door: TcpServerDoor) -> None:
         """The connection broke: wait for it to come back, unless there is nothing to come back for."""
-        if self.host.server.over or door.worker in self._dismissed or door.slot is None:
+        if self.host.server.over or door.left or door.worker in self._dismissed or door.slot is None:
             self._send_off(door)
         else:
             self._cut_off(door)

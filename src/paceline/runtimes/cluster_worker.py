@@ -5,6 +5,7 @@ Where the connection breaks it finds back to its place; where the server was sta
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,15 +55,16 @@ def work(connection: Connection, own: Own, say: Say) -> bool:
     """Work until it is over; False where the server went away before."""
     keep_freed_memory()
     bench = Workbench(own, say)
-    while True:
-        door = TcpWorkerDoor(connection.address, connection.token, connection.tls, connection.patience)
-        try:
-            welcome = door.apply(own_words(own))
-            return bench.serve(door, welcome)
-        except Forgotten:
-            say("the server was started anew: joining again")
-        finally:
-            door.close()
+    with contextlib.closing(
+        TcpWorkerDoor(connection.address, connection.token, connection.tls, connection.patience)
+    ) as door:
+        welcome = door.apply(own_words(own))
+        while True:
+            try:
+                return bench.serve(door, welcome)
+            except Forgotten as forgotten:
+                welcome = forgotten.welcome
+                say("the server was started anew, or took us for lost: joining again")
 
 
 def own_words(own: Own) -> dict[str, Any]:

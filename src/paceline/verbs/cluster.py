@@ -66,9 +66,7 @@ def worker_verb(arguments: list[str]) -> int:
     parsed = parser.parse_strictly(arguments)
     from paceline.serving import Visitor, join_server
 
-    visitor = Visitor(
-        parsed.connect, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca, parsed.patience
-    )
+    visitor = Visitor(parsed.connect, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca, parsed.patience)
     with Console() as console:
         ended = join_server(visitor, parsed.data_dir, parsed.threads, parsed.worker, console)
     return 0 if ended else 1
