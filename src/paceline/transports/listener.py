@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.memory import Sizes
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.auth import ANSWER_NBYTES, Gatekeeper
+from paceline.transports.auth import ANSWER_NBYTES, DENIAL, Gatekeeper, WrongToken
 from paceline.transports.connection import (
     Connection,
     TlsConnection,
@@ -117,7 +117,13 @@ class Stranger:
     def _application(self, token: bytes, binding: bytes) -> Reading[dict[str, Any]]:
         gatekeeper = Gatekeeper(token, binding)
         self._outbox.add(gatekeeper.challenge)
-        self._outbox.add(gatekeeper.check((yield from read_bytes(ANSWER_NBYTES))))
+        answer = yield from read_bytes(ANSWER_NBYTES)
+        try:
+            self._outbox.add(gatekeeper.check(answer))
+        except WrongToken:
+            self._outbox.add(DENIAL)
+            self._outbox.flush(self.connection.send)
+            raise
         _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
         return (yield from read_fields(nbytes))
 
