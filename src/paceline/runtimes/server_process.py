@@ -23,6 +23,7 @@ from paceline.crew import identity_of, make_seat, make_server, make_task, work_o
 from paceline.errors import PacelineError, ProtocolError, differing
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
+from paceline.runtimes.accounts import ROW_SECONDS
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host
 from paceline.runtimes.pacing import Pacing
@@ -102,8 +103,11 @@ class Service:
                     self._tell_clock()
                 if self._all_know(deadline):
                     break
-            for line, _ in self._poll.poll(0.5 if deadline is not None else None):
+            ready = self._poll.poll(0.5 if deadline is not None else ROW_SECONDS)
+            for line, _ in ready:
                 self._callbacks[line]()
+            if not ready:
+                self.host.tick()
         for door in self.doors.values():
             door.connection.close()
 

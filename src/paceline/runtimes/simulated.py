@@ -84,6 +84,7 @@ class Worker:
     joined_at: float = 0.0
     present: float = 0.0
     computing: float = 0.0
+    num_steps: int = 0
 
 
 class Deadlock(Exception):
@@ -134,8 +135,10 @@ class Simulation:
         for worker in self.workers:
             if worker.seat is not None:
                 worker.present += self.agenda.now - worker.joined_at
+                worker.joined_at = self.agenda.now
                 if worker.step_began is not None:
                     worker.computing += self.agenda.now - worker.step_began
+                    worker.step_began = self.agenda.now
         if self._num_here and not self.side.server.over and not self.agenda.stopped:
             raise Deadlock(f"at {self.agenda.now:g} s, update {self.side.server.version}: workers wait for nothing")
 
@@ -231,6 +234,7 @@ class Simulation:
         self.num_events += 1
         seconds = self.agenda.now - worker.step_began
         worker.computing += seconds
+        worker.num_steps += worker.steps
         worker.seconds_a_step = seconds / worker.steps
         worker.step_began = None
         worker.unanswered = worker.seat.push()
