@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paceline.assemble import resolve
@@ -160,7 +161,8 @@ def _spent(simulation: Simulation, number: int) -> Spent:
     worker, sending, now = simulation.workers[number], simulation.wire.lines[number].under_way, simulation.agenda.now
     here = worker.present + (now - worker.joined_at if worker.seat is not None else 0.0)
     computing = worker.computing + (now - worker.step_began if worker.step_began is not None else 0.0)
-    return Spent(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps)
+    step = median(worker.recent) if worker.recent else None
+    return Spent(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps, step=step)
 
 
 def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:

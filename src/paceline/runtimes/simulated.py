@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.memory import Memory
@@ -20,6 +20,7 @@ from paceline.runtimes.misfortune import strike
 from paceline.runtimes.network import Job, Link, Shared, ring_seconds
 from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.speeds import StepTimes
+from paceline.runtimes.timekeeping import RECENT
 from paceline.runtimes.wire import DOWN, UP, Wire
 
 RETRY_STEPS = 5.0
@@ -85,6 +86,8 @@ class Worker:
     present: float = 0.0
     computing: float = 0.0
     num_steps: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds of a step, of its latest pushes."""
 
 
 class Deadlock(Exception):
@@ -236,6 +239,7 @@ class Simulation:
         worker.computing += seconds
         worker.num_steps += worker.steps
         worker.seconds_a_step = seconds / worker.steps
+        worker.recent.append(worker.seconds_a_step)
         worker.step_began = None
         worker.unanswered = worker.seat.push()
         assert worker.unanswered is not None, "a reply that was not the last is worth a push"
