@@ -156,8 +156,7 @@ def test_a_simulated_run_names_its_slow_worker_and_its_paused_one(tmp_path: Path
 
 
 def worker(number: int, step: float, send: float | None = None, state: str = "live") -> WorkerStatus:
-    shares = {"computing": 0.5, "sending": 0.5} if send is not None else {"computing": 1.0}
-    return WorkerStatus(number, state, shares, step, send, steps=10)
+    return WorkerStatus(number, state, {}, step, send, steps=10)
 
 
 @given(st.lists(st.floats(0.01, 0.0149), min_size=1, max_size=20), st.floats(1.0, 10.0))
@@ -177,13 +176,13 @@ def test_a_slow_link_is_told_from_slow_compute() -> None:
 
 
 def test_a_link_that_takes_little_of_the_time_is_not_named() -> None:
-    crew = [WorkerStatus(n, "live", {"computing": 0.95, "sending": 0.05}, 1.0, 0.01 * (1 + 9 * n), 10) for n in (0, 1)]
-    assert stragglers(crew) == []
+    assert stragglers([worker(0, 1.0, 0.01), worker(1, 1.0, 0.1)]) == []
+    assert [one.cause for one in stragglers([worker(0, 1.0, 0.01), worker(1, 1.0, 0.2)])] == ["link"]
 
 
 def test_paused_and_lost_come_first() -> None:
     paused = WorkerStatus(2, "paused", steps=10, silent=9.0, normal=1.0)
-    found = stragglers([worker(0, 1.0), worker(1, 3.0), paused, WorkerStatus(3, "lost")])
+    found = stragglers([worker(0, 1.0), worker(1, 3.0), paused, worker(3, 9.0, state="lost")])
     assert [(one.worker, one.cause) for one in found] == [(2, "paused"), (3, "lost"), (1, "compute")]
     assert found[0].times == 9.0
 

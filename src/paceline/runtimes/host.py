@@ -75,6 +75,8 @@ class Host:
         self.work = work
         self.memories: dict[int, Memory] = {}
         self.send: Callable[[Reply], None] = _nobody
+        self.may_be_cut: Callable[[], bool] = lambda: True
+        """Whether workers' memories hold all that belongs into a checkpoint."""
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
@@ -134,8 +136,13 @@ class Host:
             self._progress(now)
         if self._snapshots is not None:
             self._keep_weights()
-        if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy:
+        if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy and self.may_be_cut():
             self.checkpoint()
+
+    @property
+    def is_cut_due(self) -> bool:
+        """Whether the next checkpoint is only waiting for its moment."""
+        return self.clock.now() >= self._next_checkpoint
 
     def _keep_weights(self) -> None:
         """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""
@@ -219,7 +226,10 @@ class Host:
         """Write down where each worker's time went, now and then; in silence too, so that silence is seen."""
         at = self.clock.source() if self._virtual is None else self._virtual
         if at >= self._next_accounts and (self._virtual is None or self.server.num_workers <= MANY_VIRTUAL):
-            nbytes = self._write_accounts()
+            try:
+                nbytes = self._write_accounts()
+            except OSError as error:
+                raise self._disk_error(error) from None
             self._next_accounts = at + (
                 max(ROW_SECONDS, nbytes / BYTES_A_SECOND) if self._virtual is None else OFTEN_VIRTUAL
             )

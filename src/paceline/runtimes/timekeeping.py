@@ -24,6 +24,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._pushed = time.perf_counter()
+        self._arrived: float | None = None
         self.replied()
 
     def step(self) -> Timing:
@@ -31,10 +32,15 @@ class Stopwatch:
         self._pushed = time.perf_counter()
         return Timing(time.process_time() - self._cpu, self._pushed - self._began, self._waited)
 
+    def arrived(self) -> None:
+        """The reply has come, and its step may have to wait for its turn on this processor."""
+        self._arrived = time.perf_counter()
+
     def replied(self) -> None:
         """The reply has come: the next step begins."""
         self._began, self._cpu = time.perf_counter(), time.process_time()
-        self._waited = self._began - self._pushed
+        self._waited = (self._arrived or self._began) - self._pushed
+        self._arrived = None
 
 
 class Told(NamedTuple):

@@ -138,7 +138,7 @@ class Hello:
     """A worker's first words: its join, its memory, and what it says of itself."""
 
     join: Join
-    slot: Slot
+    slot: Memory
     facts: dict[str, Any]
 
 
@@ -159,6 +159,14 @@ class ServerDoor:
         self.slot: Slot | None = None
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
+
+    def fileno(self) -> int:
+        """Of its connection."""
+        return self.connection.fileno()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
 
     def receive(self) -> Hello | Push | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
