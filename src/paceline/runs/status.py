@@ -105,7 +105,7 @@ def read_status(path: Path) -> RunStatus:
 def _latest(folder: RunFolder) -> tuple[list[dict[str, Any]], float | None]:
     """The latest events of the server that wrote last, and how long ago that was."""
     try:
-        quiet = max(0.0, time.time() - folder.events_file.stat().st_mtime)
+        quiet = round(max(0.0, time.time() - folder.events_file.stat().st_mtime), 3)
         events = read_tail(folder.events_file, TAIL_BYTES)
     except FileNotFoundError:
         return [], None
