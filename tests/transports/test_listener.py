@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 
@@ -103,6 +104,30 @@ def test_only_so_many_strangers_are_let_in_and_the_oldest_goes_first() -> None:
         assert is_closed(visitors[0]) and is_closed(visitors[1])
         hall.prove(visitors[2])
         assert len(hall.listener.complaints()) == 2
+
+
+def test_when_descriptors_run_out_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """A socket that cannot accept the first time."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self._real, self._left, self.fileno = real, 1, real.fileno
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self._left:
+                self._left -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._real.accept()
+
+        def close(self) -> None:
+            self._real.close()
+
+    with Hall() as hall:
+        first = hall.knock()
+        monkeypatch.setattr(hall.listener, "_socket", Full(hall.listener._socket))
+        hall.knock()
+        assert is_closed(first) and len(hall.listener.strangers) == 1
+        assert "no descriptors" in hall.listener.complaints()[0]
 
 
 WRONG = {

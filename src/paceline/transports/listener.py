@@ -189,7 +189,7 @@ class Listener:
             stranger = Stranger(accepted(sock, format_address(address), self._tls), self._token, self._binding, now)
             self.strangers[stranger.fileno()] = stranger
             self._poll.register(stranger.fileno(), select.EPOLLIN)
-            self._step(stranger)
+            self._step(stranger)  # sends the challenge; nobody can have answered it yet
 
     def _step(self, stranger: Stranger) -> Applicant | None:
         number, wanted_write = stranger.fileno(), stranger.wants_write
