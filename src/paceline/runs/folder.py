@@ -37,6 +37,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
+        self.server_file = path / "server.json"
+        self.token_file = path / "token"
 
     @staticmethod
     def create(config: RunConfig) -> RunFolder:

@@ -160,6 +160,14 @@ class ServerDoor:
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
 
+    def fileno(self) -> int:
+        """Of its connection."""
+        return self.connection.fileno()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
+
     def receive(self) -> Hello | Push | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
         if self.slot is not None:

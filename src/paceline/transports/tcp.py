@@ -107,6 +107,10 @@ class TcpServerDoor:
         """Whether `flush` is to be called as soon as the connection takes bytes."""
         return bool(self._outbox)
 
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
+
     def attach(self, connection: Connection) -> None:
         """The worker has come back on another connection; what was under way on the old one never happened."""
         self.connection.close()

@@ -97,6 +97,7 @@ class TcpWorkerDoor:
         self._busy = threading.Lock()
         """Held while frames are exchanged, so that no beat falls into one."""
         self._closed = threading.Event()
+        self._beating: threading.Thread | None = None
         self.farewell: str | None = None
         """Why the server sent us away, where `exchange` gave None for that."""
 
@@ -117,7 +118,8 @@ class TcpWorkerDoor:
                     time.sleep(seconds)
                 except Refused as reason:
                     raise UserError(f"{self._address}: {reason}") from None
-        threading.Thread(target=self._keep_beating, name="paceline-beat", daemon=True).start()
+        self._beating = threading.Thread(target=self._keep_beating, name="paceline-beat", daemon=True)
+        self._beating.start()
         return welcome
 
     def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
@@ -154,6 +156,8 @@ class TcpWorkerDoor:
             if self._connection is not None:
                 self._send([memoryview(header(Kind.BYE, 0))])
             self._drop()
+        if self._beating is not None:
+            self._beating.join()
 
     def _ask(self, who: Join | Push, parts: list[memoryview]) -> Reply | None:
         """Send a frame until its reply has come."""
