@@ -6,6 +6,7 @@ import contextlib
 import errno
 import socket
 import threading
+import time
 
 import pytest
 from small_star import TOKEN, Star, Wire, work
@@ -199,11 +200,19 @@ def test_a_recorded_conversation_replayed_is_turned_away() -> None:
     assert star.errors and "a wrong token" in star.errors[-1]
 
 
-def test_complaints_of_a_flood_are_few_and_count_all() -> None:
+def test_complaints_of_a_flood_are_few_and_count_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with Hall() as hall:
-        for _ in range(50):
-            hall.knock().sendall(bytes(ANSWER_NBYTES))
-            hall.serve()
+
+        def annoy(times: int) -> list[str]:
+            for _ in range(times):
+                hall.knock().sendall(bytes(ANSWER_NBYTES))
+                hall.serve()
+            return hall.listener.complaints()
+
+        monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+        assert len(annoy(1)) == 1, "the first is told at once"
+        assert annoy(49) == [], "for the others it is too early"
+        monkeypatch.setattr(time, "monotonic", lambda: 101.0)
         texts = hall.listener.complaints()
         assert len(texts) == 20 and "50 so far" in texts[-1]
         assert hall.listener.complaints() == []

@@ -44,6 +44,7 @@ STRANGER_SECONDS = 10.0
 BACKLOG = 1024
 _AT_ONCE = 64
 _KEPT_COMPLAINTS = 20
+_QUIET_SECONDS = 1.0
 
 
 class Applicant:
@@ -148,6 +149,7 @@ class Listener:
         """By descriptor, the oldest first."""
         self.num_refused = 0
         self._complaints: list[str] = []
+        self._quiet_until = 0.0
         self._poll = select.epoll()
         self._poll.register(self._socket, select.EPOLLIN)
 
@@ -227,7 +229,11 @@ class Listener:
             self._complaints[-1] = f"and others were turned away ({self.num_refused} so far), the last: {text}"
 
     def complaints(self) -> list[str]:
-        """For the log: who was turned away since the last time, and why; of very many, the first few."""
+        """For the log: who was turned away since the last time, and why; of very many, a few each second."""
+        now = time.monotonic()
+        if not self._complaints or now < self._quiet_until:
+            return []
+        self._quiet_until = now + _QUIET_SECONDS
         found, self._complaints = self._complaints, []
         return found
 
