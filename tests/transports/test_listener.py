@@ -247,6 +247,16 @@ def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reas
         thread.join(5)
 
 
+def test_without_a_token_both_ends_keep_to_this_machine() -> None:
+    """A server without one would take anybody's pushes, and a worker would run what anybody's server says."""
+    with pytest.raises(UserError, match="there is no token"):
+        Listener("0.0.0.0:0", b"")
+    with pytest.raises(UserError, match="there is no token"):
+        TcpWorkerDoor("192.0.2.7:7000", b"").apply({})
+    with Hall(token=b"") as hall:
+        assert hall.knock()
+
+
 def test_an_address_that_cannot_be_listened_at_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UserError, match="another program listens there"):

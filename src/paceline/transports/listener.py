@@ -22,6 +22,7 @@ from paceline.transports.connection import (
     format_address,
     parse_address,
     prepare,
+    require_token,
 )
 from paceline.transports.frames import (
     MOST_APPLY,
@@ -142,6 +143,7 @@ class Listener:
     ) -> None:
         self._token, self._tls, self._most, self._seconds = token, tls, most, seconds
         self._binding = (tls.fingerprint or "").encode() if tls is not None else b""
+        require_token(parse_address(address)[0], token)
         self._socket = _listen(address)
         self.address = format_address(self._socket.getsockname())
         """Where it really listens, its port chosen."""
