@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import socket
 import threading
 import time
+import weakref
 
 import pytest
 from small_star import TOKEN, Star, Wire, work
@@ -105,6 +107,24 @@ def test_only_so_many_strangers_are_let_in_and_the_oldest_goes_first() -> None:
         assert is_closed(visitors[0]) and is_closed(visitors[1])
         hall.prove(visitors[2])
         assert len(hall.listener.complaints()) == 2
+
+
+@pytest.mark.parametrize("said", [b"", b"P", bytes(ANSWER_NBYTES)])
+def test_nothing_is_left_of_a_stranger_even_before_the_garbage_is_collected(said: bytes) -> None:
+    """Else a flood takes memory until the collector looks at its oldest generation, which it seldom does."""
+    with Hall() as hall:
+        gc.disable()
+        try:
+            visitor = hall.knock()
+            stranger = weakref.ref(next(iter(hall.listener.strangers.values())))
+            visitor.sendall(said)
+            hall.now = 9.0
+            hall.serve()
+            hall.now = 11.0
+            hall.serve()
+            assert hall.listener.num_refused == 1 and stranger() is None
+        finally:
+            gc.enable()
 
 
 def test_when_descriptors_run_out_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ class Stranger:
         self.connection, self.peer, self.since = connection, connection.peer, now
         self._shaken = not isinstance(connection, TlsConnection)
         self._outbox = Outbox()
-        self._filler = Filler(self._application(token, binding))
+        self._filler = Filler(_application(connection, self._outbox, Gatekeeper(token, binding)))
 
     def fileno(self) -> int:
         """Of its connection."""
@@ -116,18 +116,19 @@ class Stranger:
         self._outbox.flush(connection.send)
         return whole
 
-    def _application(self, token: bytes, binding: bytes) -> Reading[dict[str, Any]]:
-        gatekeeper = Gatekeeper(token, binding)
-        self._outbox.add(gatekeeper.challenge)
-        answer = yield from read_bytes(ANSWER_NBYTES)
-        try:
-            self._outbox.add(gatekeeper.check(answer))
-        except WrongToken:
-            self._outbox.add(DENIAL)
-            self._outbox.flush(self.connection.send)
-            raise
-        _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
-        return (yield from read_fields(nbytes))
+
+def _application(connection: Connection, outbox: Outbox, gatekeeper: Gatekeeper) -> Reading[dict[str, Any]]:
+    """All that a stranger may say. It knows no Stranger: a circle would stay until the garbage is collected."""
+    outbox.add(gatekeeper.challenge)
+    answer = yield from read_bytes(ANSWER_NBYTES)
+    try:
+        outbox.add(gatekeeper.check(answer))
+    except WrongToken:
+        outbox.add(DENIAL)
+        outbox.flush(connection.send)
+        raise
+    _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
+    return (yield from read_fields(nbytes))
 
 
 class Listener:
