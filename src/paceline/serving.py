@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,17 @@ LOOPBACK = "127.0.0.1:0"
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A server that listens: where, and what ends its run from another thread."""
+
+    address: str
+    stop: Callable[[str], None]
+
+
+Tell = Callable[[Opened], None]
+
+
+@dataclass(frozen=True)
 class Entrance:
     """Where a server listens, and what a worker must show there."""
 
@@ -45,31 +57,35 @@ class Entrance:
     key: str | None = None
 
 
-def serve(config: RunConfig, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve a new run to workers that come over the network."""
+def serve(
+    config: RunConfig, entrance: Entrance, console: Console, tell: Tell | None = None
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Serve a new run to workers that come over the network; `tell` is called once they can."""
     config = resolve(config)
     refuse_imagined(config)
-    _require_star(config)
+    require_star(config)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _serve(config, folder, location, entrance, console, resume=False)
+        return folder, _serve(config, folder, location, entrance, console, tell, resume=False)
 
 
-def serve_again(path: Path, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def serve_again(
+    path: Path, entrance: Entrance, console: Console, tell: Tell | None = None
+) -> tuple[RunFolder, dict[str, Any]]:
     """Go on serving a run whose server ended, where it was served before: its workers find back by themselves."""
     folder = RunFolder.open(path)
     config = folder.config()
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
-    _require_star(config)
+    require_star(config)
     if entrance.listen is None:
         entrance = Entrance(
             _address_before(folder), entrance.token_file, entrance.tls, entrance.certificate, entrance.key
         )
     with folder.locked():
-        return folder, _serve(config, folder, locate_data(config), entrance, console, resume=True)
+        return folder, _serve(config, folder, locate_data(config), entrance, console, tell, resume=True)
 
 
 def _address_before(folder: RunFolder) -> str:
@@ -79,7 +95,7 @@ def _address_before(folder: RunFolder) -> str:
         raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT") from None
 
 
-def _require_star(config: RunConfig) -> None:
+def require_star(config: RunConfig) -> None:
     if on_ring(config) or parse_strategy(config.strategy).name == "classic":
         raise UserError(f"--strategy {config.strategy} has no server: choose sync, async, bounded:S or backup:B")
     if config.device != "cpu":
@@ -94,6 +110,7 @@ def _serve(
     location: Location | None,
     entrance: Entrance,
     console: Console,
+    tell: Tell | None,
     resume: bool,
 ) -> dict[str, Any]:
     import torch
@@ -117,6 +134,8 @@ def _serve(
     write_atomically(folder.server_file, json.dumps({"address": listener.address, "pid": os.getpid()}).encode())
     console.note(f"serving at {listener.address}")
     with stop_signals(console, line.stop):
+        if tell is not None:
+            tell(Opened(listener.address, line.stop))
         with torch.inference_mode():
             service.run()
         result = host.finish()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from paceline.config import SIMULATED_ONLY
+from paceline.config import SIMULATED_ONLY, RunConfig
+from paceline.errors import UserError
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
 from paceline.verbs.ending import EXIT_CODES, parser_for, show
+
+if TYPE_CHECKING:
+    from paceline.runs.folder import RunFolder
 
 SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
@@ -44,16 +49,39 @@ def train_verb(arguments: list[str]) -> int:
     parser = parser_for("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
     add_settings(parser, left_out=SIMULATED_ONLY)
+    _add_places(parser)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file)
-    from paceline.launch import train
-
     rank = rank_here()
     follows = rank is not None and not rank.leads
     with Console(quiet=follows) as console:
-        folder, result = train(config, console)
+        folder, result = _train(config, parsed, console)
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    places = parser.add_argument_group("places")
+    places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
+    places.add_argument(
+        "--skip-failed", action="store_true", help="of --hosts: go on without those that fail the check"
+    )
+    places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
+    places.add_argument("--tls", action="store_true", help="of --hosts: encrypt what workers send and get")
+
+
+def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """On this machine, or where the flags say."""
+    if parsed.hosts is None:
+        for flag in ("skip_failed", "listen", "tls"):
+            if getattr(parsed, flag):
+                raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
+        from paceline.launch import train
+
+        return train(config, console)
+    from paceline.on_hosts import Hosts, train_on_hosts
+
+    return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
 
 
 def run_verb(arguments: list[str]) -> int:
