@@ -115,7 +115,8 @@ def _follow(config: RunConfig, rank: Rank, board: Noticeboard, console: Console)
         if "failed" not in word:
             if word["token"] is not None:
                 os.environ[VARIABLE] = word["token"]
-            if not join_server(Visitor(word["address"]), config.data_dir, config.threads, rank.number - 1, console):
+            visitor = Visitor(word["address"], data_dir=config.data_dir, threads=config.threads, worker=rank.number - 1)
+            if not join_server(visitor, console):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             word = board.wait_for("result", RESULT_SECONDS)
     finally:

@@ -5,7 +5,6 @@ The run's folder, its progress and Ctrl-C stay where the command was typed, and 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from paceline.ranks import rank_here
 from paceline.reports.console import Console
 from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE, RunFolder
-from paceline.runtimes.host_probe import code_digest
+from paceline.runtimes.host_probe import code_digest, find_file
 from paceline.runtimes.remote_hosts import Ready, RemoteWorkers, check_hosts, settle
 from paceline.serving import Entrance, Opened, require_star, serve
 from paceline.transports.auth import VARIABLE, make_token
@@ -102,6 +101,9 @@ def _wanted(config: RunConfig) -> Wanted:
     task = None
     if config.task is not None and ".py:" in config.task:
         file = config.task.rpartition(":")[0]
-        task = {"file": file, "digest": hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}
+        digest = find_file(file)
+        if digest is None:
+            raise UserError(f"--task {config.task}: there is no file {file} here")
+        task = {"file": file, "digest": digest}
     code = code_digest(Path(__file__).parent)
     return Wanted(package_version("paceline"), package_version("torch"), code, data, task)

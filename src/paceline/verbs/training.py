@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import SIMULATED_ONLY, RunConfig
-from paceline.errors import UserError
+from paceline.errors import UserError, unknown_name
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
@@ -17,6 +17,7 @@ from paceline.verbs.ending import EXIT_CODES, parser_for, show
 if TYPE_CHECKING:
     from paceline.runs.folder import RunFolder
 
+ENGINES = ("ray",)
 SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
     "workers",
@@ -67,21 +68,30 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         "--skip-failed", action="store_true", help="of --hosts: go on without those that fail the check"
     )
     places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
+    places.add_argument("--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
     places.add_argument("--tls", action="store_true", help="of --hosts: encrypt what workers send and get")
 
 
 def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """On this machine, or where the flags say."""
-    if parsed.hosts is None:
-        for flag in ("skip_failed", "listen", "tls"):
-            if getattr(parsed, flag):
-                raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
-        from paceline.launch import train
+    if parsed.engine not in (None, *ENGINES):
+        raise unknown_name("engine", parsed.engine, ENGINES)
+    if parsed.engine is not None and parsed.hosts is not None:
+        raise UserError(f"--engine {parsed.engine} and --hosts {parsed.hosts} both place workers: leave one out")
+    if parsed.hosts is not None:
+        from paceline.on_hosts import Hosts, train_on_hosts
 
-        return train(config, console)
-    from paceline.on_hosts import Hosts, train_on_hosts
+        return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
+    for flag in ("skip_failed", "listen", "tls"):
+        if getattr(parsed, flag):
+            raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
+    if parsed.engine is not None:
+        from paceline.runtimes.ray_engine import train_on_ray
 
-    return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
+        return train_on_ray(config, console)
+    from paceline.launch import train
+
+    return train(config, console)
 
 
 def run_verb(arguments: list[str]) -> int:
