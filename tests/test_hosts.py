@@ -124,6 +124,14 @@ def test_each_way_ssh_fails_has_its_line(code: int, said: str, reason: str) -> N
     assert reason in why_ssh_failed(HostLine("anna@node1", python="py", dir="/nowhere"), code, said)
 
 
+def test_another_port_is_part_of_the_advice() -> None:
+    host = HostLine("anna@node1", port=2222)
+    assert "'ssh -p 2222 anna@node1'" in why_ssh_failed(host, 255, "Host key verification failed.")
+    assert "'ssh-copy-id -p 2222 anna@node1'" in why_ssh_failed(host, 255, "Permission denied (publickey).")
+    changed = why_ssh_failed(host, 255, "REMOTE HOST IDENTIFICATION HAS CHANGED")
+    assert changed.endswith("'ssh-keygen -R [node1]:2222'")
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [

@@ -76,13 +76,14 @@ def why_ssh_failed(host: HostLine, code: int, said: str) -> str:
     """What to tell the user of a command that did not run on a host."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {code}"
-    login = f"ssh -p {host.port} {host.target}" if host.port is not None else f"ssh {host.target}"
+    name, port = host.target.rpartition("@")[2], f"-p {host.port} " if host.port is not None else ""
+    login, known = f"ssh {port}{host.target}", f"[{name}]:{host.port}" if port else name
     if code == 255 and not host.is_here:
         reasons = {
             "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed: find out why before you trust it, "
-            f"then 'ssh-keygen -R {host.target.rpartition('@')[2]}'",
+            f"then 'ssh-keygen -R {known}'",
             "Host key verification failed": f"its host key is not known here: '{login}' once by hand, and compare it",
-            "Permission denied": f"it does not let you in without a password: 'ssh-copy-id {host.target}'",
+            "Permission denied": f"it does not let you in without a password: 'ssh-copy-id {port}{host.target}'",
             "Could not resolve hostname": "no machine has this name: correct the hosts file",
             "Connection refused": "no ssh server listens there: start it, or give port=N",
             **{
