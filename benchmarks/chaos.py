@@ -2,7 +2,8 @@
 
     python benchmarks/chaos.py [--seconds 1800] [--workers 3] [--strategy async] [--seed 0] [-- flags of the server]
 
-Misfortune lasts for so many seconds; then training must end, with the accuracy asked for. Afterwards the run is replayed from its log: every push that was acknowledged counts once, or the weights would differ. All on loopback,
+Misfortune lasts for so many seconds; then training must end, with the accuracy asked for. Afterwards the run is
+replayed from its log: every push that was acknowledged counts once, or the weights would differ. All on loopback,
 through a proxy that can cut every connection.
 """
 
@@ -67,10 +68,11 @@ class Link:
                 other.sendall(piece)
         except OSError:
             pass  # cut, or an end died: both ends are closed below
+        for end in (one, other):
+            with contextlib.suppress(OSError):  # the other direction did it already
+                end.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._ends -= {one, other}
-        for end in (one, other):
-            end.close()
 
     def cut(self) -> None:
         """Break all connections, in the middle of whatever they carry."""

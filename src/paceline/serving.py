@@ -132,7 +132,7 @@ def _serve(
     largest = sizes_of(config, host.task, host.work)
     service = ClusterService(host, line, identity_of(host.task), largest, listener)
     write_atomically(folder.server_file, json.dumps({"address": listener.address, "pid": os.getpid()}).encode())
-    console.note(f"serving at {listener.address}")
+    console.note(_where(listener.address))
     with stop_signals(console, line.stop):
         if tell is not None:
             tell(Opened(listener.address, line.stop))
@@ -143,6 +143,12 @@ def _serve(
     listener.close()
     require_survivors(result, folder)
     return result
+
+
+def _where(address: str) -> str:
+    host, port = parse_address(address)
+    anywhere = host in ("0.0.0.0", "::")
+    return f"serving at {address}" + (f": workers connect to port {port} of this machine" if anywhere else "")
 
 
 def _open(entrance: Entrance, folder: RunFolder, console: Console) -> Listener:
