@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.assemble import resolve
 from paceline.cli import main
+from paceline.config import RunConfig
 from paceline.ranks import VARIABLES
+from paceline.runs.folder import RunFolder
 
 CASES = {
     "an engine nobody knows": (["--engine", "rey"], "unknown engine 'rey': did you mean 'ray'"),
@@ -61,3 +64,14 @@ def test_a_launcher_is_left_out(
     for name, value in zip(VARIABLES, ("0", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     assert "leave the launcher (torchrun, srun) out" in complaint(capsys, arguments)
+
+
+def test_a_run_is_resumed_on_as_many_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text("node1 workers=2\n")
+    assert main(["resume", "runs/it", "--hosts", "hosts"]) == 2
+    assert "runs/it is not a run folder" in capsys.readouterr().err
+    RunFolder.create(resolve(RunConfig(name="it", workers=3)))
+    assert main(["resume", "runs/it", "--hosts", "hosts"]) == 2
+    assert "runs/it has 3 workers, and hosts lists 2: list as many" in capsys.readouterr().err
+    assert main(["resume", "runs/it", "--tls"]) == 2
+    assert "--tls is about workers on other machines" in capsys.readouterr().err

@@ -62,14 +62,25 @@ def train_verb(arguments: list[str]) -> int:
 
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
-    places = parser.add_argument_group("places")
-    places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
+    places = _add_hosts(parser)
     places.add_argument(
         "--skip-failed", action="store_true", help="of --hosts: go on without those that fail the check"
     )
-    places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
     places.add_argument("--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    places = parser.add_argument_group("places")
+    places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
+    places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
     places.add_argument("--tls", action="store_true", help="of --hosts: encrypt what workers send and get")
+    return places
+
+
+def _refuse_without_hosts(parsed: argparse.Namespace) -> None:
+    for flag in ("skip_failed", "listen", "tls"):
+        if getattr(parsed, flag, None):
+            raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
 
 
 def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -82,9 +93,7 @@ def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> t
         from paceline.on_hosts import Hosts, train_on_hosts
 
         return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
-    for flag in ("skip_failed", "listen", "tls"):
-        if getattr(parsed, flag):
-            raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
+    _refuse_without_hosts(parsed)
     if parsed.engine is not None:
         from paceline.runtimes.ray_engine import train_on_ray
 
@@ -114,13 +123,23 @@ def run_verb(arguments: list[str]) -> int:
 def resume_verb(arguments: list[str]) -> int:
     parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    _add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
+    with Console() as console:
+        folder, result = _resume(parsed, console)
+    return show(folder, result, parsed.json)
+
+
+def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    if parsed.hosts is not None:
+        from paceline.on_hosts import Hosts, resume_on_hosts
+
+        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console)
+    _refuse_without_hosts(parsed)
     from paceline.launch import resume
 
-    with Console() as console:
-        folder, result = resume(Path(parsed.run), console)
-    return show(folder, result, parsed.json)
+    return resume(Path(parsed.run), console)
 
 
 def replay_verb(arguments: list[str]) -> int:
