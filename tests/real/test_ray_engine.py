@@ -72,12 +72,12 @@ def wait_for_joins(folder: Path, count: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_killed_actors_come_back_and_nothing_is_lost(tmp_path: Path, cluster: str) -> None:
     folder = tmp_path / "runs/it"
     arguments = ("train", *RUN, "--strategy", "async", "--epochs", "8", "--batch-size", "32")
     with Command(*arguments, cwd=tmp_path, environment={"RAY_ADDRESS": cluster}) as command:
-        wait_for_records(folder, 200, seconds=120)
+        wait_for_records(folder, 200, seconds=240)
         workers = actors("WorkerActor")
         assert len(workers) == 4 and len({parent(pid) for pid in workers}) == 2  # each node's raylet has some
         os.kill(workers[0], signal.SIGKILL)
