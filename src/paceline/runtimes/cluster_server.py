@@ -57,6 +57,7 @@ class ClusterService(Service):
     def __init__(self, host: Host, line: OwnLine, expected: dict[str, Any], largest: Sizes, listener: Listener) -> None:
         super().__init__(host, line, expected)
         self._listener, self._largest = listener, largest
+        host.accounts.way = "sending"
         self._tcp: dict[int, TcpServerDoor] = {}
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
@@ -109,6 +110,7 @@ class ClusterService(Service):
         if now - self._signs.get(worker, 0.0) > SIGN_SECONDS:
             self._signs[worker] = now
             self._deadlines.heard(worker, now)
+            self.host.accounts.deadlines.beat(worker, self.host.clock.source())
         self._deadlines.asked(worker, now)
 
     # applicants

@@ -32,6 +32,7 @@ from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, w
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.snapshots import snapshots_of
 from paceline.runs.writing import Writer
+from paceline.runtimes.accounts import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
 from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.timekeeping import Timekeeper
 from paceline.tasks.script_model import ScriptModel
@@ -80,6 +81,7 @@ class Host:
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
         self.timekeeper = Timekeeper()
+        self.accounts = Accounts(self.timekeeper)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
         self._virtual = 0.0 if source is not None else None
         folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
@@ -91,7 +93,7 @@ class Host:
         self._writer = Writer(background=source is None)
         self._snapshots = snapshots_of(config, folder, server, task, self._writer)
         self._next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
-        self._next_progress = self._next_event = 0.0
+        self._next_progress = self._next_event = self._next_accounts = 0.0
         self._last_now, self._last_samples = seconds, server.samples
         self._loss_sum, self._loss_count = 0.0, 0
         self._next_evaluation = self._evaluation_after(server.samples)
@@ -109,8 +111,9 @@ class Host:
             raise self._disk_error(error) from None
 
     def _handle(self, message: Input) -> None:
-        now = self.clock.now()
+        now, began = self.clock.now(), self.clock.source()
         was_started = self.server.started
+        self.accounts.heard(message, self.server, began)
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
         if self.server.samples >= self._next_evaluation and not self.server.over:
@@ -123,6 +126,7 @@ class Host:
             if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
                 self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)
+            self.accounts.answered(reply, began, self.clock.source())
         if isinstance(message, Push):
             self._loss_sum += message.loss
             self._loss_count += 1
@@ -216,6 +220,22 @@ class Host:
             self._next_event = now + EVENT_SECONDS
             self._last_now, self._last_samples = now, server.samples
             self._loss_sum, self._loss_count = 0.0, 0
+        self.tick()
+
+    def tick(self) -> None:
+        """Write down where each worker's time went, now and then; in silence too, so that silence is seen."""
+        at = self.clock.source() if self._virtual is None else self._virtual
+        if at >= self._next_accounts and (self._virtual is None or self.server.num_workers <= MANY_VIRTUAL):
+            try:
+                nbytes = self._write_accounts()
+            except OSError as error:
+                raise self._disk_error(error) from None
+            self._next_accounts = at + (
+                max(ROW_SECONDS, nbytes / BYTES_A_SECOND) if self._virtual is None else OFTEN_VIRTUAL
+            )
+
+    def _write_accounts(self) -> int:
+        return self.events.write("workers", self.clock.now(), **self.accounts.row(self.server, self.clock.source()))
 
     def checkpoint(self) -> None:
         """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
@@ -244,7 +264,7 @@ class Host:
         if self.task is None or self.task.test is None:
             return
         self.clock.halt()
-        began = time.perf_counter()
+        began, halted = time.perf_counter(), self.clock.source()
         scores = self._score("test")
         seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None
@@ -256,6 +276,7 @@ class Host:
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
         text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
         self._report({"kind": "note", "text": text})
+        self.accounts.deadlines.excuse(self.clock.source() - halted)
         self.clock.go()
         target = self.config.target_accuracy
         if target is not None and scores.accuracy >= target:
@@ -270,6 +291,7 @@ class Host:
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
         indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
+        self.events.write("scoring", self.clock.now(), which=which)
         os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
@@ -326,6 +348,7 @@ class Host:
         """Score, save the weights, write the result (with what else was found) last of all, and return it."""
         self.clock.halt()
         status = self.status
+        self._write_accounts()
         timing = self.timekeeper.row(self.server.pushes)
         if timing is not None:
             self.events.write("timing", self.clock.now(), **timing)

@@ -146,6 +146,7 @@ def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, cont
 
         seconds = rebuild(place.server, seat, place.task, place.config, folder, control.send)
     hosting = Host(place.server, place.task, place.work, place.config, folder, control.send, seconds, spec["facts"])
+    hosting.accounts.way = "waiting"
     if spec["resume"]:
         hosting.handle(Resume())
         cut = take_cut(place.server, {}, hosting.log.nbytes, seconds)

@@ -24,6 +24,7 @@ from paceline.data.datasets import Dataset
 from paceline.errors import PacelineError, ProtocolError, differing
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
+from paceline.runtimes.accounts import ROW_SECONDS
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host, Report
 from paceline.runtimes.pacing import Pacing
@@ -129,12 +130,13 @@ class Service:
                 if line in self._callbacks:  # else it was hung up on meanwhile
                     self._callbacks[line]()
             self._look_around()
+            self.host.tick()
         for door in self.doors.values():
             door.close()
 
-    def _patience(self) -> float | None:
-        """How long to wait for the next message; None: for ever."""
-        return None
+    def _patience(self) -> float:
+        """How long to wait for the next message."""
+        return ROW_SECONDS
 
     def _look_around(self) -> None:
         """Between messages: what time alone brings about."""
