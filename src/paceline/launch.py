@@ -35,6 +35,10 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     rank = rank_here()
     if rank is not None:
         config = config_of(rank, config)
+        if not on_ring(config):
+            from paceline.launched import train_as_rank_of_star
+
+            return train_as_rank_of_star(config, rank, console)
     config = resolve(config, launched=rank is not None)
     refuse_imagined(config)
     refuse_restart(config, launched=rank is not None)

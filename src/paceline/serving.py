@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,17 @@ LOOPBACK = "127.0.0.1:0"
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A server that listens: where, and what ends its run from another thread."""
+
+    address: str
+    stop: Callable[[str], None]
+
+
+Tell = Callable[[Opened], None]
+
+
+@dataclass(frozen=True)
 class Entrance:
     """Where a server listens, and what a worker must show there."""
 
@@ -46,19 +58,25 @@ class Entrance:
     key: str | None = None
 
 
-def serve(config: RunConfig, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve a new run to workers that come over the network."""
+def serve(
+    config: RunConfig, entrance: Entrance, console: Console, tell: Tell | None = None
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Serve a new run to workers that come over the network; `tell` is called once they can."""
     config = resolve(config)
     refuse_imagined(config)
-    _require_star(config)
+    require_star(config)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _keep_serving(config, folder, location, entrance, console, resume=False)
+        return folder, _keep_serving(config, folder, location, entrance, console, tell, resume=False)
 
 
 def serve_again(
-    path: Path, entrance: Entrance, console: Console, upkeep: dict[str, Any] | None = None
+    path: Path,
+    entrance: Entrance,
+    console: Console,
+    tell: Tell | None = None,
+    upkeep: dict[str, Any] | None = None,
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Go on serving a run whose server ended, where it was served before: its workers find back by themselves.
 
@@ -70,11 +88,11 @@ def serve_again(
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
-    _require_star(config)
+    require_star(config)
     if entrance.listen is None:
         entrance = dataclasses.replace(entrance, listen=_address_before(folder))
     with folder.locked():
-        return folder, _keep_serving(config, folder, locate_data(config), entrance, console, resume=True)
+        return folder, _keep_serving(config, folder, locate_data(config), entrance, console, tell, resume=True)
 
 
 def _address_before(folder: RunFolder) -> str:
@@ -84,7 +102,7 @@ def _address_before(folder: RunFolder) -> str:
         raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT") from None
 
 
-def _require_star(config: RunConfig) -> None:
+def require_star(config: RunConfig) -> None:
     if on_ring(config) or parse_strategy(config.strategy).name == "classic":
         raise UserError(f"--strategy {config.strategy} has no server: choose sync, async, bounded:S or backup:B")
     if config.device != "cpu":
@@ -99,17 +117,20 @@ def _keep_serving(
     location: Location | None,
     entrance: Entrance,
     console: Console,
+    tell: Tell | None,
     resume: bool,
 ) -> dict[str, Any]:
     """Serve in this process, or with `--restart` in others that replace each other at the same address."""
     if not config.restart:
-        return _serve(config, folder, location, entrance, console, resume)
+        return _serve(config, folder, location, entrance, console, tell, resume)
+    if tell is not None:
+        raise UserError(f"--restart {config.restart}: whoever placed this server starts it again; leave it out")
     from paceline.runtimes.keeper import keep_going
 
     def live(again: bool) -> None:
         door = dataclasses.replace(entrance, listen=_address_before(folder)) if again else entrance
         with console:
-            _serve(config, folder, location, door, console, resume or again)
+            _serve(config, folder, location, door, console, None, resume or again)
 
     def lost(what: str) -> ServerLost | None:
         way_on = f"'paceline server --resume {folder.path}' goes on from there"
@@ -128,6 +149,7 @@ def _serve(
     location: Location | None,
     entrance: Entrance,
     console: Console,
+    tell: Tell | None,
     resume: bool,
 ) -> dict[str, Any]:
     import torch
@@ -151,6 +173,8 @@ def _serve(
     write_atomically(folder.server_file, json.dumps({"address": listener.address, "pid": os.getpid()}).encode())
     console.note(_where(listener.address))
     with stop_signals(console, line.stop):
+        if tell is not None:
+            tell(Opened(listener.address, line.stop))
         with torch.inference_mode():
             service.run()
         result = host.finish()

@@ -45,7 +45,7 @@ class RunFolder:
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
         """Make a new folder with the resolved config in it, and its faults; one that exists is never touched."""
-        name = config.name or _free_name(config)
+        name = config.name or free_name(config)
         if not name or "/" in name or name in (".", ".."):
             raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
         folder = RunFolder(Path(config.runs) / name)
@@ -143,7 +143,7 @@ def is_script(config: RunConfig) -> bool:
     return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
-def _free_name(config: RunConfig) -> str:
+def free_name(config: RunConfig) -> str:
     """strategy-model-workers-time, with a number behind it when that is taken."""
     what = config.model if config.task is None else config.task.rpartition(":")[2]
     stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -44,7 +44,7 @@ def server_verb(arguments: list[str]) -> int:
     with Console() as console:
         if parsed.resume is not None:
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
-            folder, result = serve_again(Path(parsed.resume), entrance, console, upkeep)
+            folder, result = serve_again(Path(parsed.resume), entrance, console, upkeep=upkeep)
         else:
             folder, result = serve(config_from(parsed, parsed.file), entrance, console)
     return show(folder, result, parsed.json)
