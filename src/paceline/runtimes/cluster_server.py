@@ -27,7 +27,8 @@ from paceline.transports.tcp import Heard, TcpServerDoor
 
 FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0
 """How long a silence may last before anything was learned, at least, and at most."""
-LOOK_SECONDS = 0.25
+LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
+"""Time passes even when nobody says anything; a longer look away than this was our own doing."""
 ABANDONED_SECONDS = 120.0
 SIGN_SECONDS = 0.5
 """Signs of life that come faster than this teach nothing new."""
@@ -62,6 +63,7 @@ class ClusterService(Service):
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
+        self._looked = time.monotonic()
         self._welcome = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
@@ -75,6 +77,9 @@ class ClusterService(Service):
 
     def _look_around(self) -> None:
         now = time.monotonic()
+        if now - self._looked > BUSY_SECONDS:  # scoring, say: what came meanwhile is not read yet
+            self._deadlines.excuse(now - self._looked)
+        self._looked = now
         self._listener.expire(now)
         for text in self._listener.complaints():
             self.host.events.write("turned_away", self.host.clock.now(), text=text)
