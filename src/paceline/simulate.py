@@ -67,7 +67,6 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
 def _simulate(
     config: RunConfig, folder: RunFolder, location: Location | None, faults: tuple[Fault, ...], console: Console
 ) -> dict[str, Any]:
-    from paceline.core.messages import Resume
     from paceline.runs.resume import rebuild
     from paceline.runtimes.agenda import Agenda
     from paceline.runtimes.host import Host
@@ -79,15 +78,15 @@ def _simulate(
 
     def start_server() -> Host:
         """The first time a new one; later, what checkpoint and log say it was."""
-        server, so_far = crew.make_server(), 0.0
+        server, rebuilt = crew.make_server(), None
         if hosts:
             hosts[-1].close()
-            so_far = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
-        facts = facts_of(config, location)
+            rebuilt = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
+        so_far, facts = rebuilt.now if rebuilt is not None else 0.0, facts_of(config, location)
         host = Host(server, crew.model, crew.work, config, folder, console.report, so_far, facts, lambda: agenda.now)
         host.accounts.spent = lambda worker: _spent(simulation, worker)
-        if hosts:
-            host.handle(Resume())
+        if rebuilt is not None:
+            host.go_on(rebuilt)
         hosts.append(host)
         return host
 

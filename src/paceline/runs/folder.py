@@ -36,6 +36,7 @@ class RunFolder:
         self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
         self.checkpoints = path / "checkpoints"
+        self.best_file = self.checkpoints / "best.safetensors"
         self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
         self.server_file = path / "server.json"

@@ -140,7 +140,9 @@ class ClusterService(Service):
         if worker in self._tcp:  # a newcomer is sure, and that the other comes back is not
             self._send_off(self._tcp[worker])
         member = self.host.server.members.get(worker)
-        known = {"worker": worker, "incarnation": member.incarnation + 1 if member is not None else 0}
+        least = self.host.first_incarnation
+        incarnation = max(least, member.incarnation + 1) if member is not None else least
+        known = {"worker": worker, "incarnation": incarnation}
         door = applicant.welcome({**self._welcome, **known}, self._largest)
         self._seat(door)
 

@@ -17,7 +17,7 @@ import torch
 
 from paceline.config import RunConfig, from_dict
 from paceline.core.memory import Sizes
-from paceline.core.messages import Join, Leave, Push, Reply, Resume
+from paceline.core.messages import Join, Leave, Push, Reply
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset
@@ -91,6 +91,7 @@ class Service:
     def __init__(self, host: Host, control: Control, expected: dict[str, Any], patient: bool = False) -> None:
         self.host = host
         host.send = self._answer
+        host.in_groups = True
         self._expected = expected
         self.control = control
         self._patient = patient
@@ -120,6 +121,7 @@ class Service:
         """Serve until training is over and every worker knows (a patient service: until every worker has left)."""
         deadline: float | None = None
         while True:
+            self.host.commit()
             if self.host.server.over:
                 if deadline is None:
                     deadline = time.monotonic() + GRACE_SECONDS
@@ -253,7 +255,7 @@ class Service:
 
     def _answer(self, reply: Reply) -> None:
         door = self.doors.get(reply.worker)
-        if door is not None:
+        if door is not None and door.incarnation == reply.incarnation:
             door.answer(reply)
             if reply.over:
                 self._dismissed.add(reply.worker)
@@ -309,7 +311,7 @@ def make_host(
     def seat(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    seconds = rebuild(server, seat, task, config, folder, report)
-    host = Host(server, task, work, config, folder, report, seconds, facts)
-    host.handle(Resume())
+    rebuilt = rebuild(server, seat, task, config, folder, report)
+    host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
+    host.go_on(rebuilt)
     return host

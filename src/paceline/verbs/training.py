@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import SIMULATED_ONLY, RunConfig
+from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
@@ -38,6 +38,8 @@ SCRIPT_DECIDES = (
     "eval_train",
     "score",
     "target_accuracy",
+    "restart",
+    "recovery",
 )
 TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
 
@@ -124,6 +126,7 @@ def resume_verb(arguments: list[str]) -> int:
     parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     _add_hosts(parser)
+    add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     with Console() as console:
@@ -132,14 +135,15 @@ def resume_verb(arguments: list[str]) -> int:
 
 
 def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
     if parsed.hosts is not None:
         from paceline.on_hosts import Hosts, resume_on_hosts
 
-        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console)
+        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console, upkeep)
     _refuse_without_hosts(parsed)
     from paceline.launch import resume
 
-    return resume(Path(parsed.run), console)
+    return resume(Path(parsed.run), console, upkeep)
 
 
 def replay_verb(arguments: list[str]) -> int:
