@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.assemble import resolve
 from paceline.clusters import DEFAULT_SPEED, cluster_of
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
@@ -47,7 +47,6 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
 
 def check(config: RunConfig) -> tuple[Fault, ...]:
     """Every mistake that can be found before anything is made; returns the faults."""
-    workers = config.workers or 1
     cluster_of(config, 0)
     if config.parameters is not None and not config.timing_only:
         raise UserError("--parameters is the size of a model that is not there: add --timing-only")
@@ -59,7 +58,7 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
-    return read_faults(Path(config.faults), workers) if config.faults is not None else ()
+    return read_faults(Path(config.faults), places_of(config)) if config.faults is not None else ()
 
 
 def _simulate(
@@ -92,7 +91,7 @@ def _simulate(
         return crew.make_seat(Join(worker, incarnation, crew.quotas[worker], config.threads or 1))
 
     cluster = cluster_of(config, crew.num_floats, faults)
-    simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server)
+    simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server, config.max_workers)
 
     def note(fault: Fault) -> None:
         row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
@@ -150,13 +149,14 @@ def _timing_crew(config: RunConfig) -> Crew:
     def server() -> Server:
         return timing_server(config, layout, budget)
 
-    return Crew(model, None, [quota] * workers, layout.size, server, lambda join: Seat(model, model, join))
+    return Crew(model, None, [quota] * places_of(config), layout.size, server, lambda join: Seat(model, model, join))
 
 
 def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
     """What a simulated run adds to the result."""
     utilisation = []
-    for worker, line in zip(simulation.workers, simulation.wire.lines, strict=True):
+    came = max((worker.number for worker in simulation.workers if worker.incarnation >= 0), default=-1) + 1
+    for worker, line in zip(simulation.workers[:came], simulation.wire.lines, strict=False):
         whole = worker.present or 1.0
         computing, sending = worker.computing / whole, line.under_way / whole
         waiting = max(0.0, 1.0 - computing - sending)

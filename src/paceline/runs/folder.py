@@ -37,6 +37,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
+        self.requests = path / "requests"
 
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
@@ -76,6 +77,15 @@ class RunFolder:
             except BlockingIOError:
                 raise UserError(f"{self.path} is still being trained by another command: stop that one first") from None
             yield
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a command is training into this folder now."""
+        try:
+            with self.locked():
+                return False
+        except UserError:
+            return True
 
     def way_on(self, config: RunConfig) -> str:
         """What to do after an early end."""

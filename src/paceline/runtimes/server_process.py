@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import from_dict
+from paceline.config import from_dict, places_of
 from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Leave, Push, Reply, Resume
 from paceline.core.worker import Seat
@@ -129,6 +129,7 @@ class Service:
         """Listen to one more worker."""
         self.doors[door.worker] = door
         self._returning.discard(door.worker)
+        self._dismissed.discard(door.worker)
         self._listen(door.connection, lambda: self._serve(door))
 
     def _order(self) -> None:
@@ -137,6 +138,8 @@ class Service:
             self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
             self.host.stop(order["reason"])
+        elif order["kind"] == "expected":
+            self._returning.add(order["worker"])
         elif order["kind"] == "fault":
             self._note_fault(order["fault"], order["returns"])
 
@@ -145,6 +148,8 @@ class Service:
         if returns:
             self._returning.add(fault["worker"])
         self.host.note_fault(fault)
+        if fault["kind"] == "drain":
+            self.host.drain(fault["worker"])
 
     def _tell_clock(self) -> None:
         """Tell the supervisor when training begins and when it is over: faults come by this clock."""
@@ -268,7 +273,7 @@ def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
     work = work_of(task, config)
     server = make_server(config, task, work)
     sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
-    require_memory((config.workers or 1) * Slot.nbytes_for(sizes), "workers' weights")
+    require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
     folder = RunFolder(Path(spec["folder"]))
     if not spec["resume"]:
