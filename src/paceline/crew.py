@@ -29,8 +29,8 @@ from paceline.assemble import (
 )
 from paceline.codebook import build_codec
 from paceline.config import RunConfig, places_of
-from paceline.core.encoding import DENSE, Codecs
-from paceline.core.memory import MakeMemory
+from paceline.core.encoding import DENSE, Codecs, WorkerEnd
+from paceline.core.memory import MakeMemory, Sizes
 from paceline.core.messages import Deal, Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Mean, Server
@@ -251,6 +251,12 @@ def make_seat(
     seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory, redeal)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
+
+
+def sizes_of(config: RunConfig, task: SupervisedTask, work: Work) -> Sizes:
+    """How large a worker's memory is."""
+    steps, _ = make_steps(config, task, work, 0)
+    return WorkerEnd(codecs_of(config, task.layout), 0, steps).sizes
 
 
 def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:

@@ -5,6 +5,7 @@
     │   └── DataError        a data file is missing, truncated or corrupted
     ├── Diverged             training produced numbers that are not finite: exit code 3
     ├── RunFailed            a process of ours died or the machine ran out of something: exit code 1
+    ├── Forgotten            a server that was started anew does not know this worker, which may join again
     ├── Interrupted          Ctrl-C or SIGTERM among many runs, with what was kept: exit code 130
     └── ProtocolError        the other side of a transport sent what it must not: its fault, never ours
 
@@ -41,6 +42,14 @@ class Diverged(PacelineError):
 
 class RunFailed(PacelineError):
     """The run could not go on, through no fault of its settings."""
+
+
+class Forgotten(PacelineError):
+    """The server took us for somebody new; `welcome` is what it told the newcomer."""
+
+    def __init__(self, welcome: dict[str, object]) -> None:
+        super().__init__("the server does not know this worker any more")
+        self.welcome = welcome
 
 
 class Interrupted(PacelineError):

@@ -36,12 +36,9 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     if rank is not None:
         config = config_of(rank, config)
     config = resolve(config, launched=rank is not None)
-    _refuse_imagined(config)
+    refuse_imagined(config)
     faults = _faults(config)
-    location = locate_data(config)
-    if location is not None and location.sample:
-        config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
-        location = locate_data(config)
+    config, location = settle_data(config)
     require_device(config)
     if rank is not None:
         return _train_as_rank(config, rank, location, console)
@@ -79,7 +76,7 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
     return _train_on_processes(config, folder, location, console, incarnation)
 
 
-def _refuse_imagined(config: RunConfig) -> None:
+def refuse_imagined(config: RunConfig) -> None:
     """Settings that only a simulated cluster has."""
     asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
     if asked:
@@ -109,6 +106,15 @@ def locate_data(config: RunConfig) -> Location | None:
         return None
     location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
     return dataclasses.replace(location, reading=reading_of(config))
+
+
+def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
+    """The data set of a new run; where that is the sample the config says so, and no later look-up finds other data."""
+    location = locate_data(config)
+    if location is not None and location.sample:
+        config = dataclasses.replace(config, dataset=SAMPLE)
+        location = locate_data(config)
+    return config, location
 
 
 def in_this_process(config: RunConfig) -> bool:
@@ -285,7 +291,7 @@ def _train_as_rank(
 
 
 @contextlib.contextmanager
-def stop_signals(console: Console, react: Callable[[], None] | None = None) -> Iterator[list[str]]:
+def stop_signals(console: Console, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
     """Ctrl-C and SIGTERM become a reason to stop, looked at between two steps; a second Ctrl-C does not wait."""
     reasons: list[str] = []
     if threading.current_thread() is not threading.main_thread():
@@ -298,7 +304,7 @@ def stop_signals(console: Console, react: Callable[[], None] | None = None) -> I
         reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         console.note(f"{reasons[0]}: saving what there is")
         if react is not None:
-            react()
+            react(reasons[0])
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

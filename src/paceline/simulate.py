@@ -99,7 +99,7 @@ def _simulate(
 
     simulation.on_fault = note
     began = time.perf_counter()
-    with stop_signals(console, react=lambda: setattr(agenda, "stopped", True)) as reasons:
+    with stop_signals(console, react=lambda reason: setattr(agenda, "stopped", True)) as reasons:
         simulation.run()
         host = hosts[-1]
         if not host.server.over:

@@ -38,6 +38,8 @@ class RunFolder:
         self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
         self.requests = path / "requests"
+        self.server_file = path / "server.json"
+        self.token_file = path / "token"
 
     @staticmethod
     def create(config: RunConfig) -> RunFolder:

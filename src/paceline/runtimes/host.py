@@ -75,6 +75,8 @@ class Host:
         self.work = work
         self.memories: dict[int, Memory] = {}
         self.send: Callable[[Reply], None] = _nobody
+        self.may_be_cut: Callable[[], bool] = lambda: True
+        """Whether workers' memories hold all that belongs into a checkpoint."""
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
@@ -133,8 +135,13 @@ class Host:
         if self._snapshots is not None:
             self._keep_weights()
         self._note_deal(now)
-        if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy:
+        if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy and self.may_be_cut():
             self.checkpoint()
+
+    @property
+    def is_cut_due(self) -> bool:
+        """Whether the next checkpoint is only waiting for its moment."""
+        return self.clock.now() >= self._next_checkpoint
 
     def _keep_weights(self) -> None:
         """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""

@@ -11,20 +11,21 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from paceline.config import from_dict, places_of
+from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Leave, Push, Reply, Resume
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
+from paceline.data.datasets import Dataset
 from paceline.errors import PacelineError, ProtocolError, differing
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
-from paceline.runtimes.host import Host
+from paceline.runtimes.host import Host, Report
 from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.shared_dataset import attach
@@ -65,6 +66,24 @@ class Control:
         return order, fds
 
 
+class Line(Protocol):
+    """What can be polled."""
+
+    def fileno(self) -> int: ...
+
+
+class Door(Line, Protocol):
+    """One worker's connection, as a service sees it."""
+
+    worker: int
+    incarnation: int
+    timing: Timing
+
+    def answer(self, reply: Reply) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Service:
     """The event loop: doors in, replies out."""
 
@@ -75,7 +94,7 @@ class Service:
         self.control = control
         self._patient = patient
         self._pacing = Pacing() if host.config.local_steps == "speed" else None
-        self.doors: dict[int, ServerDoor] = {}
+        self.doors: dict[int, Door] = {}
         self._poll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._listen(control.connection, self._order)
@@ -92,7 +111,7 @@ class Service:
         signal.set_wakeup_fd(writer.detach())
         signal.signal(signal.SIGTERM, lambda number, frame: None)
 
-    def _listen(self, line: socket.socket, callback: Callable[[], None]) -> None:
+    def _listen(self, line: Line, callback: Callable[[], None]) -> None:
         self._callbacks[line.fileno()] = callback
         self._poll.register(line.fileno(), select.EPOLLIN)
 
@@ -111,7 +130,7 @@ class Service:
                     self._callbacks[line]()
             self._look_around()
         for door in self.doors.values():
-            door.connection.close()
+            door.close()
 
     def _patience(self) -> float | None:
         """How long to wait for the next message; None: for ever."""
@@ -130,7 +149,7 @@ class Service:
         self.doors[door.worker] = door
         self._returning.discard(door.worker)
         self._dismissed.discard(door.worker)
-        self._listen(door.connection, lambda: self._serve(door))
+        self._listen(door, lambda: self._serve(door))
 
     def _order(self) -> None:
         order, fds = self.control.receive()
@@ -172,7 +191,7 @@ class Service:
         if isinstance(message, Push):
             self._take(door, message)
         elif message is None:
-            self._hang_up(door)
+            self._send_off(door)
         elif isinstance(message, Hello):
             self.welcome(door, message)
         else:
@@ -186,16 +205,16 @@ class Service:
         if told is not None:
             self.host.handle(told)
 
-    def _take(self, door: ServerDoor, push: Push) -> None:
+    def _take(self, door: Door, push: Push) -> None:
         """A push whose bytes are none is its worker's fault: nothing has changed, and the worker is sent away."""
         self._keep_time(push.worker, door.timing)
         try:
             self.host.handle(push)
         except ProtocolError as error:
             self.control.send({"kind": "note", "text": f"worker {door.worker}: {error}"})
-            self._hang_up(door)
+            self._send_off(door)
 
-    def welcome(self, door: ServerDoor, hello: Hello) -> None:
+    def welcome(self, door: Door, hello: Hello) -> None:
         """Let a worker join, if it brings the model and the data that this run is about."""
         wrong = differing(self._expected, hello.facts)
         if hello.slot.sizes[0] != self.host.server.weights.numel():
@@ -205,7 +224,7 @@ class Service:
         if wrong:
             text = f"worker {door.worker} was refused: it differs from this run in {' and '.join(wrong)}"
             self.control.send({"kind": "note", "text": text})
-            self._hang_up(door)
+            self._send_off(door)
             return
         self.host.memories[door.worker] = hello.slot
         self.host.handle(hello.join)
@@ -215,20 +234,25 @@ class Service:
         """A worker that was awaited will never come."""
         self.host.handle(Leave(worker, 0))
 
-    def _unlisten(self, line: socket.socket) -> None:
-        self._poll.unregister(line)
+    def _stop_listening(self, line: Line) -> None:
+        self._poll.unregister(line.fileno())
         del self._callbacks[line.fileno()]
-        line.close()
 
-    def _hang_up(self, door: ServerDoor) -> None:
-        self._unlisten(door.connection)
+    def _send_off(self, door: Door) -> None:
+        """A worker is gone for good, or is to be."""
+        self._stop_listening(door)
+        door.close()
         if self.doors.get(door.worker) is door:  # not yet its next incarnation's
             del self.doors[door.worker]
         server = self.host.server
         self.host.handle(Leave(door.worker, door.incarnation))
         self._tell_clock()
         if not self.doors and not self._returning and not server.over:
-            self.host.stop(ALL_GONE)
+            self._nobody_left()
+
+    def _nobody_left(self) -> None:
+        """The last worker is gone, and nobody is to come back."""
+        self.host.stop(ALL_GONE)
 
     def _answer(self, reply: Reply) -> None:
         door = self.doors.get(reply.worker)
@@ -267,22 +291,28 @@ def reporting(serve: Callable[[Control], None], line: int) -> int:
 
 
 def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
-    config = from_dict(spec["config"])
     dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
+    folder = RunFolder(Path(spec["folder"]))
+    return make_host(from_dict(spec["config"]), dataset, folder, control.send, spec["facts"], spec["resume"])
+
+
+def make_host(
+    config: RunConfig, dataset: Dataset | None, folder: RunFolder, report: Report, facts: dict[str, Any], resume: bool
+) -> Host:
+    """The host of a run: a new one, or one brought to where its log ends."""
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
     sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
     require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
-    folder = RunFolder(Path(spec["folder"]))
-    if not spec["resume"]:
-        return Host(server, task, work, config, folder, control.send, 0.0, spec["facts"])
+    if not resume:
+        return Host(server, task, work, config, folder, report, 0.0, facts)
 
     def seat(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    seconds = rebuild(server, seat, task, config, folder, control.send)
-    host = Host(server, task, work, config, folder, control.send, seconds, spec["facts"])
+    seconds = rebuild(server, seat, task, config, folder, report)
+    host = Host(server, task, work, config, folder, report, seconds, facts)
     host.handle(Resume())
     return host

@@ -22,7 +22,7 @@ from paceline.transports.segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
 _REPLY = struct.Struct("<BBxxIQQdII")
-_MEMBER_NBYTES = 2
+MEMBER_NBYTES = 2
 _HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
 _LARGEST = 1 << 20
 
@@ -76,7 +76,7 @@ class WorkerDoor:
 
     def __init__(self, connection: socket.socket, polls: int = 0, places: int = 0) -> None:
         self._connection, self._polls = connection, polls
-        self._largest = _REPLY.size + _MEMBER_NBYTES * places
+        self._largest = _REPLY.size + MEMBER_NBYTES * places
         self._deal: Deal | None = None
 
     def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
@@ -144,9 +144,9 @@ def pack_members(members: tuple[int, ...]) -> bytes:
     return struct.pack(f"<{len(members)}H", *members)
 
 
-def unpack_members(packed: bytes) -> tuple[int, ...]:
+def unpack_members(packed: bytes | bytearray) -> tuple[int, ...]:
     """The inverse of `pack_members`."""
-    return struct.unpack(f"<{len(packed) // _MEMBER_NBYTES}H", packed)
+    return struct.unpack(f"<{len(packed) // MEMBER_NBYTES}H", packed)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Hello:
     """A worker's first words: its join, its memory, and what it says of itself."""
 
     join: Join
-    slot: Slot
+    slot: Memory
     facts: dict[str, Any]
 
 
@@ -176,6 +176,14 @@ class ServerDoor:
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
         self._told: Deal | None = None
+
+    def fileno(self) -> int:
+        """Of its connection."""
+        return self.connection.fileno()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
 
     def receive(self) -> Hello | Push | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""

@@ -1,0 +1,115 @@
+"""Both ends prove that they know the token before anything else is read: HMAC-SHA256 over fresh nonces.
+
+Pure: bytes of fixed sizes in and out. The server sends a challenge, a worker answers, the server proves itself in turn.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.errors import ProtocolError, UserError
+from paceline.transports.frames import MAGIC, VERSION
+
+VARIABLE = "PACELINE_TOKEN"
+_NONCE_NBYTES = 32
+_CHALLENGE = struct.Struct("<4sBxxx32s")
+_ANSWER = struct.Struct("<4sBxxx32s32s")
+CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = _CHALLENGE.size, _ANSWER.size, 32
+
+
+class OtherVersion(ProtocolError):
+    """The other end speaks another protocol: both must be of the same version of Paceline."""
+
+
+def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes, binding: bytes) -> bytes:
+    """Nobody without the token can make it, nobody can use it for another connection, role or certificate."""
+    said = b"paceline %d %s" % (VERSION, role) + server_nonce + client_nonce + binding
+    return hmac.digest(token, said, "sha256")
+
+
+def _require_protocol(magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        raise ProtocolError("bytes that are no handshake")
+    if version != VERSION:
+        raise OtherVersion(f"protocol {version}, where {VERSION} is spoken")
+
+
+class Gatekeeper:
+    """The server's part of one handshake. `binding` is what both know of the connection (the server's certificate).
+
+    >>> gatekeeper, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    >>> visitor.check(gatekeeper.check(visitor.answer(gatekeeper.challenge)))
+    >>> Gatekeeper(b"token").check(Visitor(b"guess").answer(Gatekeeper(b"token").challenge))
+    Traceback (most recent call last):
+    paceline.errors.ProtocolError: a wrong token
+    """
+
+    def __init__(self, token: bytes, binding: bytes = b"") -> None:
+        self._token, self._binding = token, binding
+        self._nonce = secrets.token_bytes(_NONCE_NBYTES)
+        self.challenge = _CHALLENGE.pack(MAGIC, VERSION, self._nonce)
+
+    def check(self, answer: bytes | bytearray) -> bytes:
+        """Our own proof, when theirs is right; else a ProtocolError."""
+        magic, version, nonce, proof = _ANSWER.unpack(answer)
+        _require_protocol(magic, version)
+        if not hmac.compare_digest(proof, _proof(self._token, b"worker", self._nonce, nonce, self._binding)):
+            raise ProtocolError("a wrong token")
+        return _proof(self._token, b"server", self._nonce, nonce, self._binding)
+
+
+class Visitor:
+    """The worker's part of one handshake."""
+
+    def __init__(self, token: bytes, binding: bytes = b"") -> None:
+        self._token, self._binding = token, binding
+        self._nonce = secrets.token_bytes(_NONCE_NBYTES)
+        self._expected = b""
+
+    def answer(self, challenge: bytes | bytearray) -> bytes:
+        """What proves that we know the token, to this server on this connection alone."""
+        magic, version, nonce = _CHALLENGE.unpack(challenge)
+        _require_protocol(magic, version)
+        self._expected = _proof(self._token, b"server", nonce, self._nonce, self._binding)
+        proof = _proof(self._token, b"worker", nonce, self._nonce, self._binding)
+        return _ANSWER.pack(MAGIC, VERSION, self._nonce, proof)
+
+    def check(self, proof: bytes | bytearray) -> None:
+        """ProtocolError unless the server knows the token too."""
+        if not self._expected or not hmac.compare_digest(bytes(proof), self._expected):
+            raise ProtocolError("the server does not know the token")
+
+
+def make_token() -> bytes:
+    """A new token, in letters that can be copied by hand.
+
+    >>> len(make_token())
+    32
+    """
+    return secrets.token_urlsafe(24).encode()
+
+
+def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
+    """The token in `file`, else in the variable PACELINE_TOKEN; None where there is neither. White space around is cut.
+
+    A file that any user of the machine can read is refused, as ssh refuses such a key: a warning would scroll by, and
+    whoever has the token can push into the run. A group may share one.
+    """
+    if file is None:
+        text = environ.get(VARIABLE)
+        if text is not None and not text.strip():
+            raise UserError(f"the variable {VARIABLE} is empty: put the token into it, or unset it")
+        return text.strip().encode() if text is not None else None
+    try:
+        mode, token = file.stat().st_mode, file.read_bytes().strip()
+    except OSError as error:
+        raise UserError(f"token file {file} cannot be read ({error.strerror}): copy it from the server") from None
+    if mode & 0o006:
+        raise UserError(f"token file {file} can be read by everybody (mode {mode & 0o777:o}): chmod 600 {file}")
+    if not token:
+        raise UserError(f"token file {file} is empty: write the token that the server showed into it")
+    return token

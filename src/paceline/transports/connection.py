@@ -1,0 +1,170 @@
+"""One TCP connection, plain or TLS, blocking or not: how it is opened, pieces of frames in and out. No torch here."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Sequence
+
+from paceline.errors import UserError
+from paceline.transports.tls import Tls, fingerprint
+
+SILENT_MILLISECONDS = 20_000
+"""Bytes that nobody acknowledges for so long: the other machine is gone."""
+_PIECE = 1 << 30
+"""More bytes are not received or handed to TLS at once: lengths are C integers there."""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, an IPv6 address in brackets.
+
+    >>> parse_address("[::1]:7000"), parse_address("localhost:0")
+    (('::1', 7000), ('localhost', 0))
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"address '{text}': write HOST:PORT, like 10.0.0.5:7000")
+    return host, int(port)
+
+
+def format_address(address: Sequence[object]) -> str:
+    """The inverse of `parse_address`, of what a socket says.
+
+    >>> format_address(("::1", 7000, 0, 0))
+    '[::1]:7000'
+    """
+    host, port = str(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can speak to `host`."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(str(row[4][0]).startswith("127.") or row[4][0] == "::1" for row in found)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Small frames go at once; a machine that vanished is noticed within half a minute, idle or not."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MILLISECONDS)
+
+
+class Connection:
+    """Sends and receives what it can; every way that a connection can end is a ConnectionError."""
+
+    def __init__(self, sock: socket.socket, peer: str, waits: bool) -> None:
+        self.sock, self.peer = sock, peer
+        self.wants_write = False
+        """TLS: nothing can be received before something is sent."""
+        self._flags = socket.MSG_WAITALL if waits else 0
+
+    def fileno(self) -> int:
+        """Of its socket; -1 when it is closed."""
+        return self.sock.fileno()
+
+    def receive_into(self, place: memoryview) -> int | None:
+        """How many bytes came, at least one; None when there are none for now."""
+        try:
+            count = self.sock.recv_into(place[:_PIECE], 0, self._flags)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return None
+        except ssl.SSLWantWriteError:
+            self.wants_write = True
+            return None
+        except OSError as error:
+            raise ConnectionError(str(error)) from None
+        if not count:
+            raise ConnectionError("closed by the other end")
+        return count
+
+    def send(self, parts: list[memoryview]) -> int | None:
+        """How many bytes went; None when there is no room for now."""
+        self.wants_write = False
+        try:
+            return self.sock.sendmsg(parts)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionError(str(error)) from None
+
+    def close(self) -> None:
+        """Be gone for the other end too."""
+        self.sock.close()
+
+
+class TlsConnection(Connection):
+    """The same over TLS, which takes one place at a time."""
+
+    sock: ssl.SSLSocket
+
+    def __init__(self, sock: ssl.SSLSocket, peer: str) -> None:
+        super().__init__(sock, peer, waits=False)
+
+    def shake_hands(self) -> bool:
+        """Go on with the TLS handshake; True when it is done."""
+        self.wants_write = False
+        try:
+            self.sock.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLWantWriteError:
+            self.wants_write = True
+            return False
+        except (OSError, ValueError) as error:
+            raise ConnectionError(f"no TLS: {getattr(error, 'reason', None) or error}") from None
+        return True
+
+    def send(self, parts: list[memoryview]) -> int | None:
+        """How many bytes of the first place went."""
+        self.wants_write = False
+        try:
+            return self.sock.send(parts[0][:_PIECE])
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return None
+        except OSError as error:
+            raise ConnectionError(str(error)) from None
+
+
+def accepted(sock: socket.socket, peer: str, tls: Tls | None) -> Connection:
+    """The server's end, which never waits; over TLS, hands are not shaken yet."""
+    sock.setblocking(False)
+    if tls is None:
+        return Connection(sock, peer, waits=False)
+    wrapped = tls.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    return TlsConnection(wrapped, peer)
+
+
+def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection, bytes]:
+    """The worker's end, and what binds its proof to it. It waits `seconds` at most, until told otherwise.
+
+    A certificate that is not the expected one is a UserError, anything else that goes wrong a ConnectionError.
+    """
+    host, port = parse_address(address)
+    try:
+        sock = socket.create_connection((host, port), seconds)
+    except OSError as error:
+        raise ConnectionError(error.strerror or str(error)) from None
+    try:
+        prepare(sock)
+        if tls is None:
+            return Connection(sock, address, waits=True), b""
+        wrapped = tls.context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        sock.close()
+        raise UserError(f"{address}: its certificate is not trusted ({error.verify_message})") from None
+    except OSError as error:
+        sock.close()
+        raise ConnectionError(f"no TLS: {getattr(error, 'reason', None) or error}") from None
+    found = fingerprint(wrapped.getpeercert(binary_form=True) or b"")
+    if tls.fingerprint not in (None, found):
+        wrapped.close()
+        raise UserError(f"{address} has the certificate {found}, not {tls.fingerprint}: is it the right server?")
+    return TlsConnection(wrapped, address), found.encode()

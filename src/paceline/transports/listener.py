@@ -1,0 +1,256 @@
+"""Where workers knock: strangers prove that they know the token, say in one frame who they are, and become applicants.
+
+A stranger costs a socket and a few bytes for a few seconds, and only so many are let in at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import time
+from typing import Any
+
+from paceline.core.memory import Sizes
+from paceline.errors import ProtocolError, UserError
+from paceline.transports.auth import ANSWER_NBYTES, Gatekeeper
+from paceline.transports.connection import (
+    Connection,
+    TlsConnection,
+    accepted,
+    format_address,
+    parse_address,
+    prepare,
+)
+from paceline.transports.frames import (
+    MOST_APPLY,
+    MOST_WELCOME,
+    Filler,
+    Kind,
+    Outbox,
+    Reading,
+    fields_frame,
+    read_bytes,
+    read_fields,
+    read_header,
+    refusal_frame,
+)
+from paceline.transports.tcp import TcpServerDoor
+from paceline.transports.tls import Tls
+
+MOST_STRANGERS = 256
+STRANGER_SECONDS = 10.0
+BACKLOG = 1024
+_AT_ONCE = 64
+_KEPT_COMPLAINTS = 20
+
+
+class Applicant:
+    """Somebody who knows the token and asks to work here; he waits for `welcome`, `welcome_back` or `refuse`."""
+
+    def __init__(self, connection: Connection, fields: dict[str, Any]) -> None:
+        self.connection, self.peer, self.fields = connection, connection.peer, fields
+
+    def refuse(self, reason: str) -> None:
+        """Send it away, with a reason that it shows its user."""
+        outbox = Outbox()
+        outbox.add(refusal_frame(reason))
+        with contextlib.suppress(ConnectionError):
+            outbox.flush(self.connection.send)
+        self.connection.close()
+
+    def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpServerDoor:
+        """Take it on: `fields` name its worker number, its incarnation and all it must know to begin.
+
+        `largest` bounds the memory that its hello may ask for.
+        """
+        door = TcpServerDoor(self.connection, fields["worker"], fields["incarnation"], largest)
+        door.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
+        return door
+
+    def welcome_back(self, door: TcpServerDoor, fields: dict[str, Any]) -> None:
+        """It was here before, as `door` remembers: go on from there, on this connection."""
+        door.attach(self.connection)
+        known = {"worker": door.worker, "incarnation": door.incarnation}
+        door.send(fields_frame(Kind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
+
+
+class Stranger:
+    """A connection that has proved nothing yet."""
+
+    def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
+        self.connection, self.peer, self.since = connection, connection.peer, now
+        self._shaken = not isinstance(connection, TlsConnection)
+        self._outbox = Outbox()
+        self._filler = Filler(self._application(token, binding))
+
+    def fileno(self) -> int:
+        """Of its connection."""
+        return self.connection.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether it is to be stepped when its connection takes bytes."""
+        return bool(self._outbox) or self.connection.wants_write
+
+    def step(self) -> Applicant | None:
+        """Go as far as the bytes that are there; a ProtocolError, and the end of it, for any that are wrong."""
+        try:
+            whole = self._go_on()
+        except (ProtocolError, ConnectionError) as error:
+            self.connection.close()
+            raise ProtocolError(f"{self.peer} was turned away: {error}") from None
+        return Applicant(self.connection, whole[0]) if whole is not None else None
+
+    def _go_on(self) -> tuple[dict[str, Any]] | None:
+        connection = self.connection
+        if not self._shaken:
+            assert isinstance(connection, TlsConnection)
+            self._shaken = connection.shake_hands()
+            if not self._shaken:
+                return None
+        whole = self._filler.fill(connection.receive_into)
+        self._outbox.flush(connection.send)
+        return whole
+
+    def _application(self, token: bytes, binding: bytes) -> Reading[dict[str, Any]]:
+        gatekeeper = Gatekeeper(token, binding)
+        self._outbox.add(gatekeeper.challenge)
+        self._outbox.add(gatekeeper.check((yield from read_bytes(ANSWER_NBYTES))))
+        _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
+        return (yield from read_fields(nbytes))
+
+
+class Listener:
+    """Listens at one address. To be polled by its `fileno()`; `serve` then does all that needs no waiting."""
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        tls: Tls | None = None,
+        most: int = MOST_STRANGERS,
+        seconds: float = STRANGER_SECONDS,
+    ) -> None:
+        self._token, self._tls, self._most, self._seconds = token, tls, most, seconds
+        self._binding = (tls.fingerprint or "").encode() if tls is not None else b""
+        self._socket = _listen(address)
+        self.address = format_address(self._socket.getsockname())
+        """Where it really listens, its port chosen."""
+        self.strangers: dict[int, Stranger] = {}
+        """By descriptor, the oldest first."""
+        self.num_refused = 0
+        self._complaints: list[str] = []
+        self._poll = select.epoll()
+        self._poll.register(self._socket, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when there is something to serve."""
+        return self._poll.fileno()
+
+    def serve(self, now: float | None = None) -> list[Applicant]:
+        """Let strangers in and on, see those off whose time is over; those who have proved and said who they are.
+
+        To be called when `fileno()` is readable, and once a second or so when there are strangers.
+        """
+        now = time.monotonic() if now is None else now
+        applicants = []
+        for number, _ in self._poll.poll(0):
+            if number == self._socket.fileno():
+                self.accept(now)
+            elif number in self.strangers:
+                applicant = self._step(self.strangers[number])
+                applicants += [applicant] if applicant is not None else []
+        self.expire(now)
+        return applicants
+
+    def accept(self, now: float) -> list[Stranger]:
+        """Let in those who knock, and challenge them; where there are too many, the oldest stranger goes."""
+        new = []
+        for _ in range(_AT_ONCE):
+            try:
+                sock, address = self._socket.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.strangers:
+                    self._complain(f"a connection could not be accepted: {error.strerror}")
+                    break
+                self._drop(next(iter(self.strangers.values())), "no descriptors are left")
+                continue
+            if len(self.strangers) >= self._most:
+                self._drop(next(iter(self.strangers.values())), f"more than {self._most} strangers at once")
+            stranger = Stranger(accepted(sock, format_address(address), self._tls), self._token, self._binding, now)
+            self.strangers[stranger.fileno()] = stranger
+            self._poll.register(stranger.fileno(), select.EPOLLIN)
+            self._step(stranger)
+            new.append(stranger)
+        return new
+
+    def _step(self, stranger: Stranger) -> Applicant | None:
+        number = stranger.fileno()
+        try:
+            applicant = stranger.step()
+        except ProtocolError as error:
+            del self.strangers[number]  # closing took it off the poll
+            self._complain(str(error))
+            return None
+        if applicant is not None:
+            del self.strangers[number]
+            self._poll.unregister(number)
+        else:
+            self._poll.modify(number, select.EPOLLIN | (select.EPOLLOUT if stranger.wants_write else 0))
+        return applicant
+
+    def expire(self, now: float) -> None:
+        """See those off who have had their time. It counts from when they came: to drip bytes gains nothing."""
+        for stranger in list(self.strangers.values()):
+            if now - stranger.since < self._seconds:
+                break
+            self._drop(stranger, f"no proof within {self._seconds:g} s")
+
+    def _drop(self, stranger: Stranger, reason: str) -> None:
+        del self.strangers[stranger.fileno()]
+        stranger.connection.close()
+        self._complain(f"{stranger.peer} was turned away: {reason}")
+
+    def _complain(self, text: str) -> None:
+        self.num_refused += 1
+        if len(self._complaints) < _KEPT_COMPLAINTS:
+            self._complaints.append(text)
+        else:
+            self._complaints[-1] = f"and others were turned away ({self.num_refused} so far), the last: {text}"
+
+    def complaints(self) -> list[str]:
+        """For the log: who was turned away since the last time, and why; of very many, the first few."""
+        found, self._complaints = self._complaints, []
+        return found
+
+    def close(self) -> None:
+        """Let nobody in any more; strangers are sent away."""
+        for stranger in self.strangers.values():
+            stranger.connection.close()
+        self.strangers.clear()
+        self._poll.close()
+        self._socket.close()
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = parse_address(address)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind)
+    except OSError as error:
+        raise UserError(f"cannot listen at {address}: {error.strerror}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        prepare(sock)  # whom it accepts inherits all that
+        sock.bind(place)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        taken = "another program listens there: choose another port" if error.errno == errno.EADDRINUSE else None
+        raise UserError(f"cannot listen at {address}: {taken or error.strerror}") from None
+    return sock

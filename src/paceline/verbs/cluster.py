@@ -1,0 +1,72 @@
+"""Verbs of runs on several machines: one serves, the others work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.config import SIMULATED_ONLY
+from paceline.errors import UserError
+from paceline.flags import add_settings, config_from, number
+from paceline.reports.console import Console
+from paceline.verbs.ending import parser_for, show
+
+SERVER_DESCRIPTION = """Serve a run to workers that come over the network; everything about it is kept in its folder.
+
+  paceline server --strategy async --workers 2                                 on this machine alone, no token
+  paceline server --strategy sync --workers 8 --listen 0.0.0.0:29500           a token is made and shown once
+  paceline server --resume runs/NAME                                           go on where its server ended"""
+WORKER_DESCRIPTION = """Work for a server: it says what to train, the data is read here.
+
+  paceline worker --connect 10.0.0.1:29500 --token-file token --data-dir DIR
+  PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500 --threads 4"""
+PATIENCE_SECONDS = 300.0
+
+
+def server_verb(arguments: list[str]) -> int:
+    parser = parser_for("server", SERVER_DESCRIPTION, "paceline server [RUN.toml] [flags]")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    door = parser.add_argument_group("door")
+    door.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [127.0.0.1 and a free port]")
+    door.add_argument("--token-file", metavar="FILE", help="what workers must know [PACELINE_TOKEN, or made anew]")
+    door.add_argument("--tls", action="store_true", help="encrypt; the certificate's fingerprint is shown")
+    door.add_argument("--certificate", metavar="FILE", help="your own, with --key [made anew]")
+    door.add_argument("--key", metavar="FILE", help="of the certificate")
+    door.add_argument("--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
+    add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.serving import Entrance, serve, serve_again
+
+    if (parsed.certificate is None) != (parsed.key is None):
+        raise UserError("--certificate and --key belong together: give both, or none and one is made")
+    tls = parsed.tls or parsed.certificate is not None
+    entrance = Entrance(parsed.listen, parsed.token_file, tls, parsed.certificate, parsed.key)
+    with Console() as console:
+        if parsed.resume is not None:
+            folder, result = serve_again(Path(parsed.resume), entrance, console)
+        else:
+            folder, result = serve(config_from(parsed, parsed.file), entrance, console)
+    return show(folder, result, parsed.json)
+
+
+def worker_verb(arguments: list[str]) -> int:
+    parser = parser_for("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
+    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where the server is")
+    parser.add_argument("--token-file", metavar="FILE", help="the server's token [PACELINE_TOKEN]")
+    parser.add_argument("--tls", action="store_true", help="encrypt; the token vouches for the server's certificate")
+    parser.add_argument("--fingerprint", metavar="HEX", help="of the server's certificate: speak TLS with it alone")
+    parser.add_argument("--ca", metavar="FILE", help="speak TLS with a server whose certificate this one signed")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set on this machine")
+    parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
+    parser.add_argument("--worker", type=number(int), metavar="N", help="which worker to be [any that is missing]")
+    parser.add_argument(
+        "--patience", type=number(float), default=PATIENCE_SECONDS, metavar="S",
+        help="seconds to go on trying while the server cannot be reached [%(default)g]",
+    )  # fmt: skip
+    parsed = parser.parse_strictly(arguments)
+    from paceline.serving import Visitor, join_server
+
+    visitor = Visitor(parsed.connect, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca, parsed.patience)
+    with Console() as console:
+        ended = join_server(visitor, parsed.data_dir, parsed.threads, parsed.worker, console)
+    return 0 if ended else 1

@@ -1,0 +1,106 @@
+"""Workers that come over TCP: the bits of shared memory, and nothing lost when a worker, a link or the server dies."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from commands import PATIENCE, Command, result_of, run, wait_for_records
+
+pytestmark = pytest.mark.real
+
+RUN = ("--dataset", "fashion-mnist-sample", "--threads", "1", "--name", "it", "--seed", "3")
+
+
+def serve(stack: ExitStack, cwd: Path, *arguments: str) -> Command:
+    """A server, and where it listens is known when this returns."""
+    return stack.enter_context(Command("server", *arguments, cwd=cwd))
+
+
+def address_of(folder: Path) -> str:
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / "server.json").exists():
+        assert time.monotonic() < deadline, f"no server in {folder}"
+        time.sleep(0.02)
+    return str(json.loads((folder / "server.json").read_text())["address"])
+
+
+def workers(stack: ExitStack, cwd: Path, count: int, *arguments: str) -> list[Command]:
+    words = ("worker", "--connect", address_of(cwd / "runs/it"), "--threads", "1", *arguments)
+    return [stack.enter_context(Command(*words, cwd=cwd)) for _ in range(count)]
+
+
+def replayed(cwd: Path) -> None:
+    outcome = run("replay", "runs/it", "--json", cwd=cwd)
+    assert outcome.process.returncode == 0, outcome.err
+    assert json.loads(outcome.out)["identical"] is True
+
+
+def test_sync_over_tcp_has_the_bits_of_shared_memory(tmp_path: Path) -> None:
+    settings = ("--strategy", "sync", "--workers", "2", "--steps", "40")
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, *settings)
+        there = workers(stack, tmp_path, 2)
+        assert server.finish() == 0, server.err
+        assert [worker.finish() for worker in there] == [0, 0], there[0].err
+    here = run("train", *RUN[:-4], "--name", "here", "--seed", "3", *settings, cwd=tmp_path)
+    assert here.process.returncode == 0, here.err
+    over_tcp, shared = result_of(tmp_path / "runs/it"), result_of(tmp_path / "runs/here")
+    assert over_tcp["weights_sha256"] == shared["weights_sha256"]
+    assert over_tcp["bytes_pushed"] == shared["bytes_pushed"]
+
+
+def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, "--strategy", "sync", "--workers", "2", "--steps", "300")
+        first, second = workers(stack, tmp_path, 2)
+        wait_for_records(tmp_path / "runs/it", 60)
+        first.process.kill()
+        first.finish()
+        newcomer = workers(stack, tmp_path, 1)[0]
+        assert server.finish() == 0, server.err
+        assert [newcomer.finish(), second.finish()] == [0, 0], newcomer.err
+    assert result_of(tmp_path / "runs/it")["lost_workers"] in ([0], [1])
+    replayed(tmp_path)
+
+
+def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
+    settings = ("--strategy", "async", "--workers", "2", "--steps", "400", "--codec", "int8")
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, *settings, "--checkpoint-every", "0.3")
+        there = workers(stack, tmp_path, 2)
+        wait_for_records(tmp_path / "runs/it", 150)
+        server.process.kill()
+        server.finish()
+        again = serve(stack, tmp_path, "--resume", "runs/it")
+        assert again.finish() == 0, again.err
+        assert [worker.finish() for worker in there] == [0, 0]
+        assert "joining again" in there[0].err
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["updates"]) == ("finished", 400)
+    replayed(tmp_path)
+
+
+def test_strangers_and_misfits_are_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("correct horse battery staple\n")
+    (tmp_path / "token").chmod(0o600)
+    (tmp_path / "other").write_text("wrong\n")
+    (tmp_path / "other").chmod(0o600)
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, "--strategy", "async", "--steps", "20", "--token-file", "token")
+        wrong = workers(stack, tmp_path, 1, "--token-file", "other")[0]
+        assert wrong.finish() == 2
+        assert "token" in wrong.err and "Traceback" not in wrong.err
+        busy = run("server", *RUN[:-4], "--name", "two", "--listen", address_of(tmp_path / "runs/it"), cwd=tmp_path)
+        assert (
+            busy.process.returncode == 2
+            and "another program listens there" in busy.err
+            and len(busy.err.splitlines()) == 1
+        )
+        right = workers(stack, tmp_path, 2, "--token-file", "token")
+        assert server.finish() == 0, server.err
+        assert "turned away" in server.err
+        assert [worker.finish() for worker in right] == [0, 0]
