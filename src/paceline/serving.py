@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.assemble import on_ring, parse_strategy, resolve
 from paceline.config import RunConfig
-from paceline.data.datasets import Location, load
+from paceline.data.datasets import Dataset, Location, load
 from paceline.errors import UserError
 from paceline.launch import (
     facts_of,
@@ -115,7 +115,7 @@ def _serve(
     largest = sizes_of(config, host.task, host.work)
     service = ClusterService(host, line, identity_of(host.task), largest, listener)
     write_atomically(folder.server_file, json.dumps({"address": listener.address, "pid": os.getpid()}).encode())
-    console.note(f"serving at {listener.address}")
+    console.note(_where(listener.address))
     with stop_signals(console, line.stop):
         with torch.inference_mode():
             service.run()
@@ -124,6 +124,12 @@ def _serve(
     listener.close()
     require_survivors(result, folder)
     return result
+
+
+def _where(address: str) -> str:
+    host, port = parse_address(address)
+    anywhere = host in ("0.0.0.0", "::")
+    return f"serving at {address}" + (f": workers connect to port {port} of this machine" if anywhere else "")
 
 
 def _open(entrance: Entrance, folder: RunFolder, console: Console) -> Listener:
@@ -169,7 +175,7 @@ def _read_token(file: str | None) -> bytes | None:
 
 @dataclass(frozen=True)
 class Visitor:
-    """How a worker finds its server and shows that it may come."""
+    """How a worker finds its server and shows that it may come, and what it decides itself."""
 
     connect: str
     token_file: str | None = None
@@ -177,22 +183,32 @@ class Visitor:
     fingerprint: str | None = None
     ca: str | None = None
     patience: float = 300.0
+    data_dir: str | None = None
+    threads: int | None = None
+    worker: int | None = None
+    overlap: int = 0
 
 
-def join_server(
-    visitor: Visitor, data_dir: str | None, threads: int | None, worker: int | None, console: Console
-) -> bool:
+def join_server(visitor: Visitor, console: Console) -> bool:
     """Work for a server until it is over; False where it went away before."""
     parse_address(visitor.connect)
     token = _read_token(visitor.token_file) or b""
-    if threads is not None and threads < 1:
-        raise UserError(f"--threads {threads}: a worker needs at least one")
+    if visitor.threads is not None and visitor.threads < 1:
+        raise UserError(f"--threads {visitor.threads}: a worker needs at least one")
+    if visitor.overlap < 0:
+        raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
     from paceline.runtimes.cluster_worker import Connection, Own, work
 
     authorities = Path(visitor.ca) if visitor.ca is not None else None
     tls = worker_tls(visitor.fingerprint, authorities) if visitor.tls or visitor.fingerprint or authorities else None
     connection = Connection(visitor.connect, token, tls, visitor.patience)
-    ended = work(connection, Own(data_dir, threads, worker), console.note)
+    own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap)
+    ended = work(connection, own, _load, console.note)
     if not ended:
         console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")
     return ended
+
+
+def _load(config: RunConfig) -> Dataset | None:
+    location = locate_data(config)
+    return load(location) if location is not None else None

@@ -25,7 +25,7 @@ from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
 from paceline.transports.tcp import Heard, TcpServerDoor
 
-FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 30.0, 5.0, 60.0
+FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0
 """How long a silence may last before anything was learned, at least, and at most."""
 LOOK_SECONDS = 0.25
 ABANDONED_SECONDS = 120.0

@@ -1,34 +1,38 @@
 """A worker on any machine: it applies to a server, is told what to train, and works until it is over.
 
-Where the connection breaks it finds back to its place; where the server was started anew it joins anew.
+With `overlap` one process is several workers that take turns: while the push of one is under way, the next computes.
+Where a connection breaks it finds back to its place; where the server was started anew it joins anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from paceline.assemble import cores
 from paceline.config import RunConfig, from_dict, places_of
-from paceline.core.messages import Reply
-from paceline.core.worker import Seat
+from paceline.core.messages import Push, Reply
 from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
-from paceline.data.datasets import Dataset, load
+from paceline.data.datasets import Dataset
 from paceline.delays import parse_delays
 from paceline.errors import Forgotten
-from paceline.launch import locate_data
 from paceline.runs.environment import package_version
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.timekeeping import Stopwatch
+from paceline.transports.shared_memory import Timing
 from paceline.transports.tcp_worker import TcpWorkerDoor
 from paceline.transports.tls import Tls
 
-Say = Callable[[str], None]
+Say: TypeAlias = Callable[[str], None]
+Load: TypeAlias = Callable[[RunConfig], Dataset | None]
+Errand: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -49,67 +53,144 @@ class Own:
     data_dir: str | None = None
     threads: int | None = None
     worker: int | None = None
+    overlap: int = 0
 
 
-def work(connection: Connection, own: Own, say: Say) -> bool:
+def work(connection: Connection, own: Own, load: Load, say: Say) -> bool:
     """Work until it is over; False where the server went away before."""
     keep_freed_memory()
-    bench = Workbench(own, say)
-    with contextlib.closing(
-        TcpWorkerDoor(connection.address, connection.token, connection.tls, connection.patience)
-    ) as door:
-        welcome = door.apply(own_words(own))
-        while True:
-            try:
-                return bench.serve(door, welcome)
-            except Forgotten as forgotten:
-                welcome = forgotten.welcome
-                say("the server was started anew, or took us for lost: joining again")
+    bench = Workbench(own, load, say)
+    with contextlib.ExitStack() as stack:
+        lanes = [Lane(stack, connection, bench, number) for number in range(own.overlap + 1)]
+        if len(lanes) == 1:
+            _go_alone(lanes[0])
+        else:
+            _take_turns(lanes, stack)
+    return all(lane.was_told for lane in lanes)
 
 
-def own_words(own: Own) -> dict[str, Any]:
-    """What an applicant says of itself."""
-    return {"worker": own.worker, "version": package_version("paceline"), "torch": torch.__version__}
+def _go_alone(lane: Lane) -> None:
+    errand: Errand | None = lane.greet
+    while errand is not None:
+        errand()
+        errand = lane.advance()
+
+
+def _take_turns(lanes: list[Lane], stack: contextlib.ExitStack) -> None:
+    """Compute for whoever was answered first; errands to the server are run beside it."""
+    pool = stack.enter_context(ThreadPoolExecutor(len(lanes), "paceline-lane"))
+    turns: queue.SimpleQueue[tuple[Lane, Future[None]]] = queue.SimpleQueue()
+
+    def run(lane: Lane, errand: Errand) -> None:
+        pool.submit(errand).add_done_callback(lambda done: turns.put((lane, done)))
+
+    for lane in lanes:
+        run(lane, lane.greet)
+    left = len(lanes)
+    while left:
+        lane, done = turns.get()
+        done.result()  # raises what went wrong
+        errand = lane.advance()
+        if errand is not None:
+            run(lane, errand)
+        else:
+            left -= 1
 
 
 class Workbench:
-    """The data, loaded once, and everything that is made from it for each incarnation."""
+    """The data, loaded once, and everything that is made from it for each incarnation of each worker here."""
 
-    def __init__(self, own: Own, say: Say) -> None:
-        self._own, self._say = own, say
+    def __init__(self, own: Own, load: Load, say: Say) -> None:
+        self.own, self._load, self._say = own, load, say
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
-    def serve(self, door: TcpWorkerDoor, welcome: dict[str, Any]) -> bool:
-        """One incarnation, from hello to the end; False where the server was gone before."""
-        config, dataset = self._prepare(from_dict(welcome["config"]))
-        worker = int(welcome["worker"])
+    def apply(self, door: TcpWorkerDoor, number: int) -> dict[str, Any]:
+        """Ask to work; the `number`-th worker of this process."""
+        wanted = None if self.own.worker is None else self.own.worker + number
+        words = {"worker": wanted, "version": package_version("paceline"), "torch": torch.__version__}
+        return door.apply(words)
+
+    def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
+        """The server's settings with this machine's own in their place, and the data."""
+        config = replace(config, data_dir=self.own.data_dir, threads=self.own.threads or cores())
+        if self._loaded is None or self._loaded[0] != config:
+            self._loaded = config, self._load(config)
+        return self._loaded
+
+    def say(self, worker: int, config: RunConfig) -> None:
+        """Who we are, for the user."""
+        what = config.model if config.task is None else config.task
+        self._say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {config.threads} threads")
+
+    def say_again(self) -> None:
+        """What happened when a server did not know us any more."""
+        self._say("the server was started anew, or took us for lost: joining again")
+
+
+class Lane:
+    """One worker of this process: its door, its seat, and what is next for it."""
+
+    def __init__(self, stack: contextlib.ExitStack, connection: Connection, bench: Workbench, number: int) -> None:
+        self._bench = bench
+        self.was_told = False
+        """Whether the server said that it is over."""
+        door = TcpWorkerDoor(connection.address, connection.token, connection.tls, connection.patience)
+        self._door = stack.enter_context(contextlib.closing(door))
+        self._begin(bench.apply(door, number))
+
+    def _begin(self, welcome: dict[str, Any]) -> None:
+        """A new incarnation: everything but the data is made anew."""
+        config, dataset = self._bench.prepare(from_dict(welcome["config"]))
+        self._config, worker = config, int(welcome["worker"])
         torch.set_num_threads(config.threads or 1)
         task = make_task(config, dataset)
         division = work_of(task, config)
-        join = make_join(config, division, worker, int(welcome["incarnation"]))
-        seat = make_seat(config, task, division, join)
-        self._say(f"worker {worker} of {config.workers}: {config.strategy}, {config.model}, {config.threads} threads")
-        reply = door.hello(join, seat.memory, identity_of(task))
-        return self._exchange(door, seat, config, reply)
+        self._seat = make_seat(config, task, division, make_join(config, division, worker, int(welcome["incarnation"])))
+        self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
+        self._bench.say(worker, config)
+        self._identity = identity_of(task)
+        self._stopwatch = Stopwatch()
+        self._reply: Reply | None = None
+        self._push: tuple[Push, Timing] | None = None
+        self._welcome: dict[str, Any] | None = None
 
-    def _prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
-        """The server's settings with this machine's own in their place, and the data."""
-        config = replace(config, data_dir=self._own.data_dir, threads=self._own.threads or cores())
-        if self._loaded is None or self._loaded[0] != config:
-            location = locate_data(config)
-            self._loaded = config, load(location) if location is not None else None
-        return self._loaded
+    def advance(self) -> Errand | None:
+        """Do what the last errand brought; the next one, or None where there is none."""
+        if self._welcome is not None:
+            self._bench.say_again()
+            self._begin(self._welcome)
+            return self.greet
+        if self._reply is None or self._reply.over:
+            self.was_told = self._reply is not None
+            return None
+        self._compute(self._reply)
+        return self.exchange
 
-    @staticmethod
-    def _exchange(door: TcpWorkerDoor, seat: Seat, config: RunConfig, reply: Reply | None) -> bool:
-        worker, stopwatch = seat.join.worker, Stopwatch()
-        delay = parse_delays(config.delay or [], places_of(config)).get(worker)
-        while reply is not None and not reply.over:
-            seat.pending = reply
-            push = seat.push()
-            assert push is not None, "a reply that was not the last is worth a push"
-            if delay is not None:
-                time.sleep((reply.steps or 1) * delay.seconds(config.seed, worker, push.seq))
-            reply = door.exchange(push, stopwatch.step())
-            stopwatch.replied()
-        return reply is not None
+    def _compute(self, reply: Reply) -> None:
+        self._stopwatch.replied()
+        self._seat.pending = reply
+        push = self._seat.push()
+        assert push is not None, "a reply that was not the last is worth a push"
+        if self._delay is not None:
+            seconds = self._delay.seconds(self._config.seed, self._seat.join.worker, push.seq)
+            time.sleep((reply.steps or 1) * seconds)
+        self._push = push, self._stopwatch.step()
+
+    def greet(self) -> None:
+        """Errand: say hello, and wait until everybody is here."""
+        with self._being_forgotten():
+            self._reply = self._door.hello(self._seat.join, self._seat.memory, self._identity)
+
+    def exchange(self) -> None:
+        """Errand: send the push, and wait for its reply."""
+        assert self._push is not None
+        with self._being_forgotten():
+            self._reply = self._door.exchange(*self._push)
+
+    @contextlib.contextmanager
+    def _being_forgotten(self) -> Iterator[None]:
+        """A server that does not know us any more has told us who we are to be."""
+        try:
+            yield
+        except Forgotten as forgotten:
+            self._welcome = forgotten.welcome

@@ -19,10 +19,16 @@ _NONCE_NBYTES = 32
 _CHALLENGE = struct.Struct("<4sBxxx32s")
 _ANSWER = struct.Struct("<4sBxxx32s32s")
 CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = _CHALLENGE.size, _ANSWER.size, 32
+DENIAL = bytes(PROOF_NBYTES)
+"""In place of a proof: so that a wrong token is told from a connection that broke."""
 
 
 class OtherVersion(ProtocolError):
     """The other end speaks another protocol: both must be of the same version of Paceline."""
+
+
+class WrongToken(ProtocolError):
+    """The two ends do not have the same token."""
 
 
 def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes, binding: bytes) -> bytes:
@@ -45,7 +51,7 @@ class Gatekeeper:
     >>> visitor.check(gatekeeper.check(visitor.answer(gatekeeper.challenge)))
     >>> Gatekeeper(b"token").check(Visitor(b"guess").answer(Gatekeeper(b"token").challenge))
     Traceback (most recent call last):
-    paceline.errors.ProtocolError: a wrong token
+    paceline.transports.auth.WrongToken: a wrong token
     """
 
     def __init__(self, token: bytes, binding: bytes = b"") -> None:
@@ -58,7 +64,7 @@ class Gatekeeper:
         magic, version, nonce, proof = _ANSWER.unpack(answer)
         _require_protocol(magic, version)
         if not hmac.compare_digest(proof, _proof(self._token, b"worker", self._nonce, nonce, self._binding)):
-            raise ProtocolError("a wrong token")
+            raise WrongToken("a wrong token")
         return _proof(self._token, b"server", self._nonce, nonce, self._binding)
 
 
@@ -79,9 +85,11 @@ class Visitor:
         return _ANSWER.pack(MAGIC, VERSION, self._nonce, proof)
 
     def check(self, proof: bytes | bytearray) -> None:
-        """ProtocolError unless the server knows the token too."""
+        """WrongToken unless the server accepts ours and knows it too."""
+        if proof == DENIAL:
+            raise WrongToken("does not accept our token")
         if not self._expected or not hmac.compare_digest(bytes(proof), self._expected):
-            raise ProtocolError("the server does not know the token")
+            raise WrongToken("does not know our token")
 
 
 def make_token() -> bytes:

@@ -63,7 +63,7 @@ class Connection:
     def __init__(self, sock: socket.socket, peer: str, waits: bool) -> None:
         self.sock, self.peer = sock, peer
         self.wants_write = False
-        """TLS: nothing can be received before something is sent."""
+        """TLS, while hands are shaken: it goes on as soon as bytes can be sent."""
         self._flags = socket.MSG_WAITALL if waits else 0
 
     def fileno(self) -> int:
@@ -74,10 +74,7 @@ class Connection:
         """How many bytes came, at least one; None when there are none for now."""
         try:
             count = self.sock.recv_into(place[:_PIECE], 0, self._flags)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return None
-        except ssl.SSLWantWriteError:
-            self.wants_write = True
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
         except OSError as error:
             raise ConnectionError(str(error)) from None
@@ -87,7 +84,6 @@ class Connection:
 
     def send(self, parts: list[memoryview]) -> int | None:
         """How many bytes went; None when there is no room for now."""
-        self.wants_write = False
         try:
             return self.sock.sendmsg(parts)
         except BlockingIOError:
@@ -124,7 +120,6 @@ class TlsConnection(Connection):
 
     def send(self, parts: list[memoryview]) -> int | None:
         """How many bytes of the first place went."""
-        self.wants_write = False
         try:
             return self.sock.send(parts[0][:_PIECE])
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):

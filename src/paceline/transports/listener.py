@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.memory import Sizes
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.auth import ANSWER_NBYTES, Gatekeeper
+from paceline.transports.auth import ANSWER_NBYTES, DENIAL, Gatekeeper, WrongToken
 from paceline.transports.connection import (
     Connection,
     TlsConnection,
@@ -117,7 +117,13 @@ class Stranger:
     def _application(self, token: bytes, binding: bytes) -> Reading[dict[str, Any]]:
         gatekeeper = Gatekeeper(token, binding)
         self._outbox.add(gatekeeper.challenge)
-        self._outbox.add(gatekeeper.check((yield from read_bytes(ANSWER_NBYTES))))
+        answer = yield from read_bytes(ANSWER_NBYTES)
+        try:
+            self._outbox.add(gatekeeper.check(answer))
+        except WrongToken:
+            self._outbox.add(DENIAL)
+            self._outbox.flush(self.connection.send)
+            raise
         _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
         return (yield from read_fields(nbytes))
 
@@ -165,9 +171,8 @@ class Listener:
         self.expire(now)
         return applicants
 
-    def accept(self, now: float) -> list[Stranger]:
+    def accept(self, now: float) -> None:
         """Let in those who knock, and challenge them; where there are too many, the oldest stranger goes."""
-        new = []
         for _ in range(_AT_ONCE):
             try:
                 sock, address = self._socket.accept()
@@ -185,11 +190,9 @@ class Listener:
             self.strangers[stranger.fileno()] = stranger
             self._poll.register(stranger.fileno(), select.EPOLLIN)
             self._step(stranger)
-            new.append(stranger)
-        return new
 
     def _step(self, stranger: Stranger) -> Applicant | None:
-        number = stranger.fileno()
+        number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             applicant = stranger.step()
         except ProtocolError as error:
@@ -199,16 +202,17 @@ class Listener:
         if applicant is not None:
             del self.strangers[number]
             self._poll.unregister(number)
-        else:
+        elif stranger.wants_write != wanted_write:
             self._poll.modify(number, select.EPOLLIN | (select.EPOLLOUT if stranger.wants_write else 0))
         return applicant
 
     def expire(self, now: float) -> None:
         """See those off who have had their time. It counts from when they came: to drip bytes gains nothing."""
-        for stranger in list(self.strangers.values()):
-            if now - stranger.since < self._seconds:
+        while self.strangers:
+            oldest = next(iter(self.strangers.values()))
+            if now - oldest.since < self._seconds:
                 break
-            self._drop(stranger, f"no proof within {self._seconds:g} s")
+            self._drop(oldest, f"no proof within {self._seconds:g} s")
 
     def _drop(self, stranger: Stranger, reason: str) -> None:
         del self.strangers[stranger.fileno()]

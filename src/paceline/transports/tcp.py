@@ -107,7 +107,7 @@ class TcpServerDoor:
     @property
     def wants_write(self) -> bool:
         """Whether `flush` is to be called as soon as the connection takes bytes."""
-        return bool(self._outbox) or self.connection.wants_write
+        return bool(self._outbox)
 
     def close(self) -> None:
         """Hang up."""

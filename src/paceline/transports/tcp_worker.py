@@ -17,7 +17,7 @@ from paceline.config import MOST_WORKERS
 from paceline.core.memory import Memory
 from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import Forgotten, ProtocolError, UserError
-from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor
+from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor, WrongToken
 from paceline.transports.connection import Connection, connected
 from paceline.transports.frames import (
     MOST_APPLY,
@@ -110,12 +110,12 @@ class TcpWorkerDoor:
         with self._busy:
             while True:
                 try:
-                    welcome = self._knock(first=True)
+                    welcome = self._knock(patience)
                     break
                 except ConnectionError as error:
                     seconds = back_off.pause(0.0)
                     if seconds is None:
-                        hint = "is the server running, and reachable from here?"
+                        hint = "is the server running, reachable from here, and TLS on at both ends or at neither?"
                         raise UserError(f"{self._address} cannot be reached ({error}): {hint}") from None
                     time.sleep(seconds)
                 except Refused as reason:
@@ -241,23 +241,26 @@ class TcpWorkerDoor:
         if self._memory is None:
             return
         self._last_sent = time.monotonic()
-        welcome = self._knock(first=False)
+        welcome = self._knock(self._patience)
         if not welcome.get("again"):
             self._forgotten = welcome
 
-    def _knock(self, first: bool) -> dict[str, Any]:
+    def _knock(self, seconds: float) -> dict[str, Any]:
         """One attempt: a ConnectionError can be tried again, a UserError or a refusal cannot."""
-        connection, binding = connected(self._address, self._tls, CONNECT_SECONDS)
+        connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
         self._connection, self._opened = connection, time.monotonic()
-        connection.sock.settimeout(HANDSHAKE_SECONDS)
+        connection.sock.settimeout(min(HANDSHAKE_SECONDS, seconds))
         try:
-            self._prove(Visitor(self._token, binding), first)
+            self._prove(Visitor(self._token, binding))
             self._send([memoryview(fields_frame(Kind.APPLY, self._fields, MOST_APPLY))])
             welcome = self._read(_welcome())
         except OtherVersion as error:
             raise self._dropped(
                 f"{self._address} speaks {error}: install the same version of Paceline on both"
             ) from None
+        except WrongToken as error:
+            hint = "give the one that it showed, by --token-file or in PACELINE_TOKEN"
+            raise self._dropped(f"{self._address} {error}: {hint}") from None
         except ProtocolError as error:
             raise self._dropped(f"{self._address} is no Paceline server of ours: it sent {error}") from None
         except (ConnectionError, Refused):
@@ -266,16 +269,10 @@ class TcpWorkerDoor:
         connection.sock.settimeout(None)
         return welcome
 
-    def _prove(self, visitor: Visitor, first: bool) -> None:
+    def _prove(self, visitor: Visitor) -> None:
         challenge = self._read(read_bytes(CHALLENGE_NBYTES))
         self._send([memoryview(visitor.answer(challenge))])
-        try:
-            visitor.check(self._read(read_bytes(PROOF_NBYTES)))
-        except ConnectionError:
-            if not first:
-                raise
-            hint = "give the one that it showed, by --token-file or in PACELINE_TOKEN"
-            raise self._dropped(f"{self._address} does not accept our token: {hint}") from None
+        visitor.check(self._read(read_bytes(PROOF_NBYTES)))
 
     def _dropped(self, text: str) -> UserError:
         self._drop()

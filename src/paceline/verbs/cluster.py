@@ -60,13 +60,17 @@ def worker_verb(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
     parser.add_argument("--worker", type=number(int), metavar="N", help="which worker to be [any that is missing]")
     parser.add_argument(
+        "--overlap", type=number(int), default=0, metavar="D",
+        help="be D + 1 of the run's workers: while one's push is under way the next computes [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
         "--patience", type=number(float), default=PATIENCE_SECONDS, metavar="S",
         help="seconds to go on trying while the server cannot be reached [%(default)g]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
     from paceline.serving import Visitor, join_server
 
-    visitor = Visitor(parsed.connect, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca, parsed.patience)
+    visitor = Visitor(**vars(parsed))
     with Console() as console:
-        ended = join_server(visitor, parsed.data_dir, parsed.threads, parsed.worker, console)
+        ended = join_server(visitor, console)
     return 0 if ended else 1

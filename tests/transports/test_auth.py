@@ -1,0 +1,126 @@
+"""The proof of the token: both sides or neither, for one connection only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ProtocolError, UserError
+from paceline.transports.auth import (
+    ANSWER_NBYTES,
+    CHALLENGE_NBYTES,
+    PROOF_NBYTES,
+    VARIABLE,
+    Gatekeeper,
+    OtherVersion,
+    Visitor,
+    make_token,
+    read_token,
+)
+
+
+@given(st.binary(max_size=100), st.binary(max_size=40))
+def test_who_knows_the_token_is_let_in(token: bytes, binding: bytes) -> None:
+    gatekeeper, visitor = Gatekeeper(token, binding), Visitor(token, binding)
+    answer = visitor.answer(gatekeeper.challenge)
+    proof = gatekeeper.check(answer)
+    visitor.check(proof)
+    assert (len(gatekeeper.challenge), len(answer), len(proof)) == (CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_who_does_not_is_not(token: bytes, guess: bytes) -> None:
+    if token.rstrip(b"\0") == guess.rstrip(b"\0"):  # a short key is filled with zeros
+        return
+    gatekeeper = Gatekeeper(token)
+    with pytest.raises(ProtocolError, match="wrong token"):
+        gatekeeper.check(Visitor(guess).answer(gatekeeper.challenge))
+
+
+def test_a_recorded_answer_is_worth_nothing_later() -> None:
+    first, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    answer = visitor.answer(first.challenge)
+    first.check(answer)
+    with pytest.raises(ProtocolError, match="wrong token"):
+        Gatekeeper(b"token").check(answer)
+
+
+def test_a_recorded_server_is_known_for_what_it_is() -> None:
+    first, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    proof = first.check(visitor.answer(first.challenge))
+    later = Visitor(b"token")
+    later.answer(first.challenge)
+    with pytest.raises(ProtocolError, match="does not know our token"):
+        later.check(proof)
+
+
+def test_our_own_answer_sent_back_proves_nothing() -> None:
+    gatekeeper, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    answer = visitor.answer(gatekeeper.challenge)
+    with pytest.raises(ProtocolError):
+        visitor.check(answer[-PROOF_NBYTES:])
+
+
+def test_nothing_is_proved_before_a_challenge() -> None:
+    with pytest.raises(ProtocolError):
+        Visitor(b"token").check(b"")
+
+
+def test_a_proof_made_for_another_certificate_is_refused() -> None:
+    """Somebody between both has to show a certificate of his own, and can only pass proofs on."""
+    gatekeeper = Gatekeeper(b"token", b"sha256:ours")
+    with pytest.raises(ProtocolError, match="wrong token"):
+        gatekeeper.check(Visitor(b"token", b"sha256:his").answer(gatekeeper.challenge))
+
+
+@given(st.integers(0, 8 * ANSWER_NBYTES - 1))
+def test_no_bit_of_an_answer_can_be_changed(bit: int) -> None:
+    gatekeeper = Gatekeeper(b"token")
+    answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
+    answer[bit // 8] ^= 1 << bit % 8
+    if bit // 8 in (5, 6, 7):  # padding says nothing
+        gatekeeper.check(answer)
+    else:
+        with pytest.raises(ProtocolError):
+            gatekeeper.check(answer)
+
+
+def test_another_protocol_is_told_from_a_wrong_token() -> None:
+    gatekeeper = Gatekeeper(b"token")
+    answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
+    answer[4] += 1
+    with pytest.raises(OtherVersion, match="protocol 2, where 1 is spoken"):
+        gatekeeper.check(answer)
+
+
+def test_tokens_differ_and_can_be_typed() -> None:
+    assert len({make_token() for _ in range(100)}) == 100
+    assert make_token().decode().isascii()
+
+
+def write(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_token_comes_from_the_file_before_the_variable(tmp_path: Path) -> None:
+    file = write(tmp_path / "token", "from the file\n")
+    assert read_token(file, {VARIABLE: "from the variable"}) == b"from the file"
+    assert read_token(None, {VARIABLE: " from the variable\n"}) == b"from the variable"
+    assert read_token(None, {}) is None
+    assert read_token(write(tmp_path / "shared", "group", 0o640), {}) == b"group"
+
+
+def test_a_token_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="chmod 600"):
+        read_token(write(tmp_path / "open", "secret", 0o644), {})
+    with pytest.raises(UserError, match="cannot be read"):
+        read_token(tmp_path / "nowhere", {})
+    with pytest.raises(UserError, match="is empty"):
+        read_token(write(tmp_path / "empty", "\n"), {})
+    with pytest.raises(UserError, match="is empty"):
+        read_token(None, {VARIABLE: " "})

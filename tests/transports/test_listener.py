@@ -1,0 +1,226 @@
+"""Strangers: each costs a few bytes for a short while, and nothing he sends is worth anything without the token."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+from small_star import TOKEN, Star, Wire, work
+
+from paceline.core.encoding import DENSE
+from paceline.errors import UserError
+from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, Visitor
+from paceline.transports.connection import parse_address
+from paceline.transports.frames import MOST_APPLY, VERSION, Kind, fields_frame, header
+from paceline.transports.listener import Applicant, Listener
+from paceline.transports.tcp_worker import TcpWorkerDoor
+
+
+class Hall:
+    """A listener that is served by hand, at a time of our choosing."""
+
+    def __init__(self, most: int = 256, token: bytes = TOKEN) -> None:
+        self.listener, self.now = Listener("127.0.0.1:0", token, most=most, seconds=10.0), 0.0
+        self.visitors: list[socket.socket] = []
+
+    def __enter__(self) -> Hall:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.listener.close()
+        for visitor in self.visitors:
+            visitor.close()
+
+    def knock(self) -> socket.socket:
+        """A connection that was let in."""
+        visitor = socket.create_connection(parse_address(self.listener.address), timeout=5)
+        self.visitors.append(visitor)
+        assert self.serve() == []
+        return visitor
+
+    def serve(self) -> list[Applicant]:
+        found = self.listener.serve(self.now)
+        for applicant in found:
+            applicant.connection.close()
+        return found
+
+    def prove(self, visitor: socket.socket) -> None:
+        """As one who knows the token."""
+        proof = Visitor(TOKEN)
+        visitor.sendall(proof.answer(visitor.recv(CHALLENGE_NBYTES)))
+        assert self.serve() == []
+        proof.check(visitor.recv(PROOF_NBYTES))
+
+
+def is_closed(visitor: socket.socket) -> bool:
+    """Whether all that comes is an end."""
+    try:
+        while visitor.recv(1000):
+            pass
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_who_proves_and_applies_is_an_applicant() -> None:
+    with Hall() as hall:
+        visitor = hall.knock()
+        hall.prove(visitor)
+        visitor.sendall(fields_frame(Kind.APPLY, {"who": "a worker"}, MOST_APPLY))
+        (applicant,) = hall.serve()
+        assert applicant.fields == {"who": "a worker"}
+        assert applicant.peer == f"127.0.0.1:{visitor.getsockname()[1]}"
+        assert not hall.listener.strangers and not hall.listener.complaints()
+
+
+def test_a_stranger_may_take_his_time_byte_by_byte_but_not_for_ever() -> None:
+    with Hall() as hall:
+        slow, drip = hall.knock(), hall.knock()
+        answer = Visitor(TOKEN).answer(slow.recv(CHALLENGE_NBYTES))
+        for byte in answer:
+            slow.sendall(bytes([byte]))
+            assert hall.serve() == []
+        assert len(slow.recv(PROOF_NBYTES)) == PROOF_NBYTES
+        drip.sendall(b"P")
+        hall.now = 9.9
+        hall.serve()
+        assert len(hall.listener.strangers) == 2
+        drip.sendall(b"A")
+        hall.now = 10.0
+        hall.serve()
+        assert not hall.listener.strangers and is_closed(slow) and is_closed(drip)
+        assert all("no proof within 10 s" in text for text in hall.listener.complaints())
+
+
+def test_only_so_many_strangers_are_let_in_and_the_oldest_goes_first() -> None:
+    with Hall(most=3) as hall:
+        visitors = [hall.knock() for _ in range(5)]
+        assert len(hall.listener.strangers) == 3
+        assert is_closed(visitors[0]) and is_closed(visitors[1])
+        hall.prove(visitors[2])
+        assert len(hall.listener.complaints()) == 2
+
+
+WRONG = {
+    "a wrong token": Visitor(b"a guess"),
+    "no token": Visitor(b""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_token_is_told_and_sent_away(name: str) -> None:
+    with Hall() as hall:
+        visitor = hall.knock()
+        visitor.sendall(WRONG[name].answer(visitor.recv(CHALLENGE_NBYTES)))
+        assert hall.serve() == []
+        assert visitor.recv(1000) == DENIAL and is_closed(visitor)
+        (text,) = hall.listener.complaints()
+        assert text.endswith("was turned away: a wrong token") and "127.0.0.1:" in text
+        assert not hall.listener.strangers
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"GET / HTTP/1.1\r\n" * 10, bytes(ANSWER_NBYTES), header(Kind.APPLY, 1 << 60) * 8, b"PACE\x07" + bytes(90)],
+)
+def test_noise_is_turned_away(noise: bytes) -> None:
+    with Hall() as hall:
+        visitor = hall.knock()
+        visitor.sendall(noise)
+        assert hall.serve() == [] and not hall.listener.strangers
+        assert len(hall.listener.complaints()) == 1 and is_closed(visitor)
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (header(Kind.APPLY, MOST_APPLY + 1), "at most 65536"),
+        (header(Kind.PUSH, 10), "where apply is awaited"),
+        (header(Kind.APPLY, 2) + b"[]", "no JSON object"),
+    ],
+)
+def test_one_who_knows_the_token_still_says_one_small_frame(frame: bytes, reason: str) -> None:
+    with Hall() as hall:
+        visitor = hall.knock()
+        hall.prove(visitor)
+        visitor.sendall(frame)
+        assert hall.serve() == [] and not hall.listener.strangers
+        assert reason in hall.listener.complaints()[0]
+
+
+def test_one_who_hangs_up_is_forgotten() -> None:
+    with Hall() as hall:
+        hall.knock().close()
+        hall.serve()
+        assert not hall.listener.strangers
+
+
+def test_a_recorded_conversation_replayed_is_turned_away() -> None:
+    with Star() as star, Wire(star.listener.address, []) as wire:
+        door = TcpWorkerDoor(wire.address, TOKEN)
+        door.apply({})
+        work(door, DENSE)
+        door.close()
+        pushes = star.server.pushes
+        assert pushes and len(wire.recorded[0]) > 1000
+        with socket.create_connection(parse_address(star.listener.address), timeout=5) as thief:
+            thief.sendall(wire.recorded[0])
+            assert is_closed(thief)
+        assert star.server.pushes == pushes and len(star.applied) == 1
+    assert star.errors and "a wrong token" in star.errors[-1]
+
+
+def test_complaints_of_a_flood_are_few_and_count_all() -> None:
+    with Hall() as hall:
+        for _ in range(50):
+            hall.knock().sendall(bytes(ANSWER_NBYTES))
+            hall.serve()
+        texts = hall.listener.complaints()
+        assert len(texts) == 20 and "50 so far" in texts[-1]
+        assert hall.listener.complaints() == []
+
+
+def test_a_worker_is_told_in_one_line_what_is_wrong() -> None:
+    with Star() as star:
+        with pytest.raises(UserError, match="does not accept our token: give the one"):
+            TcpWorkerDoor(star.listener.address, b"a guess").apply({})
+
+
+@pytest.mark.parametrize(
+    ("greeting", "reason"),
+    [
+        (b"220 mail.example.org ESMTP, what can we do for you?", "is no Paceline server"),
+        (b"PACE" + bytes([VERSION + 1]) + bytes(35), "speaks protocol 2, .*install the same version"),
+    ],
+)
+def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reason: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            visitor, _ = other.accept()
+            with visitor, contextlib.suppress(ConnectionResetError):
+                visitor.sendall(greeting)
+                visitor.recv(1)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(UserError, match=reason):
+            TcpWorkerDoor(f"127.0.0.1:{other.getsockname()[1]}", TOKEN).apply({})
+        thread.join(5)
+
+
+def test_an_address_that_cannot_be_listened_at_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(UserError, match="another program listens there"):
+            Listener(f"127.0.0.1:{taken.getsockname()[1]}", TOKEN)
+    for address, reason in (
+        ("127.0.0.1", "write HOST:PORT"),
+        ("host:99999", "write HOST:PORT"),
+        ("192.0.2.7:0", "assign"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            Listener(address, TOKEN)

@@ -1,0 +1,398 @@
+"""Doors over TCP: what shared memory gives, through cuts of the wire at any byte, and with every push counted once."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_star import TIMING, TOKEN, Star, Told, Wire, answer, codecs, make_server, own_size, work
+
+from paceline.core.encoding import DENSE, Codecs
+from paceline.core.memory import Memory, Sizes
+from paceline.core.messages import Join, Push, Reply, Verdict
+from paceline.errors import Forgotten, ProtocolError, UserError
+from paceline.transports import tcp_worker
+from paceline.transports.connection import Connection
+from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header
+from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot, WorkerDoor, channel
+from paceline.transports.tcp import HEARD, TcpServerDoor, parse_sizes, view
+from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
+
+UPDATES = 4
+USED = [(None, None), ("int8", None), (None, "int8"), ("topk:0.1", "bf16")]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_worker, "FIRST_PAUSE", 0.001)
+
+
+def through_shared_memory(used: Codecs) -> tuple[Told, torch.Tensor]:
+    """The same exchange on one machine."""
+    server, (ours, theirs) = make_server(used, UPDATES), channel()
+    door = ServerDoor(ours, 0, 0)
+
+    def serve() -> None:
+        while (message := door.receive()) is not None:
+            assert not isinstance(message, Figures)
+            answer(server, message.join if isinstance(message, Hello) else message, door)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    worker = WorkerDoor(theirs)
+    told = work(worker, used, Slot.create)
+    worker.close()
+    thread.join(10)
+    ours.close()
+    return told, server.weights
+
+
+def through_tcp(star: Star, used: Codecs, address: str | None = None, **given: Any) -> Told:
+    door = TcpWorkerDoor(address or star.listener.address, TOKEN, **given)
+    assert door.apply({"who": "a worker"})["worker"] == 0
+    told = work(door, used)
+    door.report({"seconds": 1.5})
+    door.close()
+    return told
+
+
+@pytest.mark.parametrize("names", USED)
+def test_a_worker_cannot_tell_tcp_from_shared_memory(names: tuple[str | None, str | None]) -> None:
+    used = codecs(*names)
+    expected, weights = through_shared_memory(used)
+    with Star(used, UPDATES) as star:
+        told = through_tcp(star, used)
+        assert told == expected and len(told.rows) == UPDATES + 1
+        assert torch.equal(star.server.weights, weights)
+    assert not star.errors
+
+
+def test_both_ends_keep_what_shared_memory_keeps() -> None:
+    """State rides behind each push; timing, figures and the own state that was asked for come along."""
+    used = codecs("int8", None)
+    with Star(used, UPDATES) as star:
+        star.want_own = True
+        told = through_tcp(star, used)
+        while not star.figures:
+            time.sleep(0.001)
+        assert star.figures[0].values == {"seconds": 1.5}
+        assert star.doors[0].timing == TIMING
+        assert star.server.worker_states[0].tolist() == [float(UPDATES)] * 3
+        assert list(star.kept) == [0, 1, 2, 3]
+        assert all(torch.equal(star.kept[seq], told.own[seq]) for seq in star.kept)
+        assert len(told.own[0]) == own_size(used) > 0
+
+
+HANDSHAKE = 72 + 16 + len('{"who": "a worker"}')
+CUTS = [
+    [("up", 0)],
+    [("up", 40)],
+    [("up", HANDSHAKE - 1)],
+    [("up", HANDSHAKE + 16)],
+    [("up", HANDSHAKE + 400)],
+    [("up", HANDSHAKE + 800), ("up", 300), ("up", 500), ("up", 900)],
+    [("down", 0)],
+    [("down", 100)],
+    [("down", 200)],
+    [("down", 700), ("down", 800), ("down", 200)],
+    [("down", 1500), ("up", 1200), ("down", 900)],
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_wire_that_breaks_changes_nothing(cuts: list[tuple[str, int]]) -> None:
+    used = codecs("int8", "bf16")
+    expected, weights = through_shared_memory(used)
+    with Star(used, UPDATES) as star, Wire(star.listener.address, cuts) as wire:
+        told = through_tcp(star, used, wire.address)
+        assert wire.num_connections > 1, "it did break"
+        assert told == expected
+        assert torch.equal(star.server.weights, weights)
+        assert star.verdicts.count(Verdict.TAKEN) == UPDATES + 1, "each push counts once, and so does the join"
+        assert star.server.pushes == UPDATES
+
+
+def test_a_push_that_was_taken_is_answered_again_and_not_applied_again() -> None:
+    """The wire breaks after the whole push and before its reply."""
+    with Star(DENSE, UPDATES) as star, Wire(star.listener.address, [("down", 1150)]) as wire:
+        through_tcp(star, DENSE, wire.address)
+        assert star.verdicts.count(Verdict.REPEATED) == 1
+        assert star.server.version == UPDATES
+
+
+def test_a_server_that_was_started_anew_is_told_from_one_that_remembers() -> None:
+    with Star(DENSE, UPDATES) as star:
+        address = star.listener.address
+        door = TcpWorkerDoor(address, TOKEN)
+        door.apply({})
+        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        reply = door.hello(Join(0, 0), memory, {})
+        assert reply is not None
+        star.doors[0].connection.sock.shutdown(socket.SHUT_RDWR)
+        star.forget()
+        push = Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state)
+        with pytest.raises(Forgotten) as forgotten:
+            door.exchange(push, TIMING)
+        assert forgotten.value.welcome["incarnation"] == 0
+        assert star.applied[1] == {"again": True, "worker": 0, "incarnation": 0}
+        star.server = make_server(DENSE, UPDATES)
+        assert door.hello(Join(0, 1), memory, {}) == Reply(0, 0, 0, 0, 0)._replace(incarnation=1)
+        door.close()
+
+
+def test_patience_ends() -> None:
+    with Star(DENSE, UPDATES) as star:
+        door = TcpWorkerDoor(star.listener.address, TOKEN, patience=0.05)
+        door.apply({})
+        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        assert door.hello(Join(0, 0), memory, {}) is not None
+    assert door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING) is None
+    assert door.farewell is None
+    door.close()
+
+
+def test_a_worker_that_is_sent_away_knows_why() -> None:
+    with Star(DENSE, UPDATES) as star:
+        with pytest.raises(UserError, match="nobody wants green"):
+            TcpWorkerDoor(star.listener.address, TOKEN).apply({"unwanted": "green"})
+        door = TcpWorkerDoor(star.listener.address, TOKEN)
+        door.apply({})
+        with pytest.raises(UserError, match="worker 0 sent a memory whose weights are 4000000000"):
+            door.hello(Join(0, 0), Memory(Sizes(4_000_000_000), Memory.private(Sizes(1)).__dict__ | PARTS), {})
+        assert star.doors[0].slot is None, "no memory was taken"
+        door.close()
+
+
+PARTS = {"pulled": torch.empty(0, dtype=torch.uint8), "own": torch.empty(0, dtype=torch.uint8)}
+
+
+def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Star(DENSE, UPDATES) as star:
+        door = TcpWorkerDoor(star.listener.address, TOKEN, beat=0.01)
+        door.apply({})
+        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        assert door.hello(Join(0, 0), memory, {}) is not None
+        first = star.doors[0].last_heard
+        while star.doors[0].last_heard == first:
+            time.sleep(0.001)
+        held, take = threading.Event(), star._handle
+
+        def hold(message: Join | Push, theirs: TcpServerDoor) -> None:
+            """Answer only after some beats have come behind the push."""
+            pushed = theirs.last_heard
+            while theirs.last_heard < pushed + 0.02:
+                assert theirs.receive() is HEARD
+            held.set()
+            take(message, theirs)
+
+        monkeypatch.setattr(star, "_handle", hold)
+        assert door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING) is not None
+        assert held.is_set()
+        door.close()
+        while not star.doors[0].left:
+            time.sleep(0.001)
+
+
+def test_a_broken_connection_is_opened_again_while_the_worker_computes() -> None:
+    with Star(DENSE, UPDATES) as star:
+        door = TcpWorkerDoor(star.listener.address, TOKEN, beat=0.01)
+        door.apply({})
+        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        assert door.hello(Join(0, 0), memory, {}) is not None
+        star.doors[0].connection.sock.shutdown(socket.SHUT_RDWR)
+        while len(star.applied) < 2:
+            time.sleep(0.001)
+        assert star.applied[1]["again"]
+        reply = door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING)
+        assert reply is not None and reply.serial == 1
+        door.close()
+
+
+def test_an_address_where_nobody_listens_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(UserError, match="cannot be reached"):
+        TcpWorkerDoor(address, TOKEN).apply({}, patience=0.01)
+
+
+class Pair:
+    """A server's door, and the raw bytes of its worker's end."""
+
+    def __init__(self, largest: Sizes) -> None:
+        ours, self.raw = socket.socketpair()
+        ours.setblocking(False)
+        self.door = TcpServerDoor(Connection(ours, "a test", waits=False), 0, 0, largest)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.door.connection.close()
+        self.raw.close()
+
+    def greet(self, sizes: Sizes) -> None:
+        fields = {"quota": None, "threads": 1, "sizes": sizes}
+        self.raw.sendall(fields_frame(Kind.HELLO, fields, 1 << 20))
+        assert isinstance(self.door.receive(), Hello)
+
+
+SIZES = Sizes(8, 2, None, None, 0)
+BODY = bytes(range(40))
+
+
+def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, own: int = 0) -> bytes:
+    head = PUSH_HEAD.pack(seq, seq, 2, update, state, own, 0.5, *TIMING)
+    return header(Kind.PUSH, len(head) + len(body)) + head + body
+
+
+def test_a_push_byte_by_byte_counts_with_its_last_byte() -> None:
+    with Pair(SIZES) as pair:
+        pair.greet(SIZES)
+        whole = push_bytes(0)
+        for byte in whole[:-1]:
+            pair.raw.sendall(bytes([byte]))
+            assert pair.door.receive() is HEARD
+        pair.raw.sendall(whole[-1:])
+        message = pair.door.receive()
+        assert isinstance(message, Push) and message.seq == 0
+        assert bytes(view(message.update)) + bytes(view(message.state)) == BODY
+
+
+def test_a_repeated_push_leaves_the_memory_that_is_held_as_it_is() -> None:
+    with Pair(SIZES) as pair:
+        pair.greet(SIZES)
+        pair.raw.sendall(push_bytes(0))
+        held = pair.door.receive()
+        assert isinstance(held, Push)
+        pair.raw.sendall(push_bytes(0, bytes(40)))
+        again = pair.door.receive()
+        assert isinstance(again, Push) and again.seq == 0
+        assert bytes(view(held.update)) == BODY[:32]
+        pair.raw.sendall(push_bytes(1, bytes(40)))
+        pair.door.receive()
+        assert bytes(view(held.update)) == bytes(32)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        push_bytes(0, BODY + b"x"),
+        push_bytes(0, BODY[:-1]),
+        push_bytes(0, update=31, state=9),
+        push_bytes(0, update=1 << 63, state=1 << 63, own=40),
+        push_bytes(0, own=8),
+        header(Kind.PUSH, 10),
+        header(Kind.PUSH, 1 << 40),
+        header(Kind.BEAT, 1),
+        header(Kind.REPLY, 0),
+        fields_frame(Kind.HELLO, {"quota": None, "threads": 1, "sizes": [7, 2, None, None, 0]}, 1000),
+        fields_frame(Kind.HELLO, {"threads": 1, "sizes": SIZES}, 1000),
+        fields_frame(Kind.FIGURES, {"a": "b"}, 1000),
+        b"GET / HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_a_malformed_message_is_its_workers_fault_and_changes_nothing(bad: bytes) -> None:
+    with Pair(SIZES) as pair:
+        pair.greet(SIZES)
+        assert pair.door.slot is not None
+        pair.door.slot.update.fill_(3.0)
+        pair.raw.sendall(bad)
+        with pytest.raises(ProtocolError, match="worker 0 sent"):
+            pair.door.receive()
+        assert pair.door.slot.update.tolist() == [3.0] * 8
+
+
+def test_a_push_before_the_hello_is_refused() -> None:
+    with Pair(SIZES) as pair:
+        pair.raw.sendall(push_bytes(0))
+        with pytest.raises(ProtocolError, match="'push', where"):
+            pair.door.receive()
+
+
+def test_a_reply_that_does_not_fit_the_wire_goes_piece_by_piece() -> None:
+    large = Sizes(3_000_000)
+    with Pair(large) as pair:
+        pair.greet(large)
+        assert pair.door.slot is not None
+        pair.door.slot.weights.copy_(torch.arange(3_000_000))
+        pair.door.answer(Reply(0, 0, 0, 0, 0))
+        assert pair.door.wants_write
+        got = bytearray()
+        while pair.door.wants_write:
+            got += pair.raw.recv(1 << 20)
+            pair.door.flush()
+        pair.raw.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                got += pair.raw.recv(1 << 20)
+        assert bytes(got[-12_000_000:]) == bytes(view(pair.door.slot.weights))
+
+
+@pytest.mark.parametrize(
+    "asked", [None, [1], [1, 2, 3, 4, True], ["8", 2, None, None, 0], [8, 2, 0, None, 0], [-1] * 5]
+)
+def test_sizes_that_are_not_as_expected_take_no_memory(asked: Any) -> None:
+    with pytest.raises(ProtocolError):
+        parse_sizes(asked, SIZES)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("the command openssl is not here")
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def test_the_same_over_tls(certificate: tuple[Path, Path]) -> None:
+    tls = server_tls(*certificate)
+    used = codecs("int8", "bf16")
+    expected, _ = through_shared_memory(used)
+    with Star(used, UPDATES, tls) as star:
+        assert through_tcp(star, used, tls=worker_tls(tls.fingerprint), beat=0.001) == expected
+    with Star(used, UPDATES, tls) as star, Wire(star.listener.address, [("up", 900), ("down", 1500)]) as wire:
+        assert through_tcp(star, used, wire.address, tls=worker_tls()) == expected
+        assert wire.num_connections == 3
+
+
+def test_a_large_reply_crosses_tls(certificate: tuple[Path, Path]) -> None:
+    with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
+        star._largest = Sizes(1_000_000)
+        door = TcpWorkerDoor(star.listener.address, TOKEN, worker_tls())
+        door.apply({})
+        star.server.weights = torch.arange(1_000_000.0)
+        memory = Memory.private(Sizes(1_000_000))
+        assert door.hello(Join(0, 0), memory, {}) is not None
+        assert torch.equal(memory.weights, star.server.weights)
+        door.close()
+
+
+def test_another_certificate_is_refused(certificate: tuple[Path, Path]) -> None:
+    with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
+        with pytest.raises(UserError, match="is it the right server"):
+            TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(fingerprint(b"other"))).apply({})
+        with pytest.raises(UserError, match="not trusted"):
+            TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(authorities=certificate[0])).apply({})
+        with pytest.raises(UserError, match=r"cannot be reached .* TLS on at both ends"):
+            TcpWorkerDoor(star.listener.address, TOKEN).apply({}, patience=0.01)
+    with Star(DENSE, UPDATES) as star:
+        with pytest.raises(UserError, match=r"cannot be reached .* TLS on at both ends"):
+            TcpWorkerDoor(star.listener.address, TOKEN, worker_tls()).apply({}, patience=0.1)
+
+
+def test_bad_certificates_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no certificate and its key"):
+        server_tls(tmp_path / "nowhere", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no certificates"):
+        worker_tls(authorities=tmp_path / "nowhere")
+    with pytest.raises(UserError, match="64 digits"):
+        worker_tls("sha256:12")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="openssl"):
+        make_certificate(tmp_path / "new")
