@@ -171,13 +171,9 @@ def test_without_room_for_others_nothing_is_dealt_anew() -> None:
     assert cluster.join(2).verdict == Verdict.REJECTED
 
 
-def test_there_is_room_for_so_many_and_the_lowest_free_number_is_next() -> None:
+def test_there_is_room_for_so_many() -> None:
     cluster = Cluster(AtOnce(), 2, places=3)
-    assert cluster.server.vacancy() == (2, 0)
-    cluster.join(2)
-    assert cluster.server.vacancy() is None and cluster.join(3).verdict == Verdict.REJECTED
-    cluster.handle(Leave(1, 0))
-    assert cluster.server.vacancy() == (1, 1)
+    assert cluster.join(2).verdict == Verdict.TAKEN and cluster.join(3).verdict == Verdict.REJECTED
 
 
 def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:

@@ -307,14 +307,6 @@ class Server:
             return Outcome(Verdict.TAKEN)
         return Outcome(Verdict.TAKEN, self._settle(Decision(release=(worker,))))
 
-    def vacancy(self) -> tuple[int, int] | None:
-        """The number and incarnation of whoever comes next, unannounced; None where every place is taken."""
-        for worker in range(self.places):
-            member = self.members.get(worker)
-            if worker not in self._awaited and (member is None or not member.live):
-                return worker, member.incarnation + 1 if member is not None else 0
-        return None
-
     def _resume(self) -> Outcome:
         """Everybody is gone, pushes not yet applied are forgotten, and a new starting line is drawn."""
         for worker, member in self.members.items():

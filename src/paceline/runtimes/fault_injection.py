@@ -171,8 +171,10 @@ class Injector:
         assert fault.worker is not None, "a table that was checked names a worker"
         name, pid = f"worker {fault.worker}", self._pids.get(fault.worker)
         if fault.kind in ("join", "drain"):
-            self._tell(fault, f"fault at {fault.at:g} s: {name} is to {fault.kind}", False)
-            if fault.kind == "join" and pid is None:
+            comes = fault.kind == "join" and pid is None
+            what = "is to be drained" if fault.kind == "drain" else "joins" if comes else "is here already"
+            self._tell(fault, f"fault at {fault.at:g} s: {name} {what}", comes)
+            if comes:
                 self._restart(fault.worker)
         elif fault.kind != "crash":
             share = 1.0 if fault.kind == "pause" else 1 - 1 / fault.factor

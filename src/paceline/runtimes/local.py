@@ -105,7 +105,8 @@ class Supervisor:
         back = worker in self._incarnations
         self._incarnations[worker] = self._incarnations[worker] + 1 if back else self._processes.incarnation
         self._numbers[f"worker {worker}"] = worker
-        self._report({"kind": "note", "text": f"worker {worker} {'comes back' if back else 'joins'}"})
+        if back:
+            self._report({"kind": "note", "text": f"worker {worker} comes back"})
         self._start_worker(worker)
 
     def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:

@@ -166,6 +166,8 @@ class Service:
         """A fault was fired on purpose; a worker who is to come back is waited for, even when nobody else is left."""
         if returns:
             self._returning.add(fault["worker"])
+        elif fault["kind"] == "join":
+            self._returning.discard(fault["worker"])  # it is here already
         self.host.note_fault(fault)
         if fault["kind"] == "drain":
             self.host.drain(fault["worker"])
