@@ -69,6 +69,21 @@ def test_a_resumed_run_knows_its_deals_and_who_was_drained(record: Record) -> No
     assert again._awaited == {1}  # worker 0 was sent away, and 2 came by itself
 
 
+def test_the_clock_of_a_run_whose_workers_were_all_drained_runs_when_one_comes_again(record: Record) -> None:
+    run = record(strategy="async", workers=1, epochs=2.0)
+    run.join_all()
+    run.host.drain(0)
+    run.push(0)
+    run.leave(0)
+    run.host.clock.halt()  # as when it was resumed
+    run.host.handle(Resume())
+    assert run.server.started and not run.server.over
+    stood_at = run.host.clock.now()
+    assert run.host.clock.now() == stood_at
+    run.join(0)
+    assert run.host.clock.now() > stood_at and run.seats[0].pending is not None
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_room_for_others_changes_nothing_while_nobody_comes(record: Record, strategy: str) -> None:
     runs = [

@@ -112,15 +112,14 @@ class Host:
 
     def _handle(self, message: Input) -> None:
         now = self.clock.now()
-        was_started = self.server.started
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
         if self.server.samples >= self._next_evaluation and not self.server.over:
             self._evaluate_on_the_way()
         if self.server.over:
             self.clock.halt()
-        elif not was_started and self.server.started:
-            self.clock.go()
+        elif self.server.started and isinstance(message, Join | Leave):
+            self.clock.go()  # who came, or will never come, was the last to be awaited
         for reply in outcome.replies:
             if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
                 self.server.hand_out(reply, self.memories[reply.worker])
