@@ -68,9 +68,10 @@ def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
-    settings = ("--strategy", "async", "--workers", "2", "--steps", "400", "--codec", "int8")
+    settings = ("--strategy", "async", "--rule", "foresight", "--average", "on", "--codec", "int8")
     with ExitStack() as stack:
-        server = serve(stack, tmp_path, *RUN, *settings, "--checkpoint-every", "0.3")
+        length = ("--workers", "2", "--steps", "400", "--checkpoint-every", "0.3")
+        server = serve(stack, tmp_path, *RUN, *settings, *length)
         there = workers(stack, tmp_path, 2)
         wait_for_records(tmp_path / "runs/it", 150)
         server.process.kill()

@@ -125,6 +125,7 @@ class SharedRing:
         """A worker's process is gone: its counters stand still, so everybody finds it missing from the same round."""
         self._gone[worker] = 1
         self._ring_all()
+        os.eventfd_write(self._bells[self.worker], 1)  # this one too: whoever tells may be another thread
 
     def ready(self) -> None:
         """Before the gradient is written again: until all have read the last one."""
