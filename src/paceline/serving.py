@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.assemble import on_ring, parse_strategy, resolve
+from paceline.assemble import check_names, on_ring, parse_strategy, resolve
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset, Location, load
-from paceline.errors import UserError
+from paceline.errors import ServerLost, UserError
 from paceline.launch import (
     facts_of,
     hint,
@@ -53,23 +54,27 @@ def serve(config: RunConfig, entrance: Entrance, console: Console) -> tuple[RunF
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _serve(config, folder, location, entrance, console, resume=False)
+        return folder, _keep_serving(config, folder, location, entrance, console, resume=False)
 
 
-def serve_again(path: Path, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Go on serving a run whose server ended, where it was served before: its workers find back by themselves."""
+def serve_again(
+    path: Path, entrance: Entrance, console: Console, upkeep: dict[str, Any] | None = None
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Go on serving a run whose server ended, where it was served before: its workers find back by themselves.
+
+    `upkeep` are settings about the run's files that are to be others from here on.
+    """
     folder = RunFolder.open(path)
-    config = folder.config()
+    config = dataclasses.replace(folder.config(), **(upkeep or {}))
+    check_names(config)
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
     _require_star(config)
     if entrance.listen is None:
-        entrance = Entrance(
-            _address_before(folder), entrance.token_file, entrance.tls, entrance.certificate, entrance.key
-        )
+        entrance = dataclasses.replace(entrance, listen=_address_before(folder))
     with folder.locked():
-        return folder, _serve(config, folder, locate_data(config), entrance, console, resume=True)
+        return folder, _keep_serving(config, folder, locate_data(config), entrance, console, resume=True)
 
 
 def _address_before(folder: RunFolder) -> str:
@@ -86,6 +91,35 @@ def _require_star(config: RunConfig) -> None:
         raise UserError(f"--device {config.device}: workers that come over the network compute on CPUs; leave it out")
     if config.faults is not None:
         raise UserError(f"--faults {config.faults}: processes of other machines are not ours to kill; leave it out")
+
+
+def _keep_serving(
+    config: RunConfig,
+    folder: RunFolder,
+    location: Location | None,
+    entrance: Entrance,
+    console: Console,
+    resume: bool,
+) -> dict[str, Any]:
+    """Serve in this process, or with `--restart` in others that replace each other at the same address."""
+    if not config.restart:
+        return _serve(config, folder, location, entrance, console, resume)
+    from paceline.runtimes.keeper import keep_going
+
+    def live(again: bool) -> None:
+        door = dataclasses.replace(entrance, listen=_address_before(folder)) if again else entrance
+        with console:
+            _serve(config, folder, location, door, console, resume or again)
+
+    def lost(what: str) -> ServerLost | None:
+        way_on = f"'paceline server --resume {folder.path}' goes on from there"
+        return ServerLost(what, way_on) if folder.arrivals_file.exists() else None
+
+    for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
+        console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")
+    result = folder.result()
+    assert result is not None, f"{folder.path} holds no result although its server finished"
+    return result
 
 
 def _serve(

@@ -72,7 +72,7 @@ def ask_to_drain(folder: RunFolder, workers: tuple[int, ...], patience: float = 
             with contextlib.suppress(FileNotFoundError):
                 refused = json.loads(answer_file.read_bytes())["refused"]
                 return {int(worker): why for worker, why in refused.items()}
-            if not folder.is_training:
+            if not folder.is_locked():
                 raise RunFailed(f"{folder.path} ended before it took the request up")
             time.sleep(_LOOK_AGAIN)
     finally:

@@ -57,6 +57,7 @@ class ClusterService(Service):
     def __init__(self, host: Host, line: OwnLine, expected: dict[str, Any], largest: Sizes, listener: Listener) -> None:
         super().__init__(host, line, expected)
         self._listener, self._largest = listener, largest
+        host.accounts.way = "sending"
         self._tcp: dict[int, TcpServerDoor] = {}
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
@@ -113,6 +114,7 @@ class ClusterService(Service):
         if now - self._signs.get(worker, 0.0) > SIGN_SECONDS:
             self._signs[worker] = now
             self._deadlines.heard(worker, now)
+            self.host.accounts.deadlines.beat(worker, self.host.clock.source())
         self._deadlines.asked(worker, now)
 
     # applicants
@@ -142,7 +144,9 @@ class ClusterService(Service):
         if worker in self._tcp:  # a newcomer is sure, and that the other comes back is not
             self._send_off(self._tcp[worker])
         member = self.host.server.members.get(worker)
-        known = {"worker": worker, "incarnation": member.incarnation + 1 if member is not None else 0}
+        least = self.host.first_incarnation
+        incarnation = max(least, member.incarnation + 1) if member is not None else least
+        known = {"worker": worker, "incarnation": incarnation}
         door = applicant.welcome({**self._welcome, **known}, self._largest)
         self._seat(door)
 

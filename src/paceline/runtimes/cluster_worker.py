@@ -186,6 +186,7 @@ class Lane:
         assert self._push is not None
         with self._being_forgotten():
             self._reply = self._door.exchange(*self._push)
+            self._stopwatch.arrived()
 
     @contextlib.contextmanager
     def _being_forgotten(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ def drain_verb(arguments: list[str]) -> int:
     config = folder.config()
     if on_ring(config):
         raise UserError(f"{folder.path} is a ring ({config.strategy}), which nobody leaves: stop it, or let it finish")
-    if not folder.is_training:
+    if not folder.is_locked():
         raise UserError(f"{folder.path} is not being trained now: there is nobody to drain")
     workers = tuple(dict.fromkeys(parsed.workers))
     refused = ask_to_drain(folder, workers)

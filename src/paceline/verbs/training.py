@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from paceline.config import SIMULATED_ONLY
+from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
@@ -32,6 +32,8 @@ SCRIPT_DECIDES = (
     "eval_train",
     "score",
     "target_accuracy",
+    "restart",
+    "recovery",
 )
 TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
 
@@ -76,12 +78,14 @@ def run_verb(arguments: list[str]) -> int:
 def resume_verb(arguments: list[str]) -> int:
     parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     from paceline.launch import resume
 
     with Console() as console:
-        folder, result = resume(Path(parsed.run), console)
+        upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
+        folder, result = resume(Path(parsed.run), console, upkeep)
     return show(folder, result, parsed.json)
 
 
