@@ -43,6 +43,8 @@ class Member:
     """Somebody outside asked that it leaves after the push it is making."""
     dismissed: bool = False
     """It was told that it is over for it alone."""
+    threads: int = 0
+    """It computes on so many, which some sums depend on; 0: nobody said."""
 
     @property
     def spent(self) -> bool:
@@ -220,6 +222,7 @@ class Server:
         accepted, pushes = (member.accepted, member.pushes) if member else (0, 0)
         unwanted = member is not None and member.draining and not member.dismissed  # lost before it could be told
         member = Member(join.incarnation, join.quota, accepted=accepted, pushes=pushes, dismissed=unwanted)
+        member.threads = join.threads
         self.members[join.worker] = member
         self._count_again()
         was_started = self.started
