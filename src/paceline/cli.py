@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.benching import bench_verb
-from paceline.verbs.cluster import server_verb, worker_verb
+from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
@@ -85,6 +85,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "run": (run_verb, "run your own training loop on several workers"),
     "server": (server_verb, "serve a run to workers on other machines"),
     "worker": (worker_verb, "work for such a server"),
+    "shard": (shard_verb, "hold a part of the weights for a server with --servers"),
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
     "replay": (replay_verb, "execute a run again from its log and compare"),
     "compare": (compare_verb, "several runs in one table"),

@@ -76,6 +76,10 @@ class Host:
         self.send: Callable[[Reply], None] = _nobody
         self.may_be_cut: Callable[[], bool] = lambda: True
         """Whether workers' memories hold all that belongs into a checkpoint."""
+        self.announce: Callable[[Input], None] = lambda message: None
+        """Told of every input before it is handled."""
+        self.gather: Callable[[], None] = lambda: None
+        """Brings all weights and rule state here, where other servers have parts of them."""
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
@@ -111,6 +115,7 @@ class Host:
     def _handle(self, message: Input) -> None:
         now = self.clock.now()
         was_started = self.server.started
+        self.announce(message)
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
         if self.server.samples >= self._next_evaluation and not self.server.over:
@@ -143,6 +148,8 @@ class Host:
     def _keep_weights(self) -> None:
         """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""
         assert self._snapshots is not None
+        if self.server.over or self._snapshots.is_due(self.server):
+            self.gather()
         self._snapshots.look(self.server)
         if self.server.over:
             self._snapshots.end(self.server)
@@ -220,6 +227,7 @@ class Host:
     def checkpoint(self) -> None:
         """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
         now = self.clock.now()
+        self.gather()
         cut = take_cut(self.server, self.memories, self.log.nbytes, now)
         self._writer.do("a checkpoint", lambda: write_cut(self.folder.checkpoints, cut))
         self.events.write("checkpoint", now, updates=self.server.version)
@@ -244,6 +252,7 @@ class Host:
         if self.task is None or self.task.test is None:
             return
         self.clock.halt()
+        self.gather()
         began = time.perf_counter()
         scores = self._score("test")
         seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
@@ -325,6 +334,7 @@ class Host:
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
         """Score, save the weights, write the result (with what else was found) last of all, and return it."""
         self.clock.halt()
+        self.gather()
         status = self.status
         timing = self.timekeeper.row(self.server.pushes)
         if timing is not None:
