@@ -47,13 +47,17 @@ class Entrance:
     elsewhere: bool = False
     """Whether the others are not started here."""
 
+    @property
+    def num_servers(self) -> int:
+        return 1 if self.servers is None else self.servers
+
 
 def serve(config: RunConfig, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Serve a new run to workers that come over the network."""
     config = resolve(config)
     refuse_imagined(config)
     _require_star(config)
-    require_cuttable(config, entrance.servers or 1)
+    require_cuttable(config, entrance.num_servers)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
@@ -75,7 +79,7 @@ def serve_again(path: Path, entrance: Entrance, console: Console) -> tuple[RunFo
         entrance = replace(entrance, listen=str(before["address"]))
     if entrance.servers is None:
         entrance = replace(entrance, servers=1 + len(before.get("shards", ())))
-    require_cuttable(config, entrance.servers or 1)
+    require_cuttable(config, entrance.num_servers)
     with folder.locked():
         return folder, _serve(config, folder, locate_data(config), entrance, console, resume=True)
 
@@ -120,12 +124,12 @@ def _serve(
     listener = Listener(entrance.listen or LOOPBACK, token, tls)
     dataset = load(location, report=console.report) if location is not None else None
     line = OwnLine(console.report)
-    facts = {**facts_of(config, location), "servers": entrance.servers or 1}
+    facts = {**facts_of(config, location), "servers": entrance.num_servers}
     host = make_host(config, dataset, folder, console.report, facts, resume)
     assert host.work is not None
     if not resume:
         hint(config, location, console, host.work.skew)
-    with Retinue((entrance.servers or 1) - 1, entrance.elsewhere, listener, token, tls) as retinue:
+    with Retinue(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
         service = retinue.service(host, line, console)
         known = {"address": listener.address, "pid": os.getpid(), **retinue.known}
         write_atomically(folder.server_file, json.dumps(known).encode())

@@ -77,6 +77,11 @@ class ShardService:
         except (ConnectionError, ProtocolError) as error:
             self._say(f"the first server is gone: {error}")
             return False
+        finally:
+            self._selector.close()
+            self._link.close()
+            for door in self._doors.values():
+                door.close()
         return True
 
     def _is_over(self) -> bool:
