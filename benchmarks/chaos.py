@@ -39,9 +39,9 @@ class Link:
         self._target, self._is_cut = target, False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
-        self._ends: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
 
     def _accept(self) -> None:
         while True:
@@ -57,38 +57,50 @@ class Link:
                 near.close()
                 continue
             far.settimeout(None)
-            with self._lock:
-                self._ends |= {near, far}
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+            thread = threading.Thread(target=self._carry, args=(near, far), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-    def _carry(self, one: socket.socket, other: socket.socket) -> None:
-        try:
-            while piece := one.recv(1 << 16):
-                other.sendall(piece)
-        except OSError:
-            pass  # cut, or an end died: both ends are closed below
-        for end in (one, other):
-            with contextlib.suppress(OSError):  # the other direction did it already
-                end.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            self._ends -= {one, other}
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        """Both ways until one end is gone, then neither way."""
+        self._pairs.add((near, far))
+        back = threading.Thread(target=_pour, args=(far, near), daemon=True)
+        back.start()
+        _pour(near, far)
+        back.join()
+        self._pairs.discard((near, far))
+        near.close()
+        far.close()
 
     def cut(self) -> None:
         """Break all connections, in the middle of whatever they carry."""
         self._is_cut = True
-        with self._lock:
-            ends = list(self._ends)
-        for end in ends:
-            with contextlib.suppress(OSError):  # it was closed meanwhile
-                end.shutdown(socket.SHUT_RDWR)
+        for pair in list(self._pairs):
+            _break(*pair)
 
     def heal(self) -> None:
         self._is_cut = False
 
     def close(self) -> None:
-        self._listener.close()
+        """Let nobody through any more, and be gone."""
+        _break(self._listener)
         self.cut()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+
+def _pour(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # cut, or an end died
+        while piece := one.recv(1 << 16):
+            other.sendall(piece)
+    _break(one, other)
+
+
+def _break(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):  # it is broken already
+            end.shutdown(socket.SHUT_RDWR)
 
 
 class Cluster:

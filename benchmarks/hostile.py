@@ -2,7 +2,7 @@
 
     python benchmarks/hostile.py [--frames N] [--rate N] [--floats N]
 
-One process serves, one honest worker exchanges pushes for weights with a little arithmetic in between, and one sends:
+One process serves, one honest worker exchanges pushes for weights with the arithmetic of LeNet5 in between, one sends:
 fuzzed headers and sizes, truncations, replays of a recorded conversation, no token, a wrong one, fuzz behind a right
 one, bytes that drip, and connections that say nothing. In turns it sends to the server and to a sink that answers
 alike. Shown: the honest worker's rate with one over its rate with the other, what the server applied beyond the honest
@@ -36,8 +36,8 @@ BAR = 0.9
 MOST_GROWTH_MIB = 8.0
 MOST_IDLE = 1000
 MOST_DRIPPING = 50
-ARITHMETIC = 40
-"""Passes over its weights that the honest worker makes for each push."""
+ARITHMETIC = 600
+"""Passes over its weights that the honest worker makes for each push: about what a step of LeNet5 takes."""
 
 
 def memory_mib() -> float:

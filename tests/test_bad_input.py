@@ -85,6 +85,13 @@ CASES = {
     "a fold and a share": (["--fold", "1/5", "--validation", ".1"], "holds out a part already"),
     "a fold and evaluations": (["--fold", "1/5", "--eval-every", "1"], "leaves the test set alone"),
     "more folds than samples": ([*SAMPLE, "--fold", "1/12001"], "use fewer folds"),
+    "no checkpoint kept": (["--keep", "0"], "--keep must be at least 1, got 0"),
+    "fewer restarts than none": (["--restart", "-1"], "--restart must be zero or more, got -1"),
+    "a restart of this very process": (
+        [*SAMPLE, "--strategy", "classic", "--restart", "2"],
+        "--restart 2 starts a killed server again, and --strategy classic trains in the process of this command",
+    ),
+    "an unknown recovery": (["--recovery", "checkpoints"], "unknown recovery 'checkpoints': did you mean 'checkpoint'"),
     "target without evaluation": (["--target-accuracy", "90"], "add --eval-every"),
 }
 

@@ -61,6 +61,7 @@ SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
 SCORES = ("all", "test", "none")
+RECOVERIES = ("log", "checkpoint")
 PRECISIONS = ("fp32", "bf16")
 LOCAL_STEPS = ("even", "speed")
 PATHS = ("star", "ring")
@@ -186,7 +187,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
     """
     strategy = parse_strategy(config.strategy)
     config = dataclasses.replace(config, rule=rule_for(config))
-    _check_names(config)
+    check_names(config)
     workers = config.workers or (1 if strategy.name == "classic" else 2)
     _check_combinations(config, strategy, workers)
     resolved = dataclasses.replace(
@@ -268,12 +269,14 @@ def _anchored(task: str | None) -> str | None:
     return f"{os.path.abspath(file)}:{name}"  # noqa: PTH100
 
 
-def _check_names(config: RunConfig) -> None:
+def check_names(config: RunConfig) -> None:
+    """Every setting that is a name out of a few must be one of them."""
     named: list[tuple[str, str, Iterable[str]]] = [
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("epoch mode", config.epoch_mode, EPOCH_MODES),
         ("device", config.device, DEVICES),
         ("score", config.score, SCORES),
+        ("recovery", config.recovery, RECOVERIES),
         ("precision", config.precision, PRECISIONS),
         ("local steps", config.local_steps or "even", LOCAL_STEPS),
         ("path", config.path or "star", PATHS),

@@ -11,6 +11,7 @@ from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.benching import bench_verb
 from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
 from paceline.verbs.landscape import landscape_verb
+from paceline.verbs.looking import list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb, sweep_verb
@@ -88,6 +89,8 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "shard": (shard_verb, "hold a part of the weights for a server with --servers"),
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
     "replay": (replay_verb, "execute a run again from its log and compare"),
+    "status": (status_verb, "how a run stands, and which worker is slow and why"),
+    "list": (list_verb, "the runs of a folder, newest first"),
     "compare": (compare_verb, "several runs in one table"),
     "landscape": (landscape_verb, "the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),

@@ -225,6 +225,20 @@ class RunConfig:
         None, "cluster", "size of the model for --timing-only, as in 25.6M (default: the model's)", metavar="COUNT"
     )
     checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
+    keep: int = setting(2, "run folder", "how many checkpoints are kept, the newest", _at_least_one)
+    restart: int = setting(
+        0, "run folder", "start a server that was killed again from checkpoint and log, so many times", _not_negative
+    )
+    recovery: str = setting(
+        "log",
+        "run folder",
+        "after a crash: log (what was acknowledged since the checkpoint is computed again) or checkpoint (it is lost, "
+        "and counted)",
+        metavar="log|checkpoint",
+    )
+    durable: bool = setting(
+        False, "run folder", "sync the log to the disk before each reply, so that a power cut loses nothing either"
+    )
     snapshots: float | None = setting(
         None,
         "run folder",
@@ -253,6 +267,9 @@ def is_simulated(config: RunConfig) -> bool:
 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a cluster that does not exist."""
+
+UPKEEP = ("keep", "restart", "recovery", "durable")
+"""Settings that are about the run's files and say nothing about what is trained: a resumed run may have others."""
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
 ALIASES = {spec.metadata["alias"]: name for name, spec in FIELDS.items() if spec.metadata["alias"]}
@@ -312,12 +329,12 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def to_toml(config: RunConfig) -> str:
+def to_toml(config: RunConfig, left_out: tuple[str, ...] = ()) -> str:
     """The config as TOML; settings that are None are left out."""
     lines = []
     for name in FIELDS:
         value = getattr(config, name)
-        if value is not None:
+        if value is not None and name not in left_out:
             lines.append(f"{name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 

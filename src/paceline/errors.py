@@ -5,6 +5,8 @@
     │   └── DataError        a data file is missing, truncated or corrupted
     ├── Diverged             training produced numbers that are not finite: exit code 3
     ├── RunFailed            a process of ours died or the machine ran out of something: exit code 1
+    │   └── ServerLost       the process that keeps the run was killed; what it had acknowledged is in its folder
+    ├── Reported             what a process of ours said last, with the exit code that it asked for
     ├── Forgotten            a server that was started anew does not know this worker, which may join again
     ├── Interrupted          Ctrl-C or SIGTERM among many runs, with what was kept: exit code 130
     └── ProtocolError        the other side of a transport sent what it must not: its fault, never ours
@@ -42,6 +44,22 @@ class Diverged(PacelineError):
 
 class RunFailed(PacelineError):
     """The run could not go on, through no fault of its settings."""
+
+
+class ServerLost(RunFailed):
+    """The process that kept the run is gone; `what` says how, and the run can be resumed."""
+
+    def __init__(self, what: str, way_on: str) -> None:
+        super().__init__(f"{what}: nothing acknowledged is lost, {way_on}")
+        self.what = what
+
+
+class Reported(PacelineError):
+    """A process of ours could not go on, and said why."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class Forgotten(PacelineError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import lr_scale, on_ring, parse_strategy, pushes_in_a_step, resolve
+from paceline.assemble import check_names, lr_scale, on_ring, parse_strategy, pushes_in_a_step, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
@@ -25,7 +25,7 @@ from paceline.preparation import reading_of
 from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
 from paceline.rulebook import chosen
-from paceline.runs.arrivals import read_arrivals
+from paceline.runs.arrivals import next_life
 from paceline.runs.environment import git_state
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, is_script
 
@@ -35,8 +35,13 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
     rank = rank_here()
     if rank is not None:
         config = config_of(rank, config)
+        if not on_ring(config):
+            from paceline.launched import train_as_rank_of_star
+
+            return train_as_rank_of_star(config, rank, console)
     config = resolve(config, launched=rank is not None)
     refuse_imagined(config)
+    refuse_restart(config, launched=rank is not None)
     faults = _faults(config)
     config, location = settle_data(config)
     require_device(config)
@@ -49,12 +54,16 @@ def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any
         return folder, _train_on_processes(config, folder, location, console, incarnation=0, faults=faults)
 
 
-def resume(path: Path, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Go on with a run that was stopped or killed, from its newest checkpoint and its log."""
+def resume(path: Path, console: Console, upkeep: dict[str, Any] | None = None) -> tuple[RunFolder, dict[str, Any]]:
+    """Go on with a run that was stopped or killed, from its newest checkpoint and its log.
+
+    `upkeep` are settings about the run's files that are to be others from here on.
+    """
     if rank_here() is not None:
         raise UserError(f"{path} is resumed by one command on one machine: leave the launcher out")
     folder = RunFolder.open(path)
-    config = folder.config()
+    config = dataclasses.replace(folder.config(), **(upkeep or {}))
+    check_names(config)
     if is_script(config):
         raise UserError(f"{path} is a run of your own loop, which cannot be resumed yet: start the script again")
     if is_simulated(config):
@@ -68,8 +77,8 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
     location = locate_data(config)
-    records, _ = read_arrivals(folder.arrivals_file, config)
-    incarnation = 1 + max((record.incarnation for record in records if record.kind == "join"), default=0)
+    refuse_restart(config)
+    incarnation, _ = next_life(folder.arrivals_file, config)
     if in_this_process(config):
         require_device(config)
         return _train_here(config, folder, location, console, incarnation)
@@ -83,6 +92,18 @@ def refuse_imagined(config: RunConfig) -> None:
         raise UserError(
             f"{asked[0]} = {getattr(config, asked[0])!r} is for 'paceline simulate': real machines have theirs"
         )
+
+
+def refuse_restart(config: RunConfig, launched: bool = False) -> None:
+    """Only processes of our own are started again."""
+    if not config.restart or not (launched or in_this_process(config)):
+        return
+    what = "--device cuda" if config.device == "cuda" else "--strategy classic"
+    why = "a launcher started these processes" if launched else f"{what} trains in the process of this command"
+    raise UserError(
+        f"--restart {config.restart} starts a killed server again, and {why}: leave it out, "
+        "'paceline resume' goes on after a kill"
+    )
 
 
 def _faults(config: RunConfig) -> tuple[Fault, ...]:
@@ -234,7 +255,6 @@ def _train_here(
     incarnation: int,
 ) -> dict[str, Any]:
     """`classic`, or several workers on one GPU: everything in this process; an incarnation above 0 resumes."""
-    from paceline.core.messages import Resume
     from paceline.crew import make_join, make_seat, make_server, make_task, prepare_device, work_of
     from paceline.runs.resume import rebuild
     from paceline.runtimes.allocator import keep_freed_memory
@@ -252,10 +272,11 @@ def _train_here(
     def seat(join: Any) -> Any:
         return make_seat(config, make_task(config, dataset).to(device), work, join)
 
-    seconds = rebuild(server, seat, task, config, folder, console.report) if incarnation else 0.0
+    rebuilt = rebuild(server, seat, task, config, folder, console.report) if incarnation else None
+    seconds = rebuilt.now if rebuilt is not None else 0.0
     host = Host(server, task, work, config, folder, console.report, seconds, facts_of(config, location))
-    if incarnation:
-        host.handle(Resume())
+    if rebuilt is not None:
+        host.go_on(rebuilt)
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with stop_signals(console) as reason:
         delays = parse_delays(config.delay or [], config.workers or 1)

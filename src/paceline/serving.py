@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import on_ring, parse_strategy, resolve
+from paceline.assemble import check_names, on_ring, parse_strategy, resolve
 from paceline.config import RunConfig
 from paceline.cutting import require_cuttable
 from paceline.data.datasets import Dataset, Location, load
-from paceline.errors import UserError
+from paceline.errors import ServerLost, UserError
 from paceline.launch import (
     facts_of,
     hint,
@@ -34,6 +36,17 @@ LOOPBACK = "127.0.0.1:0"
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A server that listens: where, and what ends its run from another thread."""
+
+    address: str
+    stop: Callable[[str], None]
+
+
+Tell = Callable[[Opened], None]
+
+
+@dataclass(frozen=True)
 class Entrance:
     """Where a server listens, and what a worker must show there."""
 
@@ -52,36 +65,45 @@ class Entrance:
         return 1 if self.servers is None else self.servers
 
 
-def serve(config: RunConfig, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve a new run to workers that come over the network."""
+def serve(
+    config: RunConfig, entrance: Entrance, console: Console, tell: Tell | None = None
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Serve a new run to workers that come over the network; `tell` is called once they can."""
     config = resolve(config)
     refuse_imagined(config)
-    _require_star(config)
+    require_star(config)
     require_cuttable(config, entrance.num_servers)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _serve(config, folder, location, entrance, console, resume=False)
+        return folder, _keep_serving(config, folder, location, entrance, console, tell, resume=False)
 
 
-def serve_again(path: Path, entrance: Entrance, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Go on serving a run whose server ended, where it was served before: its workers find back by themselves."""
+def serve_again(
+    path: Path,
+    entrance: Entrance,
+    console: Console,
+    tell: Tell | None = None,
+    upkeep: dict[str, Any] | None = None,
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Go on serving a run whose server ended, where it was served before: its workers find back by themselves.
+
+    `upkeep` are settings about the run's files that are to be others from here on.
+    """
     folder = RunFolder.open(path)
-    config = folder.config()
+    config = dataclasses.replace(folder.config(), **(upkeep or {}))
+    check_names(config)
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
-    _require_star(config)
-    before = _before(folder)
+    require_star(config)
     if entrance.listen is None:
-        if "address" not in before:
-            raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT")
-        entrance = replace(entrance, listen=str(before["address"]))
+        entrance = dataclasses.replace(entrance, listen=_address_before(folder))
     if entrance.servers is None:
-        entrance = replace(entrance, servers=1 + len(before.get("shards", ())))
+        entrance = dataclasses.replace(entrance, servers=1 + len(_before(folder).get("shards", ())))
     require_cuttable(config, entrance.num_servers)
     with folder.locked():
-        return folder, _serve(config, folder, locate_data(config), entrance, console, resume=True)
+        return folder, _keep_serving(config, folder, locate_data(config), entrance, console, tell, resume=True)
 
 
 def _before(folder: RunFolder) -> dict[str, Any]:
@@ -93,7 +115,14 @@ def _before(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def _require_star(config: RunConfig) -> None:
+def _address_before(folder: RunFolder) -> str:
+    before = _before(folder)
+    if "address" not in before:
+        raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT")
+    return str(before["address"])
+
+
+def require_star(config: RunConfig) -> None:
     if on_ring(config) or parse_strategy(config.strategy).name == "classic":
         raise UserError(f"--strategy {config.strategy} has no server: choose sync, async, bounded:S or backup:B")
     if config.device != "cpu":
@@ -102,12 +131,45 @@ def _require_star(config: RunConfig) -> None:
         raise UserError(f"--faults {config.faults}: processes of other machines are not ours to kill; leave it out")
 
 
+def _keep_serving(
+    config: RunConfig,
+    folder: RunFolder,
+    location: Location | None,
+    entrance: Entrance,
+    console: Console,
+    tell: Tell | None,
+    resume: bool,
+) -> dict[str, Any]:
+    """Serve in this process, or with `--restart` in others that replace each other at the same address."""
+    if not config.restart:
+        return _serve(config, folder, location, entrance, console, tell, resume)
+    if tell is not None:
+        raise UserError(f"--restart {config.restart}: whoever placed this server starts it again; leave it out")
+    from paceline.runtimes.keeper import keep_going
+
+    def live(again: bool) -> None:
+        door = dataclasses.replace(entrance, listen=_address_before(folder)) if again else entrance
+        with console:
+            _serve(config, folder, location, door, console, None, resume or again)
+
+    def lost(what: str) -> ServerLost | None:
+        way_on = f"'paceline server --resume {folder.path}' goes on from there"
+        return ServerLost(what, way_on) if folder.arrivals_file.exists() else None
+
+    for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
+        console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")
+    result = folder.result()
+    assert result is not None, f"{folder.path} holds no result although its server finished"
+    return result
+
+
 def _serve(
     config: RunConfig,
     folder: RunFolder,
     location: Location | None,
     entrance: Entrance,
     console: Console,
+    tell: Tell | None,
     resume: bool,
 ) -> dict[str, Any]:
     import torch
@@ -135,6 +197,8 @@ def _serve(
         write_atomically(folder.server_file, json.dumps(known).encode())
         console.note(_where(listener.address))
         with stop_signals(console, line.stop):
+            if tell is not None:
+                tell(Opened(listener.address, line.stop))
             with torch.inference_mode():
                 service.run()
             result = host.finish()

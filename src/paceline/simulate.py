@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paceline.assemble import resolve
@@ -25,6 +26,7 @@ from paceline.launch import facts_of, hint, holding, locate_data, stop_signals
 from paceline.quantities import count
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runtimes.accounts import Spent
 from paceline.runtimes.simulated import Simulation
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
@@ -65,7 +67,6 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
 def _simulate(
     config: RunConfig, folder: RunFolder, location: Location | None, faults: tuple[Fault, ...], console: Console
 ) -> dict[str, Any]:
-    from paceline.core.messages import Resume
     from paceline.runs.resume import rebuild
     from paceline.runtimes.agenda import Agenda
     from paceline.runtimes.host import Host
@@ -77,14 +78,15 @@ def _simulate(
 
     def start_server() -> Host:
         """The first time a new one; later, what checkpoint and log say it was."""
-        server, so_far = crew.make_server(), 0.0
+        server, rebuilt = crew.make_server(), None
         if hosts:
             hosts[-1].close()
-            so_far = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
-        facts = facts_of(config, location)
+            rebuilt = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
+        so_far, facts = rebuilt.now if rebuilt is not None else 0.0, facts_of(config, location)
         host = Host(server, crew.model, crew.work, config, folder, console.report, so_far, facts, lambda: agenda.now)
-        if hosts:
-            host.handle(Resume())
+        host.accounts.spent = lambda worker: _spent(simulation, worker)
+        if rebuilt is not None:
+            host.go_on(rebuilt)
         hosts.append(host)
         return host
 
@@ -153,16 +155,22 @@ def _timing_crew(config: RunConfig) -> Crew:
     return Crew(model, None, [quota] * workers, layout.size, server, lambda join: Seat(model, model, join))
 
 
+def _spent(simulation: Simulation, number: int) -> Spent:
+    """Where a worker's time has gone so far: what is neither a step nor a message under way is waiting."""
+    worker, sending, now = simulation.workers[number], simulation.wire.lines[number].under_way, simulation.agenda.now
+    here = worker.present + (now - worker.joined_at if worker.seat is not None else 0.0)
+    computing = worker.computing + (now - worker.step_began if worker.step_began is not None else 0.0)
+    step = median(worker.recent) if worker.recent else None
+    return Spent(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps, step=step)
+
+
 def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
     """What a simulated run adds to the result."""
     utilisation = []
-    for worker, line in zip(simulation.workers, simulation.wire.lines, strict=True):
-        whole = worker.present or 1.0
-        computing, sending = worker.computing / whole, line.under_way / whole
-        waiting = max(0.0, 1.0 - computing - sending)
-        utilisation.append(
-            {"computing": round(computing, 4), "waiting": round(waiting, 4), "sending": round(sending, 4)}
-        )
+    for worker in simulation.workers:
+        spent, whole = _spent(simulation, worker.number), worker.present or 1.0
+        shares = {"computing": spent.computing, "waiting": spent.waiting, "sending": spent.sending}
+        utilisation.append({name: round((seconds or 0.0) / whole, 4) for name, seconds in shares.items()})
     return {
         "simulated": True,
         "virtual_seconds": round(simulation.agenda.now, 6),

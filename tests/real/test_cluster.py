@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -68,9 +70,10 @@ def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
-    settings = ("--strategy", "async", "--workers", "2", "--steps", "400", "--codec", "int8")
+    settings = ("--strategy", "async", "--rule", "foresight", "--average", "on", "--codec", "int8")
     with ExitStack() as stack:
-        server = serve(stack, tmp_path, *RUN, *settings, "--checkpoint-every", "0.3")
+        length = ("--workers", "2", "--steps", "400", "--checkpoint-every", "0.3")
+        server = serve(stack, tmp_path, *RUN, *settings, *length)
         there = workers(stack, tmp_path, 2)
         wait_for_records(tmp_path / "runs/it", 150)
         server.process.kill()
@@ -81,6 +84,24 @@ def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path
         assert "joining again" in there[0].err
     result = result_of(tmp_path / "runs/it")
     assert (result["status"], result["updates"]) == ("finished", 400)
+    replayed(tmp_path)
+
+
+def test_a_server_that_keeps_itself_going_is_found_at_the_same_address(tmp_path: Path) -> None:
+    settings = ("--strategy", "async", "--workers", "2", "--steps", "250", "--rule", "foresight", "--average", "on")
+    upkeep = ("--checkpoint-every", "0.3", "--restart", "1", "--recovery", "checkpoint", "--durable")
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, *settings, *upkeep)
+        there = workers(stack, tmp_path, 2)
+        address = address_of(tmp_path / "runs/it")
+        wait_for_records(tmp_path / "runs/it", 100)
+        os.kill(json.loads((tmp_path / "runs/it/server.json").read_text())["pid"], signal.SIGKILL)
+        assert server.finish() == 0, server.err
+        assert [worker.finish() for worker in there] == [0, 0]
+        assert "ended (killed by SIGKILL): going on from what its folder holds (restart 1 of 1)" in server.err
+        assert address_of(tmp_path / "runs/it") == address and not server.family()
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["updates"], result["resumes"]) == ("finished", 250, 1)
     replayed(tmp_path)
 
 

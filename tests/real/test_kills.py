@@ -65,6 +65,26 @@ def test_a_killed_server_ends_the_run_with_the_way_on_and_loses_nothing(tmp_path
     assert "identical to the run" in again.out, again.out + again.err
 
 
+def test_a_server_killed_twice_is_started_again_and_the_whole_log_replays(tmp_path: Path) -> None:
+    """With state that a cut must hold on every side: the rule's, the average's, and what the codec left out."""
+    training = ("--strategy", "async", "--workers", "2", "--rule", "foresight", "--average", "on", "--codec", "int8")
+    upkeep = ("--steps", "300", "--checkpoint-every", "0.4", "--restart", "2", "--durable", "--keep", "1")
+    with train(tmp_path, *training, *upkeep) as command:
+        for number in (80, 180):
+            wait_for_records(tmp_path / "runs/it", number)
+            os.kill(command.forked()[0], signal.SIGKILL)
+            wait_for_records(tmp_path / "runs/it", number + 20)
+        assert command.finish() == 0, command.err
+        assert (
+            "ended (killed by SIGKILL): going on from its newest checkpoint and its log (restart 2 of 2)" in command.err
+        )
+        assert not command.family()
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["updates"]) == ("finished", 300)
+    assert (result["resumes"], result["lost_pushes"]) == (2, 0)
+    assert "identical to the run" in run("replay", "runs/it", cwd=tmp_path).out
+
+
 @pytest.mark.parametrize("victim", ["supervisor", "fork server"])
 def test_no_orphan_is_left_when_the_supervisor_or_the_fork_server_is_killed(tmp_path: Path, victim: str) -> None:
     with Command(*LONG, cwd=tmp_path) as command:

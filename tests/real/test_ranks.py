@@ -1,4 +1,4 @@
-"""Ranks that a launcher started: the ring over torch.distributed."""
+"""Ranks that a launcher started: the ring over torch.distributed, or one that serves and others that work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +85,38 @@ def test_ranks_with_a_codec_stay_near_those_without(tmp_path: Path) -> None:
     assert losses["int8"] == pytest.approx(losses["none"], abs=0.3)
     again = run("replay", "runs/int8", cwd=tmp_path)
     assert again.process.returncode == 2 and "exchanged by int8 around a ring" in again.err
+
+
+@contextlib.contextmanager
+def tasks(cwd: Path, *arguments: str) -> Iterator[list[Command]]:
+    """Two processes of one command, as Slurm's srun would start them."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Command("train", *SAMPLE, *arguments, cwd=cwd, environment={
+                    "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "SLURM_NODEID": "0", "SLURM_JOB_ID": "71",
+                    "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+                    "SLURM_STEP_NODELIST": "localhost", "SLURM_CPUS_PER_TASK": "1",
+                })
+            )
+            for task in range(2)
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", [ranks, tasks])
+def test_the_first_rank_serves_the_others(tmp_path: Path, launch: Any) -> None:
+    with launch(tmp_path, "--strategy", "async", "--steps", "20", "--score", "none") as both:
+        assert [command.finish() for command in both] == [0, 0], both[0].err + both[1].err
+        assert "started 2 processes (world size 2): rank 0 serves 1 worker\n" in both[0].err
+        assert not both[1].out and not both[1].err
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["workers"], result["updates"]) == ("finished", 1, 20)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["it"]
+
+
+def test_what_stops_the_first_task_is_told_to_the_others(tmp_path: Path) -> None:
+    (tmp_path / "runs/it").mkdir(parents=True)
+    with tasks(tmp_path, "--strategy", "sync") as both:
+        assert [command.finish() for command in both] == [2, 1]
+    assert both[1].err.startswith("paceline: rank 0, which serves, failed: runs/it exists already")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["it"]

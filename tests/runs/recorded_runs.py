@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from paceline.crew import make_join, make_seat, make_server, work_of
 from paceline.models.dropout import AddressedDropout
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay
+from paceline.runs.resume import Rebuilt, rebuild
 from paceline.runtimes.host import Host
 from paceline.tasks.supervised import SupervisedTask
 
@@ -128,6 +130,29 @@ class RecordedRun:
         if not self.closed:
             self.closed = True
             self.host.close()
+
+    def cut(self) -> None:
+        """A checkpoint at the next moment that allows one, on disk when this returns."""
+        while not self.server.can_be_cut:
+            self.push_at_random(1)
+        self.host.checkpoint_now()
+
+    def resume(self, **upkeep: Any) -> Rebuilt:
+        """As after a SIGKILL: another server and host over what lies in the folder, and nobody there yet."""
+        self.close()
+        self.config = dataclasses.replace(self.config, **upkeep)
+        self.server, self.seats = self.new_server(), {}
+        pieces = self.config, self.folder, self.rows.append
+        rebuilt = rebuild(self.server, self.make_seat, self.task, *pieces)
+        self.host, self.closed = Host(self.server, self.task, self.work, *pieces, rebuilt.now), False
+        self.host.send = self.deliver
+        self.host.go_on(rebuilt)
+        return rebuilt
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user was told."""
+        return [row["text"] for row in self.rows if row["kind"] == "note"]
 
     def new_server(self) -> Server:
         """A server as it was at the start."""

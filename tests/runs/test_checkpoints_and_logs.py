@@ -110,9 +110,10 @@ def test_rebuilding_from_the_newest_checkpoint_gives_back_every_acknowledged_pus
 ) -> None:
     run = recorded(record, strategy)
     server = run.new_server()
-    now = rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuilt = rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
-    assert now == read_arrivals(run.folder.arrivals_file, run.config)[0][-1].now
+    assert rebuilt.resume == Resume()
+    assert rebuilt.now == read_arrivals(run.folder.arrivals_file, run.config)[0][-1].now
 
 
 def test_rebuilding_cuts_a_torn_record_off_and_says_so(record: Record) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.launch import resume
-from paceline.ranks import VARIABLES, Rank, config_of, rank_here
+from paceline.ranks import VARIABLES, Rank, rank_here
 from paceline.reports.console import Console
 from paceline.transports.collective import Meeting
 
@@ -87,10 +86,8 @@ def test_a_launcher_resumes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         resume(Path("runs/it"), Console(quiet=True))
 
 
-def test_a_launchers_processes_are_the_workers() -> None:
-    ours = rank(0, 4, 1)
-    assert config_of(ours, RunConfig(strategy="allreduce")).workers == 4
-    with pytest.raises(UserError, match=r"--workers 3, but the launcher started 4 processes"):
-        config_of(ours, RunConfig(strategy="allreduce", workers=3))
-    with pytest.raises(UserError, match=r"strategy sync starts its own workers"):
-        config_of(ours, RunConfig(strategy="sync"))
+def test_what_never_comes_is_not_waited_for_for_ever() -> None:
+    first = Meeting(rank(0, 2, free_port()), patience=20)
+    assert first.wait_for("server", 0.1) is None
+    first.tell("server", {"address": "here"})
+    assert first.wait_for("server", 0.1) == {"address": "here"}

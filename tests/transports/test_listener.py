@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import socket
 import threading
+import time
+import weakref
 
 import pytest
 from small_star import TOKEN, Star, Wire, work
@@ -105,6 +109,48 @@ def test_only_so_many_strangers_are_let_in_and_the_oldest_goes_first() -> None:
         assert len(hall.listener.complaints()) == 2
 
 
+@pytest.mark.parametrize("said", [b"", b"P", bytes(ANSWER_NBYTES)])
+def test_nothing_is_left_of_a_stranger_even_before_the_garbage_is_collected(said: bytes) -> None:
+    """Else a flood takes memory until the collector looks at its oldest generation, which it seldom does."""
+    with Hall() as hall:
+        gc.disable()
+        try:
+            visitor = hall.knock()
+            stranger = weakref.ref(next(iter(hall.listener.strangers.values())))
+            visitor.sendall(said)
+            hall.now = 9.0
+            hall.serve()
+            hall.now = 11.0
+            hall.serve()
+            assert hall.listener.num_refused == 1 and stranger() is None
+        finally:
+            gc.enable()
+
+
+def test_when_descriptors_run_out_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """A socket that cannot accept the first time."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self._real, self._left, self.fileno = real, 1, real.fileno
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self._left:
+                self._left -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._real.accept()
+
+        def close(self) -> None:
+            self._real.close()
+
+    with Hall() as hall:
+        first = hall.knock()
+        monkeypatch.setattr(hall.listener, "_socket", Full(hall.listener._socket))
+        hall.knock()
+        assert is_closed(first) and len(hall.listener.strangers) == 1
+        assert "no descriptors" in hall.listener.complaints()[0]
+
+
 WRONG = {
     "a wrong token": Visitor(b"a guess"),
     "no token": Visitor(b""),
@@ -174,11 +220,19 @@ def test_a_recorded_conversation_replayed_is_turned_away() -> None:
     assert star.errors and "a wrong token" in star.errors[-1]
 
 
-def test_complaints_of_a_flood_are_few_and_count_all() -> None:
+def test_complaints_of_a_flood_are_few_and_count_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with Hall() as hall:
-        for _ in range(50):
-            hall.knock().sendall(bytes(ANSWER_NBYTES))
-            hall.serve()
+
+        def annoy(times: int) -> list[str]:
+            for _ in range(times):
+                hall.knock().sendall(bytes(ANSWER_NBYTES))
+                hall.serve()
+            return hall.listener.complaints()
+
+        monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+        assert len(annoy(1)) == 1, "the first is told at once"
+        assert annoy(49) == [], "for the others it is too early"
+        monkeypatch.setattr(time, "monotonic", lambda: 101.0)
         texts = hall.listener.complaints()
         assert len(texts) == 20 and "50 so far" in texts[-1]
         assert hall.listener.complaints() == []
@@ -211,6 +265,16 @@ def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reas
         with pytest.raises(UserError, match=reason):
             TcpWorkerDoor(f"127.0.0.1:{other.getsockname()[1]}", TOKEN).apply({})
         thread.join(5)
+
+
+def test_without_a_token_both_ends_keep_to_this_machine() -> None:
+    """A server without one would take anybody's pushes, and a worker would run what anybody's server says."""
+    with pytest.raises(UserError, match="there is no token"):
+        Listener("0.0.0.0:0", b"")
+    with pytest.raises(UserError, match="there is no token"):
+        TcpWorkerDoor("192.0.2.7:7000", b"").apply({})
+    with Hall(token=b"") as hall:
+        assert hall.knock()
 
 
 def test_an_address_that_cannot_be_listened_at_is_one_clear_line() -> None:

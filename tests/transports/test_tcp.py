@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import socket
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,24 @@ def test_a_malformed_message_is_its_workers_fault_and_changes_nothing(bad: bytes
         with pytest.raises(ProtocolError, match="worker 0 sent"):
             pair.door.receive()
         assert pair.door.slot.update.tolist() == [3.0] * 8
+
+
+@pytest.mark.parametrize("said", [b"", push_bytes(0)[:90], push_bytes(0)], ids=["nothing", "a piece", "a push"])
+def test_a_door_that_is_dropped_gives_its_memory_back_at_once(said: bytes) -> None:
+    with Pair(SIZES) as pair:
+        pair.greet(SIZES)
+        door = TcpServerDoor(pair.door.connection, 0, 0, SIZES)
+        door.slot = Memory.private(SIZES)
+        memory = weakref.ref(door.slot)
+        pair.raw.sendall(said)
+        door.receive()
+        gc.disable()
+        try:
+            door.close()
+            del door
+            assert memory() is None
+        finally:
+            gc.enable()
 
 
 def test_a_push_before_the_hello_is_refused() -> None:

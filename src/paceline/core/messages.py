@@ -60,7 +60,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The run goes on after an end or a crash: everybody who was here is gone and is awaited again."""
+    """The run goes on after an end or a crash: everybody who was here is gone and is awaited again.
+
+    With `undone` it goes on from a checkpoint: so many inputs logged before this one no longer count, and with them
+    `lost` pushes that had been taken. Whoever feeds the server has put it back to there.
+    """
+
+    undone: int = 0
+    lost: int = 0
 
 
 Input: TypeAlias = Join | Push | Leave | Steps | Stop | Resume

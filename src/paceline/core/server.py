@@ -90,6 +90,8 @@ class Server:
         self.samples = 0
         self.dropped = 0
         self.late = 0
+        self.lost = 0
+        """Pushes that were taken and, after a crash, not computed again."""
         self.pushes = 0
         self.replies = 0
         self.bytes_pushed = 0
@@ -166,7 +168,8 @@ class Server:
                 return Outcome(Verdict.TAKEN)
             case Stop():
                 return Outcome(Verdict.TAKEN, self._finish())
-            case Resume():
+            case Resume(_, lost):
+                self.lost += lost
                 return self._resume()
 
     def weights_for(self, worker: int, out: Tensor) -> None:
@@ -413,6 +416,7 @@ class Server:
             "samples": self.samples,
             "dropped": self.dropped,
             "late": self.late,
+            "lost": self.lost,
             "pushes": self.pushes,
             "replies": self.replies,
             "bytes_pushed": self.bytes_pushed,
@@ -433,6 +437,7 @@ class Server:
             tensor.copy_(rule_state[name])
         self.version, self.samples = facts["version"], facts["samples"]
         self.dropped, self.late, self.over = facts["dropped"], facts["late"], facts["over"]
+        self.lost = facts.get("lost", 0)
         self.pushes, self.replies = facts["pushes"], facts["replies"]
         self.bytes_pushed = facts.get("bytes_pushed", self.pushes * self.nbytes)
         self.bytes_pulled = facts.get("bytes_pulled", self.replies * self.nbytes)

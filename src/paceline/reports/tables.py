@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ def _measured(result: dict[str, Any]) -> list[str]:
         _number(result["test_accuracy"], ".2f"),
         _number(result["staleness"]["mean"], ".2f"),
     ]
+
+
+def run_list(rows: list[dict[str, Any]], where: str) -> str:
+    """One line a run, as `runs.listing` found them."""
+    if not rows:
+        return f"{where} holds no runs: 'paceline train' makes one"
+    cells = [
+        [
+            row["run"],
+            *(str(row[name] or "-") for name in ("strategy", "model", "workers", "status")),
+            _number(row["test_accuracy"], ".2f"),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"])),
+        ]
+        for row in rows
+    ]
+    return table(["run", "strategy", "model", "workers", "status", "test %", "changed"], cells)
 
 
 def data_table(rows: list[DatasetStatus]) -> str:

@@ -1,6 +1,7 @@
 """`arrivals.log`: every input that changed the server, in order, 36 bytes each, written before any reply leaves.
 
 A header line names the format and the config; each record carries a checksum, so a torn tail is seen and left out.
+What a resume took back stays in the file and no longer stands.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import RunConfig, to_toml
+from paceline.config import UPKEEP, RunConfig, to_toml
 from paceline.core.messages import Input, Join, Leave, Push, Resume, Steps, Stop, Verdict
 from paceline.errors import UserError
 
@@ -50,14 +51,14 @@ class Record:
             case "steps":
                 return Steps(self.worker, self.seq)
             case "resume":
-                return Resume()
+                return Resume(undone=self.seq, lost=self.reply)
         assert self.kind == "stop", self.kind
         return Stop()
 
 
 def fingerprint(config: RunConfig) -> str:
     """A hash of all settings that shape a run, to tell a log that belongs to another config."""
-    return hashlib.sha256(to_toml(config).encode()).hexdigest()[:16]
+    return hashlib.sha256(to_toml(config, left_out=UPKEEP).encode()).hexdigest()[:16]
 
 
 class ArrivalLog:
@@ -83,14 +84,18 @@ class ArrivalLog:
                 fields = (_STEPS, verdict, worker, 0, steps, 0, 0, 0.0, now)
             case Stop():
                 fields = (_STOP, verdict, 0, 0, 0, 0, 0, 0.0, now)
-            case Resume():
-                fields = (_RESUME, verdict, 0, 0, 0, 0, 0, 0.0, now)
+            case Resume(undone, lost):
+                fields = (_RESUME, verdict, 0, 0, undone, lost, 0, 0.0, now)
         record = _RECORD.pack(*fields)
         written = os.write(self._fd, record + _CHECK.pack(zlib.crc32(record)))
         if written != RECORD_BYTES:
             os.truncate(self._fd, self.nbytes)
             raise OSError(28, "No space left on device")
         self.nbytes += written
+
+    def sync(self) -> None:
+        """Until what was appended is on the disk itself."""
+        os.fdatasync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -100,58 +105,108 @@ _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME:
 _VERDICTS = frozenset(Verdict)
 
 
+SEARCHED = 1 << 16
+"""Bytes behind a damage in which a record that was moved by it is looked for."""
+
+
 @dataclass(frozen=True)
 class Log:
-    """What a log file holds: its whole records, the bytes they begin and end at, and how many bytes lie behind."""
+    """What a log file holds: its whole records, the bytes they begin and end at, and what lies behind."""
 
     records: list[Record]
     begins: int
     ends: int
     torn: int
+    """Bytes behind the last whole record."""
+    behind: list[Record]
+    """Whole records among these: none after a crash, some where the file was damaged in its middle."""
+
+    @property
+    def standing(self) -> list[int]:
+        """Which of the records count, by their place: all but those that a resume behind them took back."""
+        kept: list[int] = []
+        for place, record in enumerate(self.records):
+            if record.kind == "resume":
+                while kept and kept[-1] >= place - record.seq:
+                    kept.pop()
+            kept.append(place)
+        return kept
 
 
 def read_log(path: Path, config: RunConfig, start: int = 0) -> Log:
-    """The records from byte `start` on. A torn record at the end is left out; a log damaged elsewhere is refused."""
-    log = _read(path, config, start)
-    if log.torn >= RECORD_BYTES:
+    """The records from byte `start` on. What is torn at the end is left out; a log damaged elsewhere is refused."""
+    log = look_into(path, config, start)
+    if log.behind:
         raise UserError(
-            f"{path} is damaged at byte {log.ends}, with {log.torn} bytes behind it, which no crash does: "
-            "nothing was changed"
+            f"{path} is damaged at byte {log.ends}, with {len(log.behind)} whole records behind it, which no crash "
+            f"does: nothing was changed; 'paceline resume {path.parent} --recovery checkpoint' goes on without them"
         )
     return log
 
 
 def read_arrivals(path: Path, config: RunConfig, start: int = 0) -> tuple[list[Record], int]:
     """All whole records from byte `start` on, and the length of the good part of the file."""
-    log = _read(path, config, start)
+    log = look_into(path, config, start)
     return log.records, log.ends
 
 
-def _read(path: Path, config: RunConfig, start: int) -> Log:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: this run has no log to replay") from None
-    header = _check_header(path, content, config)
+def next_life(path: Path, config: RunConfig) -> tuple[int, float]:
+    """The incarnation of the workers of a resumed run, and what its training clock showed last."""
+    content, header = _open(path, config)
+    incarnation, now = 0, 0.0
+    for at in range(header, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
+        if content[at] == _JOIN and _is_whole(content, at):
+            incarnation = max(incarnation, _record(content[at : at + _RECORD.size], path, at, config).incarnation)
+    for at in range(header + (len(content) - header) // RECORD_BYTES * RECORD_BYTES, header, -RECORD_BYTES):
+        if _is_whole(content, at - RECORD_BYTES):
+            now = _record(content[at - RECORD_BYTES : at - _CHECK.size], path, at, config).now
+            break
+    return incarnation + 1, now
+
+
+def look_into(path: Path, config: RunConfig, start: int = 0) -> Log:
+    """As `read_log`, but a damaged log is told of, not refused."""
+    content, header = _open(path, config)
     if start > len(content):
         raise UserError(
             f"{path} has {len(content)} bytes, the checkpoint was taken at byte {start}: the log lost its end; "
             "remove that checkpoint to go on from an older one"
         )
-    records: list[Record] = []
-    begins = offset = max(start, header)
-    while offset + RECORD_BYTES <= len(content):
-        body = content[offset : offset + _RECORD.size]
-        (check,) = _CHECK.unpack_from(content, offset + _RECORD.size)
-        if zlib.crc32(body) != check:
-            break
-        records.append(_record(body, path, offset, config))
-        offset += RECORD_BYTES
-    return Log(records, begins, offset, len(content) - offset)
+    begins = max(start, header)
+    ends = begins
+    while _is_whole(content, ends):
+        ends += RECORD_BYTES
+    whole = range(begins, ends, RECORD_BYTES)
+    records = [_record(content[at : at + _RECORD.size], path, at, config) for at in whole]
+    behind = [_record(content[at : at + _RECORD.size], path, at, config) for at in _whole_behind(content, ends)]
+    return Log(records, begins, ends, len(content) - ends, behind)
 
 
-def _check_header(path: Path, content: bytes, config: RunConfig) -> int:
-    """The length of the header line, which must be of this format and of this config."""
+def _is_whole(content: bytes, at: int) -> bool:
+    """Whether a record lies there, with the checksum it was written with."""
+    if at + RECORD_BYTES > len(content):
+        return False
+    check = int.from_bytes(content[at + _RECORD.size : at + RECORD_BYTES], "little")
+    return zlib.crc32(content[at : at + _RECORD.size]) == check
+
+
+def _whole_behind(content: bytes, damage: int) -> list[int]:
+    """Where whole records lie behind a damage: in step with those before it, or where bytes were lost out of step."""
+    in_step = range(damage, len(content), RECORD_BYTES)
+    found = [at for at in in_step if _is_whole(content, at)]
+    moved = range(damage, min(damage + SEARCHED, len(content)))
+    first = next((at for at in moved if _is_whole(content, at)), None) if not found else None
+    if first is None:
+        return found
+    return [at for at in range(first, len(content), RECORD_BYTES) if _is_whole(content, at)]
+
+
+def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
+    """All bytes, and the length of the header line, which must be of this format and of this config."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: this run has no log to replay") from None
     if not content:
         raise UserError(f"{path} is empty: the run never started, or its log was lost")
     length = content.find(b"\n") + 1
@@ -160,7 +215,7 @@ def _check_header(path: Path, content: bytes, config: RunConfig) -> int:
         raise UserError(f"{path} is not an arrivals log of this version ({_MAGIC.decode().strip()})")
     if header[len(_MAGIC) :].strip() != fingerprint(config).encode():
         raise UserError(f"{path} belongs to another config than the config.toml beside it")
-    return length
+    return content, length
 
 
 def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:

@@ -8,21 +8,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from paceline.core.memory import Memory
 from paceline.core.server import Server
 from paceline.errors import UserError
 
-KEPT = 2
+_TYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls them."""
+Kind: TypeAlias = tuple[torch.Size, torch.dtype]
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged checkpoint can raise."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +58,49 @@ class Cut:
         return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
-def take_cut(server: Server, memories: Mapping[int, Memory], log_offset: int, now: float) -> Cut:
+class Room:
+    """Memory that cuts are copied into, one after another: new memory takes several times as long to be written."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[Kind, list[Tensor]] = defaultdict(list)
+
+    def make(self, kinds: Iterable[Kind]) -> None:
+        """Have room ready; the system hands memory out when it is first written, which is done here."""
+        for shape, dtype in kinds:
+            self._free[shape, dtype].append(torch.empty(shape, dtype=dtype).fill_(0))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, in memory that was free if there is some."""
+        free = self._free[tensor.shape, tensor.dtype]
+        return (free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)).copy_(tensor)
+
+    def take_back(self, cut: Cut) -> None:
+        """A cut that nobody needs any more."""
+        for tensor in cut.tensors.values():
+            self._free[tensor.shape, tensor.dtype].append(tensor)
+
+
+def take_cut(
+    server: Server, memories: Mapping[int, Memory], log_offset: int, now: float, room: Room | None = None
+) -> Cut:
     """One copy of everything, with what each live worker's memory holds: its weights as last sent, its own state."""
+    room = room if room is not None else Room()
+    copies = {name: room.copy(tensor) for name, tensor in _tensors_of(server, memories).items()}
+    return Cut(server.facts(), copies, log_offset, now)
+
+
+def kinds_of(server: Server, memories: Mapping[int, Memory]) -> list[Kind]:
+    """What a cut taken now would need room for."""
+    return [(tensor.shape, tensor.dtype) for tensor in _tensors_of(server, memories).values()]
+
+
+def _tensors_of(server: Server, memories: Mapping[int, Memory]) -> dict[str, Tensor]:
     tensors = {"weights": server.weights}
     tensors |= {f"rule.{name}": tensor for name, tensor in server.rule_state.items()}
     for worker, member in server.members.items():
         if member.live and not member.done:
             tensors |= _of_worker(server, worker, memories[worker], member.seq)
-    tensors |= {f"state.{worker}": state for worker, state in server.worker_states.items()}
-    copies = {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in tensors.items()}
-    return Cut(server.facts(), copies, log_offset, now)
+    return tensors | {f"state.{worker}": state for worker, state in server.worker_states.items()}
 
 
 def _of_worker(server: Server, worker: int, memory: Memory, seq: int) -> dict[str, Tensor]:
@@ -102,43 +150,109 @@ def _in_words(shapes: dict[str, list[int]]) -> str:
     return ", ".join(f"{name.removeprefix('rule.')} {shape}" for name, shape in sorted(shapes.items()))
 
 
-def write_cut(folder: Path, cut: Cut) -> Path:
-    """Write, rename, then remove all but the newest few."""
+def write_cut(folder: Path, cut: Cut, keep: int = 2) -> Path:
+    """Write, sync, rename, then remove all older ones but the newest of them, so that `keep` are left."""
     final = folder / f"{cut.version:012d}"
     temporary = folder / f".{final.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tensors = save(cut.tensors)
-        (temporary / "tensors.safetensors").write_bytes(tensors)
-        digest = hashlib.sha256(tensors).hexdigest()
+        digest = _write_tensors(temporary / "tensors.safetensors", cut.tensors)
         facts = {"server": cut.facts, "log_offset": cut.log_offset, "now": cut.now, "tensors_sha256": digest}
-        (temporary / "facts.json").write_text(json.dumps(facts))
+        _write_synced(temporary / "facts.json", json.dumps({**facts, "facts_sha256": _sha256_of(facts)}).encode())
+        _sync_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
+        _sync_folder(folder)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in _finished(folder)[:-KEPT]:
+    older = [path for path in _finished(folder) if path.name < final.name]
+    for old in older[: max(0, len(older) - keep + 1)]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def newest_cut(folder: Path) -> tuple[Cut | None, list[str]]:
-    """The newest cut that can be read, and a sentence for each newer one that cannot."""
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Safetensors, a tensor at a time: nothing is copied, and no thread waits while bytes are hashed and written."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        span = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [memoryview(len(text).to_bytes(8, "little")), memoryview(text), *map(_bytes_of, tensors.values())]
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            digest.update(part)
+            while part:
+                part = part[file.write(part) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """What was made, renamed or removed in a folder is on disk only when the folder is."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256_of(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def newest_cut(folder: Path, log_nbytes: int | None = None) -> tuple[Cut | None, list[str]]:
+    """The newest cut that can be used, and a sentence for each newer one that cannot.
+
+    A cut is of no use if it cannot be read, or was taken behind the end of a log that has `log_nbytes` bytes.
+    """
     complaints: list[str] = []
     for path in reversed(_finished(folder)):
         try:
-            return read_cut(path), complaints
-        except (OSError, ValueError, KeyError) as error:
-            complaints.append(f"checkpoint {path.name} cannot be read ({error}); using an older one")
+            cut = read_cut(path)
+            if log_nbytes is None or cut.log_offset <= log_nbytes:
+                return cut, complaints
+            why = f"was taken at byte {cut.log_offset} of a log that has {log_nbytes}, so the log has lost its end"
+        except UNREADABLE as error:
+            why = f"cannot be read ({error})"
+        complaints.append(f"checkpoint {path.name} {why}; using an older one")
     return None, complaints
 
 
+def set_aside(folder: Path, version: int) -> None:
+    """Cuts newer than `version` are of a time that is no more: what they are called is taken by others now."""
+    for path in _finished(folder):
+        if int(path.name) > version:
+            aside = path.with_name(f"{path.name}.unused")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
 def read_cut(path: Path) -> Cut:
-    """One cut; a file that is missing or not as it was written is an OSError, a ValueError or a KeyError."""
+    """One cut; a file that is missing or not as it was written is one of the UNREADABLE errors."""
     facts = json.loads((path / "facts.json").read_text())
+    digest = facts.pop("facts_sha256", None)  # older versions wrote none
+    if digest is not None and digest != _sha256_of(facts):
+        raise ValueError("its facts do not have the checksum they were written with")
     content = (path / "tensors.safetensors").read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:
         raise ValueError("its tensors do not have the checksum they were written with")
@@ -149,7 +263,7 @@ def readable_cuts(folder: Path) -> list[Cut]:
     """Every cut that can be read, oldest first."""
     cuts = []
     for path in _finished(folder):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(*UNREADABLE):
             cuts.append(read_cut(path))
     return cuts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ MATTERS = ("paceline", "torch", "numpy", "cpu")
 
 
 def marks_of(recording: Recording) -> dict[int, Cut]:
-    """The run's checkpoints by the number of records before them."""
-    marks = {}
+    """The run's checkpoints by the number of records before them that count."""
+    marks, standing = {}, recording.log.standing
     for cut in readable_cuts(recording.folder.checkpoints):
         if cut.log_offset > recording.log.ends:
             raise UserError(
                 f"{recording.folder.arrivals_file} ends at byte {recording.log.ends}, checkpoint {cut.version} was "
                 f"taken at byte {cut.log_offset}: the log lost its end"
             )
-        marks[(cut.log_offset - recording.log.begins) // RECORD_BYTES] = cut
+        marks[bisect.bisect_left(standing, (cut.log_offset - recording.log.begins) // RECORD_BYTES)] = cut
     return marks
 
 
@@ -43,7 +44,7 @@ def compare(
     passed: Callable[[Record], None] | None = None,
 ) -> dict[str, Any]:
     """Feed the recording to `again` and say how that compares with the run, as JSON; `passed` hears each record."""
-    records = recording.log.records
+    records = recording.standing
 
     def progress(number: int) -> None:
         if passed is not None:

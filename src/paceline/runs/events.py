@@ -20,9 +20,11 @@ class EventLog:
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")  # end the row a crash cut off
 
-    def write(self, kind: str, now: float, **fields: Any) -> None:
-        """One row, on disk when this returns."""
-        self._file.write(json.dumps({"kind": kind, "now": round(now, 6), **fields}).encode() + b"\n")
+    def write(self, kind: str, now: float, **fields: Any) -> int:
+        """One row, on disk when this returns; how many bytes it took."""
+        row = json.dumps({"kind": kind, "now": round(now, 6), **fields}).encode() + b"\n"
+        self._file.write(row)
+        return len(row)
 
     def close(self) -> None:
         self._file.close()
@@ -38,9 +40,23 @@ class EventLog:
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The rows that are whole; one that a crash cut off is passed over."""
-    for line in path.read_bytes().split(b"\n"):
+    return _whole_rows(path.read_bytes().split(b"\n"))
+
+
+def read_tail(path: Path, nbytes: int) -> list[dict[str, Any]]:
+    """The whole rows among the last `nbytes` of the file, which may be long and still be written."""
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - nbytes)
+        file.seek(begin)
+        lines = file.read().split(b"\n")
+    return list(_whole_rows(lines[1:] if begin else lines))
+
+
+def _whole_rows(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
-            row: dict[str, Any] = json.loads(line)
+            row = json.loads(line)
         except ValueError:
             continue
-        yield row
+        if isinstance(row, dict):
+            yield row

@@ -10,13 +10,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.config import RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import UserError
 
 SCHEMA = 1
 SCRIPT = "script"
+GLANCE_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 INTERRUPTED, TERMINATED = "interrupted", "terminated"
 """Reasons for an early end, as the result gives them."""
@@ -35,6 +36,7 @@ class RunFolder:
         self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
         self.checkpoints = path / "checkpoints"
+        self.best_file = self.checkpoints / "best.safetensors"
         self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
         self.server_file = path / "server.json"
@@ -43,7 +45,7 @@ class RunFolder:
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
         """Make a new folder with the resolved config in it, and its faults; one that exists is never touched."""
-        name = config.name or _free_name(config)
+        name = config.name or free_name(config)
         if not name or "/" in name or name in (".", ".."):
             raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
         folder = RunFolder(Path(config.runs) / name)
@@ -66,18 +68,23 @@ class RunFolder:
         folder = RunFolder(path)
         if not folder.config_file.is_file():
             what = "has no config.toml" if path.is_dir() else "does not exist"
-            raise UserError(f"{path} is not a run folder: it {what}; 'paceline compare runs/*' lists what is there")
+            raise UserError(f"{path} is not a run folder: it {what}; 'paceline list {path.parent}' shows what is there")
         return folder
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other commands from training into this folder meanwhile."""
         with self.config_file.open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{self.path} is still being trained by another command: stop that one first") from None
+            if not _take(lock, fcntl.LOCK_EX):
+                time.sleep(GLANCE_SECONDS)  # perhaps someone only looked whether it is taken
+                if not _take(lock, fcntl.LOCK_EX):
+                    raise UserError(f"{self.path} is still being trained by another command: stop that one first")
             yield
+
+    def is_locked(self) -> bool:
+        """Whether a command is training into this folder now."""
+        with self.config_file.open("rb") as lock:
+            return not _take(lock, fcntl.LOCK_SH)
 
     def way_on(self, config: RunConfig) -> str:
         """What to do after an early end."""
@@ -122,12 +129,21 @@ class RunFolder:
                 self.path.parent.rmdir()
 
 
+def _take(lock: BinaryIO, how: int) -> bool:
+    """Take a lock that goes when the file is closed, unless someone has it."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def is_script(config: RunConfig) -> bool:
     """Whether the run was a user's own loop, whose pushes only that script can make."""
     return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
-def _free_name(config: RunConfig) -> str:
+def free_name(config: RunConfig) -> str:
     """strategy-model-workers-time, with a number behind it when that is taken."""
     what = config.model if config.task is None else config.task.rpartition(":")[2]
     stamp = time.strftime("%Y%m%d-%H%M%S")

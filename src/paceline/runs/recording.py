@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.runs.arrivals import Log, read_log
+from paceline.runs.arrivals import Log, Record, read_log
 from paceline.runs.folder import RunFolder, write_atomically
 
 
@@ -25,12 +25,20 @@ class Recording:
     until: int | None = None
     output: Path | None = None
 
+    @property
+    def standing(self) -> list[Record]:
+        """The records that made the run what it came to."""
+        return [self.log.records[place] for place in self.log.standing]
+
     def notes(self) -> list[str]:
         """What the user should know of the log."""
-        if not self.log.torn:
-            return []
-        name = self.folder.arrivals_file.name
-        return [f"{name} ends in a torn record of {self.log.torn} bytes: it is left out"]
+        name, notes = self.folder.arrivals_file.name, []
+        if self.log.torn:
+            notes.append(f"{name} ends in a torn record of {self.log.torn} bytes: it is left out")
+        undone = len(self.log.records) - len(self.log.standing)
+        if undone:
+            notes.append(f"{undone} records of {name} were taken back when the run went on from a checkpoint")
+        return notes
 
     def require_end(self, updates: int, late: int) -> None:
         """A log fed to its end must have come as far as it was asked to, and as the result says the run came."""

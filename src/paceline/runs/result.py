@@ -109,6 +109,7 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         "staleness": staleness_summary(server.staleness),
         "dropped_pushes": server.dropped,
         "late_pushes": server.late,
+        "lost_pushes": server.lost,
         "bytes_pushed": server.bytes_pushed,
         "bytes_pulled": server.bytes_pulled,
     }

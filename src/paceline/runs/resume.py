@@ -1,26 +1,48 @@
-"""Back to where a run was: the newest checkpoint, then every acknowledged push since, computed again from the log."""
+"""Back to where a run was: the newest checkpoint, then every acknowledged push since, computed again from the log.
+
+Or, with `--recovery checkpoint`, the newest checkpoint alone: what came after it is taken back, and counted.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.assemble import keeps_own, on_ring
 from paceline.config import RunConfig
-from paceline.core.messages import Join
+from paceline.core.messages import Join, Resume, Verdict
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import UserError
-from paceline.runs.arrivals import read_log
-from paceline.runs.checkpoint import newest_cut
+from paceline.runs.arrivals import RECORD_BYTES, Log, Record, look_into, next_life, read_log
+from paceline.runs.best import forget_best
+from paceline.runs.checkpoint import Cut, newest_cut, restore, set_aside
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay, Threads
 from paceline.runs.result import Trained
 from paceline.runs.snapshots import go_back, snapshots_of
 from paceline.runs.writing import Writer
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What it took to be back: the training clock there, the input that says how, and the recomputed pushes."""
+
+    now: float
+    resume: Resume
+    checkpoint: int | None
+    pushes: int
+    seconds: float
+    incarnation: int
+    """The first that no worker has had, not even in what was taken back."""
 
 
 def rebuild(
@@ -29,31 +51,28 @@ def rebuild(
     model: Trained,
     config: RunConfig,
     folder: RunFolder,
-    report: Callable[[dict[str, Any]], None],
-) -> float:
-    """Bring a fresh `server` to the end of the run's log; returns the training clock there.
+    report: Report,
+) -> Rebuilt:
+    """Bring a fresh `server` to where the run goes on: the end of its log, or its newest checkpoint.
 
     A torn record at the log's end (a crash in mid-write) was never acknowledged and is cut off. Snapshots since the
     checkpoint are made again, so none is missing that the crash came too early for.
     """
-    cut, complaints = newest_cut(folder.checkpoints)
-    for text in complaints:
-        report({"kind": "note", "text": text})
-    if on_ring(config) and keeps_own(config):
-        cut = None  # a ring's checkpoint has only the first worker's own state: the others' come from the whole log
-    start = cut.log_offset if cut is not None else 0
-    log = read_log(folder.arrivals_file, config, start)
-    records = log.records
-    if log.torn:
-        report({"kind": "note", "text": f"{folder.arrivals_file.name} ends in a torn record: it is left out"})
-        os.truncate(folder.arrivals_file, log.ends)
+    began = time.perf_counter()
+    skips = config.recovery == "checkpoint"
+    cut = _newest_usable(config, folder, report, skips)
+    log = _read_tail(config, folder, cut, report, skips)
+    before = torch.get_num_threads()
+    if skips and cut is not None:
+        restore(server, cut)
+    replay = Replay(server, make_seat, None if skips else cut, Threads(config.threads or 1, before))
+    go_back(folder, cut.version if cut is not None else -1)
+    standing = [log.records[place] for place in log.standing]
+    resume = _take_back(cut, log, standing, report) if skips else Resume()
+    records = [] if skips else standing
     pushes = sum(record.kind == "push" for record in records)
     if pushes:
-        since = f"checkpoint {cut.version}" if cut is not None else "the start"
-        report({"kind": "note", "text": f"computing {pushes} logged pushes since {since} again"})
-    before = torch.get_num_threads()
-    replay = Replay(server, make_seat, cut, Threads(config.threads or 1, before))
-    go_back(folder, cut.version if cut is not None else -1)
+        report({"kind": "note", "text": f"computing {pushes} logged pushes since {_named(cut)} again"})
     writer = Writer(background=False)
     snapshots = snapshots_of(config, folder, server, model, writer)
     replay.feed(records, lambda number: snapshots.look(server) if snapshots is not None else None)
@@ -65,4 +84,60 @@ def rebuild(
         report({"kind": "note", "text": f"logged pushes come out otherwise on this machine ({what}): the run goes on"})
     if server.divergence is not None:
         raise UserError(f"{folder.path} diverged at update {server.version}: start a new run with a lower --lr instead")
-    return records[-1].now if records else (cut.now if cut is not None else 0.0)
+    forget_best(folder, server.version)
+    now = log.records[-1].now if log.records else (cut.now if cut is not None else 0.0)
+    version, (incarnation, _) = cut.version if cut is not None else None, next_life(folder.arrivals_file, config)
+    return Rebuilt(now, resume, version, pushes, time.perf_counter() - began, incarnation)
+
+
+def _named(cut: Cut | None) -> str:
+    return f"checkpoint {cut.version}" if cut is not None else "the start"
+
+
+def _newest_usable(config: RunConfig, folder: RunFolder, report: Report, skips: bool) -> Cut | None:
+    """The newest checkpoint that can be read and that the log reaches; newer ones are set aside."""
+    nbytes = folder.arrivals_file.stat().st_size if folder.arrivals_file.exists() else None
+    cut, complaints = newest_cut(folder.checkpoints, nbytes)
+    for text in complaints:
+        report({"kind": "note", "text": text})
+    if complaints:
+        set_aside(folder.checkpoints, cut.version if cut is not None else -1)
+    if on_ring(config) and keeps_own(config) and not skips:
+        return None  # a ring's checkpoint has only the first worker's own state: the others' come from the whole log
+    return cut
+
+
+def _read_tail(config: RunConfig, folder: RunFolder, cut: Cut | None, report: Report, skips: bool) -> Log:
+    """The log since the checkpoint, its file cut off behind the last whole record."""
+    path, start = folder.arrivals_file, cut.log_offset if cut is not None else 0
+    log = look_into(path, config, start) if skips else read_log(path, config, start)
+    if log.behind:
+        kept = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, kept)
+        text = (
+            f"{path.name} is damaged at byte {log.ends}: the {log.torn} bytes behind are left out, {kept.name} has all"
+        )
+        report({"kind": "note", "text": text})
+    elif log.torn:
+        what = "a torn record" if log.torn < RECORD_BYTES else f"{log.torn} bytes that hold no whole record"
+        report({"kind": "note", "text": f"{path.name} ends in {what}: left out"})
+    if log.torn:
+        os.truncate(path, log.ends)
+    return log
+
+
+def _take_back(cut: Cut | None, log: Log, standing: list[Record], report: Report) -> Resume:
+    """The input that undoes what was logged since the checkpoint; says how much that is."""
+    lost = sum(_lost(record) for record in (*standing, *log.behind))
+    resume = Resume(len(log.records), lost)
+    if lost:
+        text = f"going on from {_named(cut)}: {lost} acknowledged pushes since are lost (--recovery checkpoint)"
+        report({"kind": "note", "text": text})
+    return resume
+
+
+def _lost(record: Record) -> int:
+    """Pushes that are lost with a record: itself, or those that it had given up before."""
+    if record.kind == "resume":
+        return record.reply
+    return int(record.kind == "push" and record.verdict == Verdict.TAKEN)

@@ -13,15 +13,15 @@ class TrainingClock:
     """
 
     def __init__(self, seconds: float = 0.0, source: Callable[[], float] = time.perf_counter) -> None:
-        self._seconds, self._source = seconds, source
+        self._seconds, self.source = seconds, source
         self._since: float | None = None
 
     def now(self) -> float:
-        return self._seconds + (self._source() - self._since if self._since is not None else 0.0)
+        return self._seconds + (self.source() - self._since if self._since is not None else 0.0)
 
     def go(self) -> None:
         if self._since is None:
-            self._since = self._source()
+            self._since = self.source()
 
     def halt(self) -> None:
         self._seconds, self._since = self.now(), None

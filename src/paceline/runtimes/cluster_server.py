@@ -27,7 +27,8 @@ from paceline.transports.tcp import Heard, TcpServerDoor
 
 FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0
 """How long a silence may last before anything was learned, at least, and at most."""
-LOOK_SECONDS = 0.25
+LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
+"""Time passes even when nobody says anything; a longer look away than this was our own doing."""
 ABANDONED_SECONDS = 120.0
 SIGN_SECONDS = 0.5
 """Signs of life that come faster than this teach nothing new."""
@@ -57,10 +58,12 @@ class ClusterService(Service):
     def __init__(self, host: Host, line: OwnLine, expected: dict[str, Any], largest: Sizes, listener: Listener) -> None:
         super().__init__(host, line, expected)
         self._listener, self._largest = listener, largest
+        host.accounts.way = "sending"
         self._tcp: dict[int, TcpServerDoor] = {}
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
+        self._looked = time.monotonic()
         self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
@@ -74,6 +77,9 @@ class ClusterService(Service):
 
     def _look_around(self) -> None:
         now = time.monotonic()
+        if now - self._looked > BUSY_SECONDS:  # scoring, say: what came meanwhile is not read yet
+            self._deadlines.excuse(now - self._looked)
+        self._looked = now
         self._listener.expire(now)
         for text in self._listener.complaints():
             self.host.events.write("turned_away", self.host.clock.now(), text=text)
@@ -109,6 +115,7 @@ class ClusterService(Service):
         if now - self._signs.get(worker, 0.0) > SIGN_SECONDS:
             self._signs[worker] = now
             self._deadlines.heard(worker, now)
+            self.host.accounts.deadlines.beat(worker, self.host.clock.source())
         self._deadlines.asked(worker, now)
 
     # applicants
@@ -142,7 +149,9 @@ class ClusterService(Service):
         if worker in self._tcp:  # a newcomer is sure, and that the other comes back is not
             self._send_off(self._tcp[worker])
         member = self.host.server.members.get(worker)
-        known = {"worker": worker, "incarnation": member.incarnation + 1 if member is not None else 0}
+        least = self.host.first_incarnation
+        incarnation = max(least, member.incarnation + 1) if member is not None else least
+        known = {"worker": worker, "incarnation": incarnation}
         door = applicant.welcome({**self._welcome, **known}, self._largest)
         self._seat(door)
 

@@ -31,6 +31,8 @@ from paceline.transports.shared_memory import Timing
 from paceline.transports.tcp_worker import TcpWorkerDoor
 from paceline.transports.tls import Tls, worker_tls
 
+KNOCKING_SECONDS = 30.0
+"""A server that is started at the same time needs a while, and one that scores its model opens to nobody."""
 Say: TypeAlias = Callable[[str], None]
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 Errand: TypeAlias = Callable[[], None]
@@ -118,7 +120,7 @@ class Workbench:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
         words = {"worker": wanted, "version": package_version("paceline"), "torch": torch.__version__}
-        return door.apply(words)
+        return door.apply(words, KNOCKING_SECONDS)
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """The server's settings with this machine's own in their place, and the data."""
@@ -196,6 +198,7 @@ class Lane:
         assert self._push is not None
         with self._being_forgotten():
             self._reply = self._door.exchange(*self._push)
+            self._stopwatch.arrived()
 
     @contextlib.contextmanager
     def _being_forgotten(self) -> Iterator[None]:

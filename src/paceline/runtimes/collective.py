@@ -77,6 +77,7 @@ class Member:
         place = self.place
         host = Host(place.server, place.task, place.work, self.config, folder, report, 0.0, facts)
         host.memories = place.memories(self.seat.memory)
+        host.accounts.way = "waiting"
         replica = Replica(host, self.seat, self.ring, self.config, host.timekeeper)
         replica.start(place.roll())
 

@@ -5,6 +5,7 @@ A silence counts while it is the worker's turn; one that the server holds back (
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -29,7 +30,8 @@ class Patience:
     def learn(self, now: float) -> None:
         """A message came; how long it took teaches something if it was the worker's turn."""
         if self.since is not None:
-            self._silences.append(max(0.0, now - self.since))
+            silence = now - self.since
+            self._silences.append(silence if silence > 0.0 else 0.0)
             self._limit = None
 
     def limit(self, deadlines: Deadlines) -> float:
@@ -69,7 +71,10 @@ class Deadlines:
         self._workers: dict[int, Patience] = {}
 
     def _of(self, worker: int) -> Patience:
-        return self._workers.setdefault(worker, Patience())
+        patience = self._workers.get(worker)
+        if patience is None:
+            patience = self._workers[worker] = Patience()
+        return patience
 
     def asked(self, worker: int, now: float) -> None:
         """A reply went out: it is this worker's turn."""
@@ -109,8 +114,7 @@ class Deadlines:
 
     def due(self, now: float) -> list[int]:
         """Who has been silent for longer than is normal, in worker order; they stay until heard, asked or forgotten."""
-        silent = (worker for worker, when in self._times() if now > when)
-        return sorted(silent)
+        return sorted(worker for worker, when in self._times(asked_before=now - self.floor) if now > when)
 
     def next_due(self) -> float | None:
         """The first moment after which somebody is due if nothing is heard; None when it is nobody's turn.
@@ -120,6 +124,7 @@ class Deadlines:
         """
         return min((when for _, when in self._times()), default=None)
 
-    def _times(self) -> list[tuple[int, float]]:
-        turns = ((worker, patience) for worker, patience in self._workers.items())
-        return [(worker, one.since + one.limit(self)) for worker, one in turns if one.since is not None]
+    def _times(self, asked_before: float = math.inf) -> list[tuple[int, float]]:
+        """Who is due when, of those whose turn began before some moment: the others cannot be due yet."""
+        turns = [(worker, one, one.since) for worker, one in self._workers.items() if one.since is not None]
+        return [(worker, since + one.limit(self)) for worker, one, since in turns if since < asked_before]

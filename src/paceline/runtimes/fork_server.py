@@ -31,6 +31,7 @@ ROLES = {
     "ring worker": "paceline.runtimes.ring_process:worker",
 }
 PRELOADED = ("paceline.runtimes.server_process", "paceline.runtimes.worker_process", "paceline.tasks.supervised")
+_CLEAR = "nobody"
 _PR_SET_PDEATHSIG = 1
 _LARGEST = 1 << 20
 
@@ -65,6 +66,17 @@ class ForkServer:
             return None
         notice: dict[str, Any] = json.loads(packet)
         return notice
+
+    def clear(self) -> bool:
+        """End whatever it forked, and hear no more of it; False when the fork server itself is gone."""
+        try:
+            self.socket.send(request(_CLEAR, {}))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        while (notice := self.notice()) is not None:
+            if notice["kind"] == "cleared":
+                return True
+        return False
 
     def close(self) -> None:
         """End the fork server, and with it whatever it forked."""
@@ -128,6 +140,10 @@ def main(fd: int) -> None:
                 if not packet:
                     return
                 request = json.loads(packet)
+                if request["role"] == _CLEAR:
+                    server_pid = None
+                    _clear(supervisor, children)
+                    continue
                 request["spec"]["server_pid"] = server_pid
                 pid = _fork(supervisor, request, fds, [reader, writer])
                 server_pid = server_pid or pid  # the server is always the first
@@ -136,6 +152,15 @@ def main(fd: int) -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reader, 4096)
                 _reap(supervisor, children)
+
+
+def _clear(supervisor: socket.socket, children: set[int]) -> None:
+    """Kill everybody; none of these numbers can be another's before we have waited for it."""
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    while children:
+        os.waitpid(children.pop(), 0)
+    _tell(supervisor, {"kind": "cleared"})
 
 
 def _fork(supervisor: socket.socket, request: dict[str, Any], fds: list[int], ours: list[int]) -> int:

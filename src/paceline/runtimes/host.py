@@ -19,19 +19,22 @@ from torch import Tensor
 from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
-from paceline.core.messages import Input, Join, Leave, Push, Reply, Steps, Stop, Verdict
+from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Steps, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
 from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
-from paceline.runs.checkpoint import take_cut, write_cut
+from paceline.runs.best import Best
+from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.environment import environment
-from paceline.runs.events import EventLog
+from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
+from paceline.runs.resume import Rebuilt
 from paceline.runs.snapshots import snapshots_of
 from paceline.runs.writing import Writer
+from paceline.runtimes.accounts import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
 from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.timekeeping import Timekeeper
 from paceline.tasks.script_model import ScriptModel
@@ -84,6 +87,7 @@ class Host:
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
         self.timekeeper = Timekeeper()
+        self.accounts = Accounts(self.timekeeper)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
         self._virtual = 0.0 if source is not None else None
         folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
@@ -94,8 +98,17 @@ class Host:
         self._report = report
         self._writer = Writer(background=source is None)
         self._snapshots = snapshots_of(config, folder, server, task, self._writer)
+        scored = config.eval_every is not None and source is None
+        self._best = Best(folder, task, self._writer) if scored and isinstance(task, SupervisedTask) else None
+        self.in_groups = False
+        """Whether whoever brings inputs calls `commit` after several of them, not this host after each."""
+        self._unsent: list[Reply] = []
+        self._room = Room()
+        self.first_incarnation = 0
+        """Of a worker that joins: those before may have been somebody's whose join was taken back."""
         self._next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
-        self._next_progress = self._next_event = 0.0
+        self._next_room = seconds + config.checkpoint_every / 2 if source is None else math.inf
+        self._next_progress = self._next_event = self._next_accounts = 0.0
         self._last_now, self._last_samples = seconds, server.samples
         self._loss_sum, self._loss_count = 0.0, 0
         self._next_evaluation = self._evaluation_after(server.samples)
@@ -109,13 +122,35 @@ class Host:
         """
         try:
             self._handle(message)
+            if not self.in_groups:
+                self.commit()
         except OSError as error:
             raise self._disk_error(error) from None
 
+    def commit(self) -> None:
+        """Where the log must be on disk before a reply leaves: sync it once, then send all replies that wait for it."""
+        if self._unsent:
+            try:
+                self.log.sync()
+            except OSError as error:
+                raise self._disk_error(error) from None
+            unsent, self._unsent = self._unsent, []
+            for reply in unsent:
+                self.send(reply)
+
+    def go_on(self, rebuilt: Rebuilt) -> None:
+        """The first input of a resumed run, and a row of what it took to be back."""
+        self.handle(rebuilt.resume)
+        self.first_incarnation = rebuilt.incarnation
+        row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
+        seconds = {} if self._virtual is not None else {"seconds": round(rebuilt.seconds, 3)}
+        self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
+
     def _handle(self, message: Input) -> None:
-        now = self.clock.now()
+        now, began = self.clock.now(), self.clock.source()
         was_started = self.server.started
         self.announce(message)
+        self.accounts.heard(message, self.server, began)
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
         if self.server.samples >= self._next_evaluation and not self.server.over:
@@ -124,10 +159,7 @@ class Host:
             self.clock.halt()
         elif not was_started and self.server.started:
             self.clock.go()
-        for reply in outcome.replies:
-            if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
-                self.server.hand_out(reply, self.memories[reply.worker])
-            self.send(reply)
+        self._reply(outcome, began)
         if isinstance(message, Push):
             self._loss_sum += message.loss
             self._loss_count += 1
@@ -137,8 +169,21 @@ class Host:
             self._progress(now)
         if self._snapshots is not None:
             self._keep_weights()
+        if now >= self._next_room:
+            self._make_room()
         if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy and self.may_be_cut():
             self.checkpoint()
+
+    def _reply(self, outcome: Outcome, began: float) -> None:
+        """Each worker is sent its reply as soon as its copy is made, or where the log is synced when that is done."""
+        for reply in outcome.replies:
+            if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
+                self.server.hand_out(reply, self.memories[reply.worker])
+            if self.config.durable:
+                self._unsent.append(reply)
+            else:
+                self.send(reply)
+            self.accounts.answered(reply, began, self.clock.source())
 
     @property
     def is_cut_due(self) -> bool:
@@ -223,16 +268,68 @@ class Host:
             self._next_event = now + EVENT_SECONDS
             self._last_now, self._last_samples = now, server.samples
             self._loss_sum, self._loss_count = 0.0, 0
+        self.tick()
+
+    def tick(self) -> None:
+        """Write down where each worker's time went, now and then; in silence too, so that silence is seen."""
+        at = self.clock.source() if self._virtual is None else self._virtual
+        if at >= self._next_accounts and (self._virtual is None or self.server.num_workers <= MANY_VIRTUAL):
+            try:
+                nbytes = self._write_accounts()
+            except OSError as error:
+                raise self._disk_error(error) from None
+            self._next_accounts = at + (
+                max(ROW_SECONDS, nbytes / BYTES_A_SECOND) if self._virtual is None else OFTEN_VIRTUAL
+            )
+
+    def _write_accounts(self) -> int:
+        return self.events.write("workers", self.clock.now(), **self.accounts.row(self.server, self.clock.source()))
 
     def checkpoint(self) -> None:
         """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
-        now = self.clock.now()
+        now, began = self.clock.now(), time.perf_counter()
         self.gather()
-        cut = take_cut(self.server, self.memories, self.log.nbytes, now)
-        self._writer.do("a checkpoint", lambda: write_cut(self.folder.checkpoints, cut))
-        self.events.write("checkpoint", now, updates=self.server.version)
+        cut = take_cut(self.server, self.memories, self.log.nbytes, now, self._room)
+        pause = {} if self._virtual is not None else {"pause_seconds": round(time.perf_counter() - began, 6)}
+        self._writer.do("a checkpoint", lambda: self._write(cut))
+        self.events.write("checkpoint", now, updates=self.server.version, **pause)
         self._next_checkpoint = now + self.config.checkpoint_every
         self._complain()
+
+    def checkpoint_now(self) -> None:
+        """Take a cut and see it written before anything else happens; others wait for it."""
+        self.gather()
+        try:
+            self._write(take_cut(self.server, self.memories, self.log.nbytes, self.clock.now()))
+        except OSError as error:
+            raise self._disk_error(error) from None
+
+    def _write(self, cut: Cut) -> None:
+        """On disk, the log first: a checkpoint never speaks of more than the log has, even after a power cut."""
+        self.log.sync()
+        write_cut(self.folder.checkpoints, cut, self.config.keep)
+        self._room.take_back(cut)
+
+    def _make_room(self) -> None:
+        """Long before the first checkpoint, on the other thread, what would make its pause longer than the others'."""
+        self._next_room = math.inf
+        kinds = kinds_of(self.server, self.memories)
+        self._writer.do("room for checkpoints", lambda: self._room.make(kinds))
+
+    def _upkeep(self) -> dict[str, Any]:
+        """What the result says of checkpoints and resumes, over all lives of the run."""
+        rows = list(read_events(self.folder.events_file)) if self._virtual is None else []
+        pauses = [row["pause_seconds"] for row in rows if row["kind"] == "checkpoint" and "pause_seconds" in row]
+        best = {"best": self._best.found} if self._best is not None else {}
+        return {
+            "checkpoint_pause_seconds": {
+                "count": len(pauses),
+                "max": max(pauses, default=0.0),
+                "total": round(sum(pauses), 6),
+            },
+            "resumes": sum(row["kind"] == "recovered" for row in rows),
+            **best,
+        }
 
     def _complain(self) -> None:
         for what, failure in self._writer.failures():
@@ -252,12 +349,14 @@ class Host:
         if self.task is None or self.task.test is None:
             return
         self.clock.halt()
+        began, halted = time.perf_counter(), self.clock.source()
         self.gather()
-        began = time.perf_counter()
         scores = self._score("test")
         seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None
         found = _named("test", scores)
+        if self._best is not None:
+            self._best.look(self.server, scores)
         if self.config.eval_train and (train := self._score("train")) is not None:
             found |= _named("train", train)
         self.events.write("evaluation", self.clock.now(), samples=self.server.samples, **found, **seconds)
@@ -265,6 +364,7 @@ class Host:
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
         text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
         self._report({"kind": "note", "text": text})
+        self.accounts.deadlines.excuse(self.clock.source() - halted)
         self.clock.go()
         target = self.config.target_accuracy
         if target is not None and scores.accuracy >= target:
@@ -279,6 +379,7 @@ class Host:
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
         indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
+        self.events.write("scoring", self.clock.now(), which=which)
         os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
@@ -336,6 +437,7 @@ class Host:
         self.clock.halt()
         self.gather()
         status = self.status
+        self._write_accounts()
         timing = self.timekeeper.row(self.server.pushes)
         if timing is not None:
             self.events.write("timing", self.clock.now(), **timing)
@@ -347,6 +449,8 @@ class Host:
         try:
             if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
                 self.checkpoint()
+            if self._best is not None and (last := scores.get("test")) is not None:
+                self._best.look(self.server, last)
             self._writer.wait()
             self._complain()
             tensors = self.named_weights()
@@ -361,6 +465,7 @@ class Host:
                 "status": status,
                 "reason": self.why_diverged() if status == "diverged" else self.stop_reason,
                 "lost_workers": self.lost,
+                **self._upkeep(),
                 **({"reported": self.figures} if self.figures else {}),
                 **(found or {}),
                 **self._facts,

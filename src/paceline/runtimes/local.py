@@ -17,21 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.config import RunConfig, to_dict
-from paceline.errors import PacelineError, RunFailed, UserError
+from paceline.errors import Reported, RunFailed, ServerLost, UserError
 from paceline.faults import Fault
+from paceline.runs.arrivals import next_life
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder
 from paceline.runtimes.fault_injection import Injector
 from paceline.runtimes.fork_server import ForkServer, request
 
 ENDING_SECONDS = 3.0
-
-
-class Reported(PacelineError):
-    """What a process of ours said in its last line, with the exit code it asked for."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,11 @@ class Processes:
     def in_ring(self) -> Processes:
         """The same without a server: worker 0 keeps the folder, and everybody updates a copy of the weights."""
         return replace(self, server_role="ring host", worker_role="ring worker", first_worker=1)
+
+    def again(self, incarnation: int, now: float) -> Processes:
+        """The same for a run that goes on where its log ends, at `now` on its clock; what is still to come comes."""
+        faults = tuple(fault for fault in self.faults if fault.at > now)
+        return replace(self, spec={**self.spec, "resume": True}, incarnation=incarnation, faults=faults)
 
 
 class Supervisor:
@@ -198,7 +196,7 @@ class Supervisor:
     def _failure(self, what: str) -> RunFailed:
         if not self._folder.arrivals_file.exists():
             return RunFailed(f"{what} before training began: see the lines above")
-        return RunFailed(f"{what}: nothing acknowledged is lost, {self._folder.way_on(self._config)}")
+        return ServerLost(what, self._folder.way_on(self._config))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -230,10 +228,20 @@ def run_local(
     processes: Processes,
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Train on processes of this machine and return the result."""
-    supervisor = Supervisor(forks, config, folder, processes, report)
-    supervisor.start()
-    supervisor.follow()
+    """Train on processes of this machine and return the result; whoever keeps the run may be lost a few times."""
+    for restart in range(1, config.restart + 2):
+        supervisor = Supervisor(forks, config, folder, processes, report)
+        try:
+            supervisor.start()
+            supervisor.follow()
+            break
+        except ServerLost as lost:
+            if restart > config.restart or not forks.clear():
+                raise
+            processes = processes.again(*next_life(folder.arrivals_file, config))
+            where = "its newest checkpoint" + (" and its log" if config.recovery == "log" else "")
+            text = f"{lost.what}: going on from {where} (restart {restart} of {config.restart})"
+            report({"kind": "note", "text": text})
     result = folder.result()
     if result is None:
         raise UserError(f"{folder.path} holds no result although its server finished: was it removed?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple, get_args
 
@@ -31,8 +32,9 @@ def to_words(message: Input) -> list[Any]:
     >>> to_words(Push(1, 0, 7, 7, 32, 0.5, EMPTY, EMPTY))
     ['Push', 1, 0, 7, 7, 32, 0.5]
     """
-    fields = message[:6] if isinstance(message, Push) else message if isinstance(message, tuple) else ()
-    return [type(message).__name__, *fields]
+    if isinstance(message, Push):
+        return ["Push", *message[:6]]
+    return [type(message).__name__, *(message if isinstance(message, tuple) else dataclasses.astuple(message))]
 
 
 def from_words(words: list[Any]) -> Input:

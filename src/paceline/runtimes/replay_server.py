@@ -141,7 +141,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: Control) -> None:
         output = Path(spec["output"]) if spec["output"] is not None else None
         recording = open_recording(Path(spec["folder"]), spec["until"], output)
-        records = recording.log.records
+        records = recording.standing
         starters = _starters(records)
         scripts = Scripts(control, records)
         if not starters:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from paceline.config import from_dict
-from paceline.core.messages import Join, Resume
+from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.crew import identity_of, make_seat, make_task
 from paceline.data.datasets import Dataset
 from paceline.errors import ProtocolError, UserError, differing
-from paceline.runs.checkpoint import newest_cut, restore, take_cut, write_cut
+from paceline.runs.checkpoint import newest_cut, restore
 from paceline.runs.folder import RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.allocator import keep_freed_memory
@@ -138,18 +138,21 @@ def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> Place:
 
 
 def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, control: Control) -> Host:
-    folder, seconds = RunFolder(Path(spec["folder"])), 0.0
-    if spec["resume"]:
+    folder = RunFolder(Path(spec["folder"]))
+    pieces = place.server, place.task, place.work, place.config, folder, control.send
+    if not spec["resume"]:
+        hosting = Host(*pieces, 0.0, spec["facts"])
+        hosting.accounts.way = "waiting"
+        return hosting
 
-        def seat(join: Join) -> Any:
-            return make_seat(place.config, make_task(place.config, dataset), place.work, join)
+    def seat(join: Join) -> Any:
+        return make_seat(place.config, make_task(place.config, dataset), place.work, join)
 
-        seconds = rebuild(place.server, seat, place.task, place.config, folder, control.send)
-    hosting = Host(place.server, place.task, place.work, place.config, folder, control.send, seconds, spec["facts"])
-    if spec["resume"]:
-        hosting.handle(Resume())
-        cut = take_cut(place.server, {}, hosting.log.nbytes, seconds)
-        write_cut(folder.checkpoints, cut)  # the others start from it
+    rebuilt = rebuild(place.server, seat, place.task, place.config, folder, control.send)
+    hosting = Host(*pieces, rebuilt.now, spec["facts"])
+    hosting.accounts.way = "waiting"
+    hosting.go_on(rebuilt)
+    hosting.checkpoint_now()  # the others start from it
     return hosting
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.config import to_dict
-from paceline.errors import RunFailed
+from paceline.errors import Reported, RunFailed
 from paceline.runs.recording import Recording, ScriptCall
 from paceline.runtimes.fork_server import ForkServer, request
-from paceline.runtimes.local import ENDING_SECONDS, Reported
+from paceline.runtimes.local import ENDING_SECONDS
 
 Report = Callable[[dict[str, Any]], None]
 _LARGEST = 1 << 20

@@ -17,13 +17,14 @@ import torch
 
 from paceline.config import RunConfig, from_dict
 from paceline.core.memory import Sizes
-from paceline.core.messages import Join, Leave, Push, Reply, Resume
+from paceline.core.messages import Join, Leave, Push, Reply
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.errors import PacelineError, ProtocolError, differing
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
+from paceline.runtimes.accounts import ROW_SECONDS
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.host import Host, Report
 from paceline.runtimes.pacing import Pacing
@@ -90,6 +91,7 @@ class Service:
     def __init__(self, host: Host, control: Control, expected: dict[str, Any], patient: bool = False) -> None:
         self.host = host
         host.send = self._answer
+        host.in_groups = True
         self._expected = expected
         self.control = control
         self._patient = patient
@@ -119,6 +121,7 @@ class Service:
         """Serve until training is over and every worker knows (a patient service: until every worker has left)."""
         deadline: float | None = None
         while True:
+            self.host.commit()
             if self.host.server.over:
                 if deadline is None:
                     deadline = time.monotonic() + GRACE_SECONDS
@@ -129,12 +132,13 @@ class Service:
                 if line in self._callbacks:  # else it was hung up on meanwhile
                     self._callbacks[line]()
             self._look_around()
+            self.host.tick()
         for door in self.doors.values():
             door.close()
 
-    def _patience(self) -> float | None:
-        """How long to wait for the next message; None: for ever."""
-        return None
+    def _patience(self) -> float:
+        """How long to wait for the next message."""
+        return ROW_SECONDS
 
     def _look_around(self) -> None:
         """Between messages: what time alone brings about."""
@@ -251,7 +255,7 @@ class Service:
 
     def _answer(self, reply: Reply) -> None:
         door = self.doors.get(reply.worker)
-        if door is not None:
+        if door is not None and door.incarnation == reply.incarnation:
             door.answer(reply)
             if reply.over:
                 self._dismissed.add(reply.worker)
@@ -307,7 +311,7 @@ def make_host(
     def seat(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    seconds = rebuild(server, seat, task, config, folder, report)
-    host = Host(server, task, work, config, folder, report, seconds, facts)
-    host.handle(Resume())
+    rebuilt = rebuild(server, seat, task, config, folder, report)
+    host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
+    host.go_on(rebuilt)
     return host

@@ -18,7 +18,7 @@ from paceline.config import RunConfig, to_dict
 from paceline.core.messages import Input
 from paceline.core.rules.ranged import Ranged
 from paceline.cutting import part_of, spans_of
-from paceline.errors import ProtocolError, RunFailed
+from paceline.errors import ProtocolError, RunFailed, ServerLost
 from paceline.interfaces import Layout
 from paceline.runs.environment import package_version
 from paceline.runtimes.host import Host
@@ -145,12 +145,11 @@ class Shards:
         try:
             return do()
         except (ConnectionError, ProtocolError) as error:
-            path = self._host.folder.path
-            raise RunFailed(
+            what = (
                 f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} is gone "
-                f"({error}) at update {self._host.server.version}: nothing acknowledged is lost, 'paceline server "
-                f"--resume {path}' goes on from there"
-            ) from None
+                f"({error}) at update {self._host.server.version}"
+            )
+            raise ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there") from None
 
     def order(self, message: Input, finite: bool = True) -> None:
         """Tell all of an input, before it is handled here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.memory import Memory
@@ -20,6 +20,7 @@ from paceline.runtimes.misfortune import strike
 from paceline.runtimes.network import Job, Link, Shared, ring_seconds
 from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.speeds import StepTimes
+from paceline.runtimes.timekeeping import RECENT
 from paceline.runtimes.wire import DOWN, UP, Wire
 
 RETRY_STEPS = 5.0
@@ -84,6 +85,9 @@ class Worker:
     joined_at: float = 0.0
     present: float = 0.0
     computing: float = 0.0
+    num_steps: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds of a step, of its latest pushes."""
 
 
 class Deadlock(Exception):
@@ -134,8 +138,10 @@ class Simulation:
         for worker in self.workers:
             if worker.seat is not None:
                 worker.present += self.agenda.now - worker.joined_at
+                worker.joined_at = self.agenda.now
                 if worker.step_began is not None:
                     worker.computing += self.agenda.now - worker.step_began
+                    worker.step_began = self.agenda.now
         if self._num_here and not self.side.server.over and not self.agenda.stopped:
             raise Deadlock(f"at {self.agenda.now:g} s, update {self.side.server.version}: workers wait for nothing")
 
@@ -231,7 +237,9 @@ class Simulation:
         self.num_events += 1
         seconds = self.agenda.now - worker.step_began
         worker.computing += seconds
+        worker.num_steps += worker.steps
         worker.seconds_a_step = seconds / worker.steps
+        worker.recent.append(worker.seconds_a_step)
         worker.step_began = None
         worker.unanswered = worker.seat.push()
         assert worker.unanswered is not None, "a reply that was not the last is worth a push"

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from paceline.transports.shared_memory import Timing
 KEPT = 2000
 WARM_UP = 10
 LEVELS = 33
+RECENT = 33
 
 
 class Stopwatch:
@@ -23,6 +24,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._pushed = time.perf_counter()
+        self._arrived: float | None = None
         self.replied()
 
     def step(self) -> Timing:
@@ -30,10 +32,25 @@ class Stopwatch:
         self._pushed = time.perf_counter()
         return Timing(time.process_time() - self._cpu, self._pushed - self._began, self._waited)
 
+    def arrived(self) -> None:
+        """The reply has come, and its step may have to wait for its turn on this processor."""
+        self._arrived = time.perf_counter()
+
     def replied(self) -> None:
         """The reply has come: the next step begins."""
         self._began, self._cpu = time.perf_counter(), time.process_time()
-        self._waited = self._began - self._pushed
+        self._waited = (self._arrived or self._began) - self._pushed
+        self._arrived = None
+
+
+class Told(NamedTuple):
+    """What a worker has said so far: seconds it computed, seconds it waited for replies, in so many steps."""
+
+    computing: float
+    waited: float
+    steps: int
+    recent: tuple[tuple[float, float], ...]
+    """Of its latest pushes: seconds of a step, and of the wait before it."""
 
 
 class WorkerTimes:
@@ -41,13 +58,16 @@ class WorkerTimes:
 
     def __init__(self) -> None:
         self._steps: deque[Timing] = deque(maxlen=KEPT)
-        self._seen = 0
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._seen = self.steps = 0
         self.computing = self.waiting = 0.0
 
     def add(self, timing: Timing, steps: int) -> None:
         self._seen += 1
+        self.steps += steps
         self.computing += timing.wall
         self.waiting += timing.waited
+        self.recent.append((timing.wall / steps, timing.waited))
         if self._seen > WARM_UP:
             self._steps.append(timing._replace(cpu=timing.cpu / steps, wall=timing.wall / steps))
 
@@ -81,6 +101,11 @@ class Timekeeper:
             self._workers[worker] = WorkerTimes()
             self._began = self._began or time.process_time()
         self._workers[worker].add(timing, steps)
+
+    def told(self, worker: int) -> Told | None:
+        """Sums of what this worker has said; None where it says nothing, as in one process."""
+        times = self._workers.get(worker)
+        return Told(times.computing, times.waiting, times.steps, tuple(times.recent)) if times is not None else None
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

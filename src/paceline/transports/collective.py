@@ -47,7 +47,7 @@ class Meeting:
                 f"rank {rank.number} cannot reach the first rank at {rank.address}:{rank.port} ({first_line(error)}): "
                 "is it started, and is that the address of its machine?"
             ) from None
-        self.store = dist.PrefixStore("paceline", store)  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore(f"paceline/{rank.attempt}", store)  # type: ignore[attr-defined]
 
     def open(self, identity: dict[str, Any], device: str) -> None:
         """Wait until every rank has come with the same settings, code and data; then open the ring."""
@@ -95,6 +95,16 @@ class Meeting:
     def hear(self, name: str) -> dict[str, Any]:
         """What one of the others tells."""
         self.store.set_timeout(datetime.timedelta(seconds=EXCHANGE_SECONDS))
+        row: dict[str, Any] = json.loads(self.store.get(name))
+        return row
+
+    def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """The same, and None when it has not come within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._is_there(name):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
         row: dict[str, Any] = json.loads(self.store.get(name))
         return row
 

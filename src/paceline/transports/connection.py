@@ -48,6 +48,14 @@ def is_loopback(host: str) -> bool:
     return all(str(row[4][0]).startswith("127.") or row[4][0] == "::1" for row in found)
 
 
+def require_token(host: str, token: bytes) -> None:
+    """Who can be reached by others, or reaches out to them, needs one: a server tells its workers what to run."""
+    if not token and not is_loopback(host):
+        raise UserError(
+            f"{host} is not this machine alone, and there is no token: give one by --token-file or in PACELINE_TOKEN"
+        )
+
+
 def prepare(sock: socket.socket) -> None:
     """Small frames go at once; a machine that vanished is noticed within half a minute, idle or not."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

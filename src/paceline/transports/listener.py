@@ -22,6 +22,7 @@ from paceline.transports.connection import (
     format_address,
     parse_address,
     prepare,
+    require_token,
 )
 from paceline.transports.frames import (
     MOST_APPLY,
@@ -44,6 +45,7 @@ STRANGER_SECONDS = 10.0
 BACKLOG = 1024
 _AT_ONCE = 64
 _KEPT_COMPLAINTS = 20
+_QUIET_SECONDS = 1.0
 
 
 class Applicant:
@@ -90,7 +92,7 @@ class Stranger:
         self.connection, self.peer, self.since = connection, connection.peer, now
         self._shaken = not isinstance(connection, TlsConnection)
         self._outbox = Outbox()
-        self._filler = Filler(self._application(token, binding))
+        self._filler = Filler(_application(connection, self._outbox, Gatekeeper(token, binding)))
 
     def fileno(self) -> int:
         """Of its connection."""
@@ -121,18 +123,19 @@ class Stranger:
         self._outbox.flush(connection.send)
         return whole
 
-    def _application(self, token: bytes, binding: bytes) -> Reading[dict[str, Any]]:
-        gatekeeper = Gatekeeper(token, binding)
-        self._outbox.add(gatekeeper.challenge)
-        answer = yield from read_bytes(ANSWER_NBYTES)
-        try:
-            self._outbox.add(gatekeeper.check(answer))
-        except WrongToken:
-            self._outbox.add(DENIAL)
-            self._outbox.flush(self.connection.send)
-            raise
-        _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
-        return (yield from read_fields(nbytes))
+
+def _application(connection: Connection, outbox: Outbox, gatekeeper: Gatekeeper) -> Reading[dict[str, Any]]:
+    """All that a stranger may say. It knows no Stranger: a circle would stay until the garbage is collected."""
+    outbox.add(gatekeeper.challenge)
+    answer = yield from read_bytes(ANSWER_NBYTES)
+    try:
+        outbox.add(gatekeeper.check(answer))
+    except WrongToken:
+        outbox.add(DENIAL)
+        outbox.flush(connection.send)
+        raise
+    _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
+    return (yield from read_fields(nbytes))
 
 
 class Listener:
@@ -148,6 +151,7 @@ class Listener:
     ) -> None:
         self._token, self._tls, self._most, self._seconds = token, tls, most, seconds
         self._binding = (tls.fingerprint or "").encode() if tls is not None else b""
+        require_token(parse_address(address)[0], token)
         self._socket = _listen(address)
         self.address = format_address(self._socket.getsockname())
         """Where it really listens, its port chosen."""
@@ -155,6 +159,7 @@ class Listener:
         """By descriptor, the oldest first."""
         self.num_refused = 0
         self._complaints: list[str] = []
+        self._quiet_until = 0.0
         self._poll = select.epoll()
         self._poll.register(self._socket, select.EPOLLIN)
 
@@ -196,7 +201,7 @@ class Listener:
             stranger = Stranger(accepted(sock, format_address(address), self._tls), self._token, self._binding, now)
             self.strangers[stranger.fileno()] = stranger
             self._poll.register(stranger.fileno(), select.EPOLLIN)
-            self._step(stranger)
+            self._step(stranger)  # sends the challenge; nobody can have answered it yet
 
     def _step(self, stranger: Stranger) -> Applicant | None:
         number, wanted_write = stranger.fileno(), stranger.wants_write
@@ -234,7 +239,11 @@ class Listener:
             self._complaints[-1] = f"and others were turned away ({self.num_refused} so far), the last: {text}"
 
     def complaints(self) -> list[str]:
-        """For the log: who was turned away since the last time, and why; of very many, the first few."""
+        """For the log: who was turned away since the last time, and why; of very many, a few each second."""
+        now = time.monotonic()
+        if not self._complaints or now < self._quiet_until:
+            return []
+        self._quiet_until = now + _QUIET_SECONDS
         found, self._complaints = self._complaints, []
         return found
 

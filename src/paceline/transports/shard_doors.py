@@ -38,9 +38,9 @@ class ShardDoors:
         self._pool: ThreadPoolExecutor | None = None
         self.farewell: str | None = None
 
-    def apply(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, fields: Mapping[str, Any], patience: float) -> dict[str, Any]:
         """Ask the first server for a place."""
-        return self._first.apply(fields)
+        return self._first.apply(fields, patience)
 
     def reach(self, welcome: Mapping[str, Any], size: int) -> None:
         """Find the other servers, which the first one's welcome names."""

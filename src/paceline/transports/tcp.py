@@ -95,7 +95,8 @@ class TcpServerDoor:
         self._greeted: Reply | None = None
         """What the hello was answered with, until the first push comes."""
         self._outbox = Outbox()
-        self._filler = Filler(self._message())
+        self._filler: Filler[Hello | Push | Figures | Heard] | None = None
+        """Of the message under way; it knows this door, and must not keep its memory when the door is dropped."""
         self._scratch: memoryview | None = None
 
     def fileno(self) -> int:
@@ -110,28 +111,29 @@ class TcpServerDoor:
     def close(self) -> None:
         """Hang up."""
         self.connection.close()
+        self._filler = None
 
     def attach(self, connection: Connection) -> None:
         """The worker has come back on another connection; what was under way on the old one never happened."""
         self.connection.close()
         self.connection = connection
         self.last_heard = time.monotonic()
-        self._outbox = Outbox()
-        self._filler = Filler(self._message())
+        self._outbox, self._filler = Outbox(), None
 
     def receive(self) -> Hello | Push | Figures | Heard | None:
         """The next message; HEARD when it is not all there yet; None when the connection is gone.
 
         Anything malformed is a ProtocolError. A push counts only when its last byte has come.
         """
+        filler, self._filler = self._filler or Filler(self._message()), None
         try:
-            whole = self._filler.fill(self.connection.receive_into)
+            whole = filler.fill(self.connection.receive_into)
         except ConnectionError:
             return None
         self.last_heard = time.monotonic()
         if whole is None:
+            self._filler = filler
             return HEARD
-        self._filler = Filler(self._message())
         return None if self.left else whole[0]
 
     def _message(self) -> Reading[Hello | Push | Figures | Heard]:

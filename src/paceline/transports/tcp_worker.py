@@ -17,7 +17,7 @@ from paceline.core.memory import Memory
 from paceline.core.messages import Join, Push, Reply
 from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor, WrongToken
-from paceline.transports.connection import Connection, connected
+from paceline.transports.connection import Connection, connected, parse_address, require_token
 from paceline.transports.frames import (
     MOST_APPLY,
     MOST_FIGURES,
@@ -105,6 +105,7 @@ class TcpWorkerDoor:
         self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
     ) -> dict[str, Any]:
         """Knock, prove, say who we are: the server's welcome. A UserError with the reason when it wants none of us."""
+        require_token(parse_address(self._address)[0], self._token)
         self._fields = dict(fields)
         back_off = BackOff(patience)
         with self._busy:

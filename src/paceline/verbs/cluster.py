@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.config import SIMULATED_ONLY
+from paceline.config import SIMULATED_ONLY, UPKEEP
 from paceline.errors import UserError
 from paceline.flags import Parser, add_settings, config_from, number
 from paceline.reports.console import Console
@@ -54,7 +54,8 @@ def server_verb(arguments: list[str]) -> int:
     entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, parsed.servers, parsed.shards_elsewhere)
     with Console() as console:
         if parsed.resume is not None:
-            folder, result = serve_again(Path(parsed.resume), entrance, console)
+            upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
+            folder, result = serve_again(Path(parsed.resume), entrance, console, upkeep=upkeep)
         else:
             folder, result = serve(config_from(parsed, parsed.file), entrance, console)
     return show(folder, result, parsed.json)

@@ -36,7 +36,7 @@ SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator
 def simulate_verb(arguments: list[str]) -> int:
     parser = parser_for("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
-    add_settings(parser, left_out=("device",))
+    add_settings(parser, left_out=("device", "restart", "durable"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file, _settings_of(parsed.like))
@@ -74,7 +74,7 @@ def plan_verb(arguments: list[str]) -> int:
     return 0
 
 
-LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots")
+LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots", "restart", "durable")
 
 
 def _settings_of(run: str | None) -> dict[str, Any]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from paceline.config import SIMULATED_ONLY
+from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
+from paceline.errors import UserError, unknown_name
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
 from paceline.verbs.ending import EXIT_CODES, parser_for, show
 
+if TYPE_CHECKING:
+    from paceline.runs.folder import RunFolder
+
+ENGINES = ("ray",)
 SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
     "workers",
@@ -32,6 +38,8 @@ SCRIPT_DECIDES = (
     "eval_train",
     "score",
     "target_accuracy",
+    "restart",
+    "recovery",
 )
 TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
 
@@ -44,16 +52,57 @@ def train_verb(arguments: list[str]) -> int:
     parser = parser_for("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
     add_settings(parser, left_out=SIMULATED_ONLY)
+    _add_places(parser)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file)
-    from paceline.launch import train
-
     rank = rank_here()
     follows = rank is not None and not rank.leads
     with Console(quiet=follows) as console:
-        folder, result = train(config, console)
+        folder, result = _train(config, parsed, console)
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    places = _add_hosts(parser)
+    places.add_argument(
+        "--skip-failed", action="store_true", help="of --hosts: go on without those that fail the check"
+    )
+    places.add_argument("--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    places = parser.add_argument_group("places")
+    places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
+    places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
+    places.add_argument("--tls", action="store_true", help="of --hosts: encrypt what workers send and get")
+    return places
+
+
+def _refuse_without_hosts(parsed: argparse.Namespace) -> None:
+    for flag in ("skip_failed", "listen", "tls"):
+        if getattr(parsed, flag, None):
+            raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
+
+
+def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """On this machine, or where the flags say."""
+    if parsed.engine not in (None, *ENGINES):
+        raise unknown_name("engine", parsed.engine, ENGINES)
+    if parsed.engine is not None and parsed.hosts is not None:
+        raise UserError(f"--engine {parsed.engine} and --hosts {parsed.hosts} both place workers: leave one out")
+    if parsed.hosts is not None:
+        from paceline.on_hosts import Hosts, train_on_hosts
+
+        return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
+    _refuse_without_hosts(parsed)
+    if parsed.engine is not None:
+        from paceline.runtimes.ray_engine import train_on_ray
+
+        return train_on_ray(config, console)
+    from paceline.launch import train
+
+    return train(config, console)
 
 
 def run_verb(arguments: list[str]) -> int:
@@ -76,13 +125,25 @@ def run_verb(arguments: list[str]) -> int:
 def resume_verb(arguments: list[str]) -> int:
     parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
+    _add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
+    with Console() as console:
+        folder, result = _resume(parsed, console)
+    return show(folder, result, parsed.json)
+
+
+def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    if parsed.hosts is not None:
+        from paceline.on_hosts import Hosts, resume_on_hosts
+
+        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console)
+    _refuse_without_hosts(parsed)
     from paceline.launch import resume
 
-    with Console() as console:
-        folder, result = resume(Path(parsed.run), console)
-    return show(folder, result, parsed.json)
+    upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
+    return resume(Path(parsed.run), console, upkeep)
 
 
 def replay_verb(arguments: list[str]) -> int:

@@ -53,7 +53,8 @@ class SlowForesight(SlowCached):
     def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
         self.latest[worker] = gradient
         self.num_live = num_live
-        self.interval[worker] = 0.9 * self.interval.get(worker, num_live) + 0.1 * (staleness + 1)
+        before = self.interval.get(worker, num_live)
+        self.interval[worker] = 0.9 * before + 0.1 * min(staleness + 1, 3.0 * before)
         self.gamma = self.momentum ** (1 / max(self.interval.values()))
         self.lr = lr * (1 - self.gamma) / (1 - self.momentum)
         self.u = self.mean(num_live)

@@ -44,9 +44,9 @@ class FairFarsight(Farsight):
     >>> from paceline.interfaces import Arrival
     >>> weights, rule = torch.zeros(1), FairFarsight(0.0, places=2)
     >>> state = rule.start(weights)
-    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 21, torch.tensor(1.0), 2))
-    >>> weights.item()
-    -2.0
+    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 5, torch.tensor(1.0), 2))
+    >>> round(weights.item(), 6)
+    -1.2
     """
 
     name = "farsight-fair"

@@ -11,12 +11,14 @@ from torch import Tensor
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.cached import forget, remember
 from paceline.core.rules.per_worker import Live, pushers_place, table
-from paceline.core.rules.scalars import Scalar, add_scaled, at_least, keep_all, load, load_all, scale
+from paceline.core.rules.scalars import Scalar, add_scaled, at_least, at_most, keep_all, load, load_all, scale
 from paceline.interfaces import Arrival, State
 
 HORIZON = 1.5
 """Intervals looked ahead: a push comes one after its weights were sent, then counts for half of one on average."""
 SMOOTHING = 0.1
+OUTLIER = 3.0
+"""An interval so many times as long as usual teaches no more than that: the worker was stopped, it is not slow."""
 
 
 class Foresight(Live):
@@ -26,7 +28,8 @@ class Foresight(Live):
     gamma_u = gamma^(1/max_j tau_j);  lr_u = lr (1 - gamma_u)/(1 - gamma)
     worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u),  m_i = 1.5 (tau_i - 1),
     K = gamma_u (1 - gamma_u^m_i)/(1 - gamma_u):  the next m_i steps, were u to stay as it is.
-    tau_i, the updates from one arrival of worker i to its next, is a running mean of staleness + 1 that begins at n.
+    tau_i, the updates from one arrival of worker i to its next, is a running mean of min(staleness + 1, 3 tau_i) that
+    begins at n: a worker that was stopped for a while is not foreseen to be so again.
 
     The momentum is the method, so no other optimizer can be inside: Adam's steps have no such sum. A newcomer, whose
     interval nobody knows, is sent the live weights. Touches 5 tensors: g, c_i, total, v, the weights.
@@ -105,7 +108,7 @@ class Foresight(Live):
     def _next(self, interval: Scalar, arrival: Arrival) -> Scalar:
         """The running mean, which begins at the number live."""
         interval = interval + (interval == 0) * arrival.num_live
-        return interval + self.smoothing * (arrival.staleness + 1 - interval)
+        return interval + self.smoothing * (at_most(arrival.staleness + 1, OUTLIER * interval) - interval)
 
     def _pace(self, longest: Scalar, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
         """Decay, step and share of one worker."""

@@ -62,6 +62,18 @@ def at_least(value: Scalar, least: Scalar) -> Scalar:
     return max(value, least)
 
 
+def at_most(value: Scalar, most: Scalar) -> Scalar:
+    """The smaller of the two.
+
+    >>> at_most(3, 1.0), at_most(torch.tensor([[0], [3]]), torch.tensor([[1.0], [2.0]])).tolist()
+    (1.0, [[0.0], [2.0]])
+    """
+    if isinstance(most, Tensor):
+        return torch.minimum(torch.as_tensor(value).to(most.dtype), most)
+    assert not isinstance(value, Tensor), "one run has plain numbers"
+    return min(value, most)
+
+
 def add_scaled(vector: Tensor, other: Tensor, factor: Scalar, out: Tensor | None = None) -> None:
     """vector + factor other, into `out` or in place."""
     out = vector if out is None else out

@@ -1,0 +1,37 @@
+"""The runs of a folder: one row each, from its config and result alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UserError
+from paceline.runs.folder import RunFolder
+
+
+def runs_in(path: Path) -> list[dict[str, Any]]:
+    """Each run below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first.
+
+    A run whose files cannot be read is listed as damaged.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder: give the one that holds your runs, as in 'paceline list runs'")
+    configs = sorted({*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")})
+    rows = [_row(RunFolder(config.parent), path) for config in configs]
+    return sorted(rows, key=lambda row: (-row["changed"], row["run"]))
+
+
+def _row(folder: RunFolder, above: Path) -> dict[str, Any]:
+    name = str(folder.path.relative_to(above)) if folder.path != above else folder.path.name
+    changed = max(file.stat().st_mtime for file in (folder.config_file, folder.events_file) if file.exists())
+    row: dict[str, Any] = {"run": name, "strategy": None, "model": None, "workers": None, "status": "damaged"}
+    row |= {"test_accuracy": None, "changed": changed, "path": str(folder.path)}
+    try:
+        config, result = folder.config(), folder.result()
+    except UserError:
+        return row
+    model = config.model if config.task is None else config.task
+    row |= {"strategy": config.strategy, "model": model, "workers": config.workers}
+    if result is None:
+        return row | {"status": "running" if folder.is_locked() else "killed"}
+    return row | {"status": result.get("status", "damaged"), "test_accuracy": result.get("test_accuracy")}

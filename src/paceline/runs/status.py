@@ -1,0 +1,201 @@
+"""How a run stands and what its workers do, read from its folder alone: running, ended, killed or simulated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import is_simulated
+from paceline.runs.events import read_tail
+from paceline.runs.folder import RunFolder
+
+PARTS = ("computing", "sending", "waiting", "server")
+"""What a worker's time goes into, as the `workers` events name it."""
+COLUMNS = ("worker", "state", "steps", "pushes", "staleness", "ago")
+WINDOW_SECONDS = 30.0
+"""A running run is judged by its latest rows that span so much."""
+TAIL_BYTES = 1 << 20
+ENDED = ("finished", "stopped", "diverged")
+UNDER_WAY = ("starting", "running", "evaluating")
+STARTS = ("run_started", "run_resumed")
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker; None stands for what nobody measured."""
+
+    worker: int
+    state: str
+    """live, held (by the server), paused, lost, awaited or done."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of its time, by part."""
+    step_seconds: float | None = None
+    sending_seconds: float | None = None
+    """For each push."""
+    steps: int = 0
+    """That the shares and seconds were measured over."""
+    pushes: int | None = None
+    staleness: float | None = None
+    ago: float | None = None
+    """Seconds since it was last heard."""
+    silent: float | None = None
+    normal: float | None = None
+    """Of a paused one: seconds of silence on its turn, and how many would be normal."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run; None stands for what is not known (yet)."""
+
+    run: str
+    strategy: str
+    model: str
+    num_workers: int
+    status: str
+    """starting, running, evaluating, killed, or as the result says: finished, stopped, diverged."""
+    reason: str | None = None
+    simulated: bool = False
+    updates: int = 0
+    fraction: float | None = None
+    """Of the budget."""
+    rate: float | None = None
+    """Samples a second."""
+    seconds: float = 0.0
+    """Of training, by the run's own clock."""
+    seconds_left: float | None = None
+    quiet_seconds: float | None = None
+    """While it runs: since anything was written down."""
+    span: float | None = None
+    """Seconds of training that the workers' figures are about; None: all since the server began."""
+    workers: tuple[WorkerStatus, ...] = ()
+
+
+def read_status(path: Path) -> RunStatus:
+    """How the run in this folder stands."""
+    folder = RunFolder.open(path)
+    config, result = folder.config(), folder.result()
+    events, quiet = _latest(folder)
+    simulated = is_simulated(config)
+    status: str = result["status"] if result is not None else _status(folder, events)
+    reason = result["reason"] if result is not None else None
+    last = _last(events, "progress") or {}
+    workers, span = _workers(events, result, whole=simulated or status in ENDED)
+    row = result or last
+    return RunStatus(
+        run=str(path),
+        strategy=config.strategy,
+        model=config.model if config.task is None else config.task,
+        num_workers=config.workers or 1,
+        status=status,
+        reason=reason,
+        simulated=simulated,
+        updates=row.get("updates", 0),
+        fraction=1.0 if status == "finished" and not reason else last.get("fraction"),
+        rate=row.get("rate", row.get("samples_per_second")),
+        seconds=row.get("train_seconds") or max((one.get("now", 0.0) for one in events), default=0.0),
+        seconds_left=None if simulated or status != "running" else _seconds_left(events),
+        quiet_seconds=quiet if status in UNDER_WAY else None,
+        span=span,
+        workers=tuple(workers),
+    )
+
+
+def _latest(folder: RunFolder) -> tuple[list[dict[str, Any]], float | None]:
+    """The latest events of the server that wrote last, and how long ago that was."""
+    try:
+        quiet = round(max(0.0, time.time() - folder.events_file.stat().st_mtime), 3)
+        events = read_tail(folder.events_file, TAIL_BYTES)
+    except FileNotFoundError:
+        return [], None
+    starts = [place for place, row in enumerate(events) if row.get("kind") in STARTS]
+    return events[starts[-1] :] if starts else events, quiet
+
+
+def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    return next((row for row in reversed(events) if row.get("kind") == kind), None)
+
+
+def _status(folder: RunFolder, events: list[dict[str, Any]]) -> str:
+    if not folder.is_locked():
+        return "killed"
+    if not any(row.get("kind") == "progress" for row in events):
+        return "starting"
+    return "evaluating" if events[-1].get("kind") == "scoring" else "running"
+
+
+def _seconds_left(events: list[dict[str, Any]]) -> float | None:
+    """If it goes on as in the latest rows."""
+    rows = [(row["now"], row["fraction"]) for row in events if row.get("kind") == "progress"]
+    latest = [row for row in rows if row[0] >= rows[-1][0] - WINDOW_SECONDS]
+    if len(latest) < 2:
+        return None
+    (began, before), (now, fraction) = latest[0], latest[-1]
+    return round((1.0 - fraction) * (now - began) / (fraction - before), 1) if fraction > before else None
+
+
+def _workers(
+    events: list[dict[str, Any]], result: dict[str, Any] | None, whole: bool
+) -> tuple[list[WorkerStatus], float | None]:
+    rows = [row for row in events if row.get("kind") == "workers" and _is_whole(row)]
+    if not rows:
+        return _from_result(result), None
+    last = rows[-1]
+    earlier = [row for row in rows[:-1] if row["now"] >= last["now"] - WINDOW_SECONDS]
+    if whole or not earlier or not any(last["steps"]):
+        return workers_of(last), None
+    return workers_of(last, earlier[0]), round(last["now"] - earlier[0]["now"], 3)
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Whether all columns are there, as many values as workers each."""
+    columns = [row.get(name) for name in COLUMNS] + [row[name] for name in (*PARTS, "step", "send") if name in row]
+    return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)
+
+
+def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list[WorkerStatus]:
+    """What a `workers` event says of each worker: of the time since an earlier one, or since the server began."""
+    parts = [part for part in PARTS if part in row]
+    places = {worker: place for place, worker in enumerate(since["worker"])} if since is not None else {}
+
+    def grown(name: str, place: int) -> float:
+        value: float = row[name][place]
+        before = places.get(row["worker"][place])
+        return max(0.0, value - since[name][before]) if since and name in since and before is not None else value
+
+    found = []
+    for place, worker in enumerate(row["worker"]):
+        seconds = {part: grown(part, place) for part in parts}
+        steps, whole = int(grown("steps", place)), sum(seconds.values())
+        pushes = grown("pushes", place)
+        silent, normal = row.get("paused", {}).get(str(worker), (None, None))
+        found.append(
+            WorkerStatus(
+                worker,
+                row["state"][place],
+                {part: round(value / whole, 4) for part, value in seconds.items()} if whole else {},
+                _typical(row, "step", place, seconds.get("computing"), steps),
+                _typical(row, "send", place, seconds.get("sending"), pushes),
+                steps,
+                row["pushes"][place],
+                row["staleness"][place],
+                row["ago"][place],
+                silent,
+                normal,
+            )
+        )
+    return found
+
+
+def _typical(row: dict[str, Any], name: str, place: int, seconds: float | None, count: float) -> float | None:
+    """The median that the row gives, or else the mean."""
+    if not count or seconds is None:
+        return None
+    return float(row[name][place]) if name in row else seconds / count
+
+
+def _from_result(result: dict[str, Any] | None) -> list[WorkerStatus]:
+    """Of a run whose events have no accounts: its result knows the shares."""
+    utilisation = (result or {}).get("utilisation") or []
+    return [WorkerStatus(worker, "done", dict(shares)) for worker, shares in enumerate(utilisation)]

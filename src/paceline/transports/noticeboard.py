@@ -1,0 +1,67 @@
+"""Where processes that a launcher started leave word for each other: files that only their user can read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+LOOK_SECONDS = 0.05
+
+
+class Noticeboard(Protocol):
+    """Rows by name, told by one process and heard by the others."""
+
+    def tell(self, name: str, row: dict[str, Any]) -> None:
+        """Let the others have `row`."""
+        ...
+
+    def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """What one of the others tells; None when it has not within `seconds`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileBoard:
+    """A noticeboard in a folder of a file system that all machines share; nobody else can read it."""
+
+    def __init__(self, folder: Path, step: str, keeper: bool) -> None:
+        self.path = folder / f".step-{step}"
+        self._keeper = keeper
+        if keeper:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+
+    def tell(self, name: str, row: dict[str, Any]) -> None:
+        """Let the others have `row`: they see all of it or nothing."""
+        temporary = self.path / f".{name.replace('/', '-')}.{os.getpid()}"
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(row, file)
+        temporary.replace(self._file(name))
+
+    def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """What one of the others tells; listed anew each time, so that a network file system asks its server."""
+        file, deadline = self._file(name), time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                if file.name in os.listdir(self.path):  # noqa: PTH208
+                    row: dict[str, Any] = json.loads(file.read_text())
+                    return row
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LOOK_SECONDS)
+
+    def _file(self, name: str) -> Path:
+        return self.path / f"{name.replace('/', '-')}.json"
+
+    def close(self) -> None:
+        """The keeper takes it down."""
+        if self._keeper:
+            with contextlib.suppress(OSError):
+                for file in self.path.iterdir():
+                    file.unlink(missing_ok=True)
+                self.path.rmdir()

@@ -1,0 +1,83 @@
+"""The text of a status: it fits, it says what is known, and leaves out what is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.reports.status_table import MOST_WORKERS, describe, worker_table
+from paceline.runs.status import RunStatus, WorkerStatus
+
+SHARES = st.dictionaries(st.sampled_from(["computing", "sending", "waiting", "server"]), st.floats(0.0, 1.0))
+SECONDS = st.none() | st.floats(0.0, 1e6)
+WORKERS = st.builds(
+    WorkerStatus,
+    worker=st.integers(0, 9999),
+    state=st.sampled_from(["live", "held", "paused", "lost", "awaited", "done"]),
+    shares=SHARES,
+    step_seconds=SECONDS,
+    sending_seconds=SECONDS,
+    steps=st.integers(0, 10**6),
+    pushes=st.none() | st.integers(0, 10**6),
+    staleness=st.none() | st.floats(0.0, 9999.0),
+    ago=SECONDS,
+    silent=SECONDS,
+    normal=SECONDS,
+)
+RUNS = st.builds(
+    RunStatus,
+    run=st.just("runs/async-lenet5-4w-20260101-000000"),
+    strategy=st.sampled_from(["async", "bounded:3"]),
+    model=st.just("lenet5"),
+    num_workers=st.integers(1, 10_000),
+    status=st.sampled_from(["starting", "running", "evaluating", "killed", "finished", "stopped", "diverged"]),
+    updates=st.integers(0, 10**7),
+    fraction=st.none() | st.floats(0.0, 1.0),
+    rate=st.none() | st.floats(0.0, 1e6),
+    seconds=st.floats(0.0, 1e6),
+    seconds_left=SECONDS,
+    quiet_seconds=SECONDS,
+    span=SECONDS,
+    workers=st.lists(WORKERS, max_size=6).map(tuple),
+)
+
+
+@given(RUNS, st.sampled_from([40, 60, 80, 120]))
+def test_no_line_is_longer_than_the_terminal(status: RunStatus, width: int) -> None:
+    text = describe(status, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert status.status in text.replace("\n", " ")
+
+
+def test_the_least_telling_columns_go_first_and_never_who_and_what() -> None:
+    shares = {"computing": 0.5, "sending": 0.2, "waiting": 0.2, "server": 0.1}
+    one = WorkerStatus(0, "live", shares, 0.01, 0.01, 10, 123_456, 3.5, 0.2)
+    heads = {width: worker_table([one], width).split("\n")[0].split() for width in (80, 60, 40, 10)}
+    assert heads[80] == ["worker", "state", "compute", "send", "wait", "server", "step", "pushes", "stale", "seen"]
+    assert heads[10] == ["worker", "state", "compute"]
+    for wide, narrow in ((80, 60), (60, 40), (40, 10)):
+        assert set(heads[narrow]) < set(heads[wide])
+
+
+def test_what_nobody_measured_has_no_column() -> None:
+    text = worker_table([WorkerStatus(0, "done", {"computing": 1.0}), WorkerStatus(1, "done", {"computing": 0.5})])
+    assert text.split("\n")[0].split() == ["worker", "state", "compute"]
+
+
+def test_a_thousand_workers_are_a_screenful_with_the_stragglers_in_it() -> None:
+    crew = [WorkerStatus(n, "live", {"computing": 1.0}, 9.0 if n == 777 else 1.0, None, 10, 10) for n in range(1000)]
+    text = describe(RunStatus("runs/it", "async", "lenet5", 1000, "running", workers=tuple(crew)))
+    assert len(text.splitlines()) < MOST_WORKERS + 8
+    assert "\n777 " in text
+    assert "worker 777 is slow, by its compute: a step takes it 9.0 s, the others 1.0 s" in text
+    assert "and 968 workers more" in text
+
+
+@pytest.mark.parametrize(("status", "said"), [("running", True), ("evaluating", False), ("finished", False)])
+def test_a_silent_server_is_told_of_while_it_should_speak(status: str, said: bool) -> None:
+    crew = tuple(WorkerStatus(n, "live", {"computing": 1.0}, 1.0, None, 10, 10) for n in range(2))
+    found = RunStatus("runs/it", "sync", "lenet5", 2, status, quiet_seconds=60.0, workers=crew)
+    text = describe(found)
+    assert ("nothing was written for 60 s" in text) == said
+    assert ("all workers are alike" in text) != said

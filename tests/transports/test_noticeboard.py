@@ -1,0 +1,33 @@
+"""A noticeboard of files: what one process tells the others hear, and nobody else can read."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from paceline.transports.noticeboard import FileBoard
+
+
+def test_what_the_keeper_tells_the_others_hear(tmp_path: Path) -> None:
+    keeper, other = (FileBoard(tmp_path / "runs", "7.0.0", keeper) for keeper in (True, False))
+    assert other.wait_for("server", 0.0) is None
+    keeper.tell("server", {"address": "node1:2950"})
+    other.tell("heard/1", {})
+    assert other.wait_for("server", 0.0) == {"address": "node1:2950"}
+    assert keeper.wait_for("heard/1", 0.0) == {}
+
+
+def test_nobody_else_can_read_it_and_nothing_is_left(tmp_path: Path) -> None:
+    keeper = FileBoard(tmp_path, "7.0.0", keeper=True)
+    keeper.tell("server", {"token": "secret"})
+    (file,) = keeper.path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(keeper.path.stat().st_mode) == 0o700
+    FileBoard(tmp_path, "7.0.0", keeper=False).close()
+    assert file.exists()
+    keeper.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_attempt_hears_nothing_of_the_last(tmp_path: Path) -> None:
+    FileBoard(tmp_path, "7.0.0", keeper=True).tell("server", {"address": "old"})
+    assert FileBoard(tmp_path, "7.0.1", keeper=True).wait_for("server", 0.0) is None
