@@ -146,6 +146,7 @@ def test_a_part_waits_for_the_order_and_is_answered_at_its_version_whatever_happ
         reply = asked.result(20)
         assert reply is not None and reply.over
         first.link.send({"end": True})
+        first.link.close()  # that it is gone now is no mishap
         door.close()
     first.thread.join(20)
     assert first.ended == [True]

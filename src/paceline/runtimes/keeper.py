@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from paceline.errors import PacelineError, Reported, ServerLost
 from paceline.runtimes.fork_server import describe_end, die_with
@@ -16,7 +17,7 @@ from paceline.runtimes.fork_server import describe_end, die_with
 def keep_going(
     live: Callable[[bool], object], restarts: int, lost: Callable[[str], ServerLost | None]
 ) -> Iterator[str]:
-    """Run `live(False)` in a child, then `live(True)` in another each time one is killed or has lost a part; yields how it was.
+    """`live(False)` in a child, then `live(True)` in another each time one is killed or has lost a part; yields how.
 
     `lost` makes the error for a server that is gone; None where there is nothing yet to go on from.
     """
@@ -24,7 +25,9 @@ def keep_going(
         status, said = _in_a_child(lambda: live(restart > 0))  # noqa: B023  # it is over before the next one
         if status == 0:
             return
-        complaint = json.loads(said) if said else {"lost": f"the server process ended ({describe_end(status)})"}
+        complaint: dict[str, Any] = (
+            json.loads(said) if said else {"lost": f"the server process ended ({describe_end(status)})"}
+        )
         if complaint["lost"] is None:
             raise Reported(complaint["text"], complaint["code"])
         error = lost(complaint["lost"])

@@ -99,7 +99,7 @@ class ShardService:
 
     def _hear_first(self) -> None:
         self._link.flush()
-        while (message := self._link.receive()) is not None:
+        while self._ended is None and (message := self._link.receive()) is not None:
             self._obey(message)
 
     def _obey(self, message: Message) -> None:
@@ -118,6 +118,8 @@ class ShardService:
             self._link.send({"gathered": message["gather"]}, found)
         elif "end" in message:
             self._ended = time.monotonic()
+            self._selector.unregister(self._link)
+            self._link.close()
 
     @property
     def _known(self) -> Server:
@@ -218,7 +220,8 @@ class ShardService:
         self._vote(Part(push.worker, push.incarnation, push.seq), is_finite(push.update))
 
     def _vote(self, part: Part, finite: bool) -> None:
-        self._link.send({"part": part, "finite": finite})
+        if self._ended is None:
+            self._link.send({"part": part, "finite": finite})
 
     def _hang_up(self, door: TcpServerDoor) -> None:
         if door.fileno() >= 0:
