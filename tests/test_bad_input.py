@@ -34,6 +34,8 @@ CASES = {
         "--pull-codec sign relieves a wire, and strategy local:3 has none",
     ),
     "a codec within a GPU": ([*SAMPLE, "--codec", "int8", "--device", "cuda"], "have no wire between them"),
+    "less room than workers": (["--workers", "3", "--max-workers", "2"], "--max-workers 2 is below --workers 3"),
+    "room for more in a ring": (["--strategy", "allreduce", "--max-workers", "3"], "is a ring, which nobody joins"),
     "unknown flag": (["--stratgy", "sync"], "unknown flag '--stratgy': did you mean --strategy"),
     "unknown optimizer": (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'"),
     "unknown split": (["--split", "label"], "did you mean 'labels'"),

@@ -10,8 +10,11 @@ import pytest
 from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
+from paceline.errors import UserError
 from paceline.ranks import VARIABLES
+from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
+from paceline.serving import Entrance, serve
 
 CASES = {
     "an engine nobody knows": (["--engine", "rey"], "unknown engine 'rey': did you mean 'ray'"),
@@ -29,6 +32,13 @@ HOSTS = {
     "an address that is none": (["--listen", "here"], "address 'here': write HOST:PORT"),
     "an address of another machine": (["--listen", "192.0.2.77:0"], "--listen 192.0.2.77:0 is not possible here"),
 }
+
+
+def test_a_server_that_starts_workers_is_not_replaced() -> None:
+    config = RunConfig(dataset="fashion-mnist-sample", restart=2)
+    with pytest.raises(UserError, match="--restart 2 is for 'paceline server' and for runs on one machine"):
+        serve(config, Entrance(), Console(quiet=True), lambda opened: None)
+    assert not Path("runs").exists()
 
 
 def complaint(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.data.randomness import rng
 from paceline.errors import UserError
-from paceline.faults import KINDS, Fault, check_faults, faults_toml, random_faults, read_faults
+from paceline.faults import MISFORTUNES, Fault, check_faults, faults_toml, random_faults, read_faults
 
 EVERYTHING = """
 [[fault]]
@@ -71,7 +71,7 @@ def test_a_random_table_makes_sense_and_survives_being_written(tmp_path: Path, s
 
 def test_random_tables_hold_every_kind_and_seldom_kill_everybody_for_good() -> None:
     tables = [random_faults(rng(seed, "faults"), 2, 10.0, most=5) for seed in range(400)]
-    assert {fault.kind for table in tables for fault in table} == set(KINDS)
+    assert {fault.kind for table in tables for fault in table} == set(MISFORTUNES)
     gone = [{f.worker for f in table if f.kind == "crash" and f.restart_after is None} for table in tables]
     assert 0 <= sum(len(workers) == 2 for workers in gone) <= 8
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from paceline.cli import main
+from paceline.core.deals import Deals
 from paceline.core.messages import Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Bounded, Rounds
 from paceline.core.rules.plain import Plain
 from paceline.core.server import Member, Server
-from paceline.faults import read_faults
+from paceline.faults import KINDS, read_faults
 from paceline.interfaces import Decision
 from paceline.rulebook import RULES
 from paceline.runs.replay import Replay
@@ -45,7 +46,7 @@ def require_clean(seeds: int, first: int) -> Summary:
 def test_a_few_hundred_seeds_keep_every_promise() -> None:
     summary = require_clean(400, 0)
     assert summary.seeds == 400
-    assert set(summary.faults) == {"crash", "cut", "duplicate", "lose", "pause", "reorder", "server", "slow"}
+    assert set(summary.faults) == set(KINDS)
     assert set(summary.strategies) == {"allreduce", "async", "backup", "bounded", "sync"}
     assert set(summary.optimizers) == {"adam", "momentum", "nesterov", "sgd"}
     assert set(summary.rules) == {name for name, traits in RULES.items() if not traits.for_drifts}
@@ -209,15 +210,15 @@ def leave_a_coordinate_alone(patch: Patch) -> None:
 def spend_too_much(patch: Patch) -> None:
     make = Server.__init__
 
-    def init(self: Server, weights: Any, rule: Any, policy: Any, budget: Any, schedule: Any, num_workers: int) -> None:
+    def init(self: Server, weights: Any, rule: Any, policy: Any, budget: Any, *others: Any, places: Any) -> None:
         budget = dataclasses.replace(budget, samples=budget.samples + 20, steps=budget.steps and budget.steps + 1)
-        make(self, weights, rule, policy, budget, schedule, num_workers)
+        make(self, weights, rule, policy, budget, *others, places=places)
 
     patch.setattr(Server, "__init__", init)
 
 
 def work_beyond_the_quota(patch: Patch) -> None:
-    patch.setattr(Member, "done", property(lambda self: self.quota is not None and self.accepted > self.quota))
+    patch.setattr(Member, "spent", property(lambda self: self.quota is not None and self.accepted > self.quota))
 
 
 def send_an_old_version(patch: Patch) -> None:
@@ -252,6 +253,40 @@ def draw_from_a_stream(patch: Patch) -> None:
     patch.setattr(StepTimes, "seconds", lambda self, worker, step: 1.0 + (next(count) % 997) / 997)
 
 
+def drain_without_the_last_push(patch: Patch) -> None:
+    """Who is drained is told so at once, whatever it is computing."""
+    drain = Server._drain
+
+    def at_once(self: Server, worker: int) -> Outcome:
+        outcome = drain(self, worker)
+        taken = outcome.verdict == Verdict.TAKEN and not outcome.replies
+        return outcome._replace(replies=self._settle(Decision(release=(worker,)))) if taken else outcome
+
+    patch.setattr(Server, "_drain", at_once)
+
+
+def deal_to_who_is_gone(patch: Patch) -> None:
+    """Only newcomers change the deal."""
+    look = Deals.look
+    patch.setattr(Deals, "look", lambda self, at_work: look(self, tuple(sorted({*self.now.members, *at_work}))))
+
+
+def go_on_counting_after_a_deal(patch: Patch) -> None:
+    """A new deal is begun in its middle."""
+    tell = Deals.tell
+    patch.setattr(Deals, "tell", lambda self, worker, accepted: tell(self, worker, 0))
+
+
+def wait_for_newcomers(patch: Patch) -> None:
+    """A round waits for who came in its middle."""
+    make = Rounds.__init__
+    patch.setattr(Rounds, "__init__", lambda self, spare=0, at_the_door=False: make(self, spare))
+
+
+def forget_the_deals(patch: Patch) -> None:
+    patch.setattr(Deals, "restore", lambda self, facts: None)
+
+
 MUTANTS: dict[Callable[[Patch], None], str] = {
     apply_repeats: "once",
     take_pushes_of_the_dead: "dead",
@@ -274,6 +309,11 @@ MUTANTS: dict[Callable[[Patch], None], str] = {
     miscount_what_is_dropped: "counts",
     let_a_nan_pass: "finite",
     draw_from_a_stream: "same",
+    drain_without_the_last_push: "last push",
+    deal_to_who_is_gone: "deal",
+    go_on_counting_after_a_deal: "batch",
+    wait_for_newcomers: "held",
+    forget_the_deals: "kept",
 }
 
 
@@ -323,7 +363,7 @@ def test_a_failure_says_how_to_see_it_again(
     assert found["faults"] in told and f"paceline soak --seeds 1 --first {found['seed']}" in told
     table = tmp_path / "faults.toml"
     table.write_text(found["faults"])
-    assert read_faults(table, draw(found["seed"]).workers)
+    assert read_faults(table, draw(found["seed"]).places)
     again = ["soak", "--seeds", "1", "--first", str(found["seed"]), "--faults", str(table)]
     assert main(again) == 1
     monkeypatch.undo()

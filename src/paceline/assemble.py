@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.codebook import parse_codec
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.core.schedules import Inside, Schedule
 from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
@@ -261,6 +261,15 @@ def refuse_codecs(config: RunConfig) -> None:
         )
 
 
+def refuse_newcomers(config: RunConfig) -> None:
+    """A script's own loop keeps the data it began with."""
+    if config.max_workers is not None:
+        raise UserError(
+            f"--max-workers {config.max_workers}: a loop of your own keeps its workers and their data; leave it out, "
+            "or 'paceline train --task'"
+        )
+
+
 def _anchored(task: str | None) -> str | None:
     """A task in a file, by its whole path, so that the run can be replayed from anywhere."""
     if task is None or ".py:" not in task:
@@ -310,8 +319,10 @@ def _check_model_fits(config: RunConfig) -> None:
 
 
 def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
-    parse_delays(config.delay or [], workers)
+    parse_delays(config.delay or [], config.max_workers or workers)
     _check_step(config)
+    if config.max_workers is not None:
+        _check_elastic(config, strategy, workers)
     if strategy.name == "classic" and workers != 1:
         raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
     if strategy.name == "backup" and strategy.number >= workers:
@@ -334,6 +345,22 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError(f"--fold {config.fold} holds out a part already: leave out --validation")
     if config.fold is not None and config.eval_every is not None:
         raise UserError(f"--fold {config.fold} leaves the test set alone, which --eval-every scores: leave out one")
+
+
+def _check_elastic(config: RunConfig, strategy: Strategy, workers: int) -> None:
+    """Where workers cannot come and go."""
+    asked = f"--max-workers {config.max_workers}"
+    if config.max_workers is not None and config.max_workers < workers:
+        raise UserError(f"{asked} is below --workers {workers}, who begin: give at least as many")
+    if strategy.name == "classic" or on_ring(config):
+        alone = "is one worker" if strategy.name == "classic" else "is a ring, which nobody joins"
+        raise UserError(f"{asked}: strategy {config.strategy} {alone}; use sync, async or bounded, or leave it out")
+    if config.epoch_mode == "own":
+        raise UserError(f"{asked}: under --epoch-mode own everybody passes over data of its own; use shared")
+    if config.shard_weights is not None:
+        raise UserError(f"{asked}: --shard-weights are for workers that stay; leave out one of the two")
+    if config.device != "cpu":
+        raise UserError(f"{asked}: workers that share a GPU are one process, which nobody joins; leave out one")
 
 
 def _check_step(config: RunConfig) -> None:
@@ -375,7 +402,8 @@ def make_policy(config: RunConfig) -> Policy:
 
     strategy, (rule, number) = parse_strategy(config.strategy), parse_rule(config.rule)
     if strategy.in_rounds:
-        return Rounds(spare=strategy.number if strategy.name == "backup" else 0)
+        spare = strategy.number if strategy.name == "backup" else 0
+        return Rounds(spare, at_the_door=config.max_workers is not None)
     if strategy.name == "bounded":
         return Bounded(strategy.number)
     return Fresh(number) if rule == "ringmaster" else AtOnce()
@@ -408,7 +436,7 @@ def make_rule(config: RunConfig, layout: Layout, places: int | None = None, skew
 
         return Prepared(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
 
-    return build_rule(config, places or config.workers or 1, lambda: make_optimizer(config, layout), prepared, skew)
+    return build_rule(config, places or places_of(config), lambda: make_optimizer(config, layout), prepared, skew)
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:

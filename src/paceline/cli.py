@@ -10,6 +10,7 @@ from collections.abc import Callable
 from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.benching import bench_verb
 from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
+from paceline.verbs.draining import drain_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.looking import list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
@@ -84,6 +85,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "reproduce": (reproduce_verb, "a published table, ours beside theirs"),
     "bench": (bench_verb, "the same run on 1, 2, 4, ... workers"),
     "run": (run_verb, "run your own training loop on several workers"),
+    "drain": (drain_verb, "have workers leave a run that is going on"),
     "server": (server_verb, "serve a run to workers on other machines"),
     "worker": (worker_verb, "work for such a server"),
     "shard": (shard_verb, "hold a part of the weights for a server with --servers"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.assemble import on_ring, parse_strategy
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.delays import parse_delays
 from paceline.errors import UserError
 from paceline.faults import Fault
@@ -22,10 +22,10 @@ TURNS = 0.08
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
     """Everything about time that a simulation needs."""
-    workers, strategy = config.workers or 1, parse_strategy(config.strategy)
+    strategy = parse_strategy(config.strategy)
     like = measured(Path(config.like)) if config.like is not None else None
     link = parse_link(config.link) if config.link is not None else None
-    delays = parse_delays(config.delay or [], workers)
+    delays = parse_delays(config.delay or [], places_of(config))
 
     def delay(worker: int, seq: int) -> float:
         return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0

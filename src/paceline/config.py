@@ -116,6 +116,12 @@ class RunConfig:
         "async", "pace", "classic, sync, async, backup:B, bounded:S, local:H, diloco:H or async-local:H"
     )
     workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
+    max_workers: int | None = setting(
+        None,
+        "pace",
+        "let workers come and go, up to so many, and deal the data anew when they do (default: those of --workers)",
+        _workers,
+    )
     rule: str = setting(
         "auto",
         "pace",
@@ -258,6 +264,11 @@ class RunConfig:
             object.__setattr__(self, spec.name, value)
             if check is not None:
                 check(spec.name.replace("_", "-"), value)
+
+
+def places_of(config: RunConfig) -> int:
+    """How many workers a run has room for: numbers are below it, tables of rules have a row for each."""
+    return config.max_workers or config.workers or 1
 
 
 def is_simulated(config: RunConfig) -> bool:

@@ -28,10 +28,10 @@ from paceline.assemble import (
     parse_strategy,
 )
 from paceline.codebook import build_codec
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.core.encoding import DENSE, Codecs, WorkerEnd
 from paceline.core.memory import MakeMemory, Sizes
-from paceline.core.messages import Join
+from paceline.core.messages import Deal, Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
@@ -186,7 +186,7 @@ def make_server(
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
         if config.pull_codec is not None:
-            held = 4 * task.layout.size * (config.workers or 1)
+            held = 4 * task.layout.size * places_of(config)
             require_memory(held, "table of what each worker has, for --pull-codec,", "memory")
     return Server(
         task.initial(),
@@ -199,6 +199,7 @@ def make_server(
         codecs_of(config, task.layout) if mean is None else DENSE,
         nbytes,
         inside=make_inside(config),
+        places=config.max_workers,
     )
 
 
@@ -228,8 +229,9 @@ def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     """A server of times alone, which knows what pushes and replies would weigh."""
     rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
     codecs, workers, nbytes = codecs_of(config, layout), config.workers or 1, 4 * layout.size
-    inside = make_inside(config)
-    return Server(torch.empty(0), rule, policy, budget, schedule, workers, codecs=codecs, nbytes=nbytes, inside=inside)
+    inside, places = make_inside(config), config.max_workers
+    known = (torch.empty(0), rule, policy, budget, schedule, workers)
+    return Server(*known, codecs=codecs, nbytes=nbytes, inside=inside, places=places)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
@@ -242,7 +244,11 @@ def make_seat(
 ) -> Seat:
     """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
     task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
-    seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory)
+
+    def redeal(deal: Deal) -> Loader:
+        return task.loader(work.batches(join.worker, config, deal), config.seed, join.worker)
+
+    seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory, redeal)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
 

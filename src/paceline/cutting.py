@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.interfaces import Layout, Parameter
+
+if TYPE_CHECKING:
+    from paceline.interfaces import Layout
 
 GRAIN = 64
 """Floats. Vector instructions take this many or fewer at once, so a range has the bits that it has within the whole."""
@@ -53,6 +56,8 @@ def part_of(layout: Layout, span: slice) -> Layout:
     >>> part_of(pack([("a", (100,), True), ("b", (7, 9), False)]), slice(64, 192)).parameters
     (Parameter(name='a', shape=(36,), offset=0, decay=True), Parameter(name='b', shape=(63,), offset=48, decay=False))
     """
+    from paceline.interfaces import Layout, Parameter
+
     pieces = []
     for parameter in layout.parameters:
         first, last = max(parameter.offset, span.start), min(parameter.offset + parameter.size, span.stop)

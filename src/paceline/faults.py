@@ -50,8 +50,12 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reorder": (("lasts",), ("message",)),
     "cut": (("lasts",), ("noticed_after",)),
     "server": ((), ("lasts",)),
+    "join": ((), ()),
+    "drain": ((), ()),
 }
 """For each kind the keys it needs and those it may have, beside kind, at and worker."""
+MISFORTUNES = tuple(kind for kind in KINDS if kind not in ("join", "drain"))
+"""The kinds that nobody wants to happen."""
 
 MESSAGES = ("push", "reply")
 _DEFAULTS = {spec.name: spec.default for spec in dataclasses.fields(Fault)}
@@ -140,7 +144,7 @@ def _check_worker(where: str, fault: Fault, num_workers: int) -> None:
         if fault.worker is not None:
             raise UserError(f"{where}: worker = {fault.worker!r}, but it hits the server: leave worker out")
         return
-    known = f"there are 0 to {num_workers - 1}"
+    known = f"there are 0 to {num_workers - 1}" + (", --max-workers makes room" if fault.kind == "join" else "")
     if fault.worker is None:
         raise UserError(f"{where} has no worker: say which one it hits, {known}")
     if not isinstance(fault.worker, int) or isinstance(fault.worker, bool):
@@ -177,7 +181,7 @@ def _row_toml(fault: Fault) -> str:
 
 
 def random_faults(rng: np.random.Generator, num_workers: int, horizon: float, most: int) -> tuple[Fault, ...]:
-    """One to `most` faults of any kind within `horizon` seconds, by time; seven crashes in eight come back."""
+    """One to `most` misfortunes of any kind within `horizon` seconds, by time; seven crashes in eight come back."""
     count = int(rng.integers(1, most + 1))
     faults = [_random_fault(rng, num_workers, horizon) for _ in range(count)]
     return tuple(sorted(faults, key=lambda fault: fault.at))
@@ -187,7 +191,7 @@ def _random_fault(rng: np.random.Generator, num_workers: int, horizon: float) ->
     def draw(low: float, high: float) -> float:
         return float(f"{rng.uniform(low, high):.4g}")  # few digits, so that a printed table can be read
 
-    kind = str(rng.choice(list(KINDS)))
+    kind = str(rng.choice(MISFORTUNES))
     keys: dict[str, Any] = {"at": draw(0.0, horizon)}
     if kind != "server":
         keys["worker"] = int(rng.integers(num_workers))

@@ -219,7 +219,9 @@ class Decision(NamedTuple):
 class Policy(Protocol):
     """When the server replies. Plain bookkeeping over worker numbers: no tensors, no clock."""
 
-    def join(self, worker: int) -> None: ...
+    def join(self, worker: int) -> Decision:
+        """Somebody new, who is answered if the decision says so (at the starting line: with everybody else)."""
+        ...
 
     def push(self, worker: int, staleness: int) -> Decision: ...
 

@@ -68,7 +68,9 @@ def train_on_hosts(config: RunConfig, hosts: Hosts, console: Console) -> tuple[R
     return _work(ground, console, lambda start: serve(config, ground.entrance, console, start))
 
 
-def resume_on_hosts(path: Path, hosts: Hosts, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def resume_on_hosts(
+    path: Path, hosts: Hosts, console: Console, upkeep: dict[str, Any] | None = None
+) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run, on the same number of workers; the hosts may be others than before."""
     config, lines = RunFolder.open(path).config(), _read(hosts)
     if num_workers(lines) != config.workers:
@@ -76,7 +78,7 @@ def resume_on_hosts(path: Path, hosts: Hosts, console: Console) -> tuple[RunFold
             f"{path} has {config.workers} workers, and {hosts.file} lists {num_workers(lines)}: list as many"
         )
     ground = _look(config, None, hosts, lines, console)
-    return _work(ground, console, lambda start: serve_again(path, ground.entrance, console, start))
+    return _work(ground, console, lambda start: serve_again(path, ground.entrance, console, upkeep, start))
 
 
 def _read(hosts: Hosts) -> list[HostLine]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.automatic import Choice, choose
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.errors import UserError, name_and_argument, whole_number
 
 if TYPE_CHECKING:
@@ -162,12 +162,13 @@ def average_in_words(config: RunConfig) -> str:
 
 def rows_nbytes(config: RunConfig, num_floats: int) -> int:
     """What a rule's rows, one a worker, take on the server."""
-    return 4 * num_floats * (config.workers or 1) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
+    return 4 * num_floats * places_of(config) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
 
 
 def chosen(config: RunConfig, skew: float | None) -> Choice:
-    """What `auto` comes to for this run."""
-    return choose(config.workers or 1, skew, "nesterov" if config.nesterov else config.optimizer)
+    """What `auto` comes to for this run; one worker that others may join is not chosen for alone."""
+    workers = max(config.workers or 1, min(places_of(config), 2))
+    return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
 
 
 def build_rule(

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import refuse_codecs, require_gradients, resolve
+from paceline.assemble import refuse_codecs, refuse_newcomers, require_gradients, resolve
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
@@ -28,6 +28,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     require_gradients(config)
     refuse_codecs(config)
+    refuse_newcomers(config)
     faults = faults_for_processes(config, script=True)
     folder = RunFolder.create(config)
     with holding(folder), ForkServer() as forks:

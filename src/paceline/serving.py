@@ -73,6 +73,7 @@ def serve(
     refuse_imagined(config)
     require_star(config)
     require_cuttable(config, entrance.num_servers)
+    _refuse_restarts(config, tell)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
@@ -83,8 +84,8 @@ def serve_again(
     path: Path,
     entrance: Entrance,
     console: Console,
-    tell: Tell | None = None,
     upkeep: dict[str, Any] | None = None,
+    tell: Tell | None = None,
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Go on serving a run whose server ended, where it was served before: its workers find back by themselves.
 
@@ -97,6 +98,7 @@ def serve_again(
     if result is not None and result["status"] != "stopped":
         raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
     require_star(config)
+    _refuse_restarts(config, tell)
     if entrance.listen is None:
         entrance = dataclasses.replace(entrance, listen=_address_before(folder))
     if entrance.servers is None:
@@ -104,6 +106,15 @@ def serve_again(
     require_cuttable(config, entrance.num_servers)
     with folder.locked():
         return folder, _keep_serving(config, folder, locate_data(config), entrance, console, tell, resume=True)
+
+
+def _refuse_restarts(config: RunConfig, tell: Tell | None) -> None:
+    """Who starts workers when it is told where the server is would be a process that is replaced too."""
+    if config.restart and tell is not None:
+        raise UserError(
+            f"--restart {config.restart} is for 'paceline server' and for runs on one machine: leave it out here, and "
+            "go on with 'paceline resume'; under --engine ray the server is started again anyway"
+        )
 
 
 def _before(folder: RunFolder) -> dict[str, Any]:
@@ -143,8 +154,6 @@ def _keep_serving(
     """Serve in this process, or with `--restart` in others that replace each other at the same address."""
     if not config.restart:
         return _serve(config, folder, location, entrance, console, tell, resume)
-    if tell is not None:
-        raise UserError(f"--restart {config.restart}: whoever placed this server starts it again; leave it out")
     from paceline.runtimes.keeper import keep_going
 
     def live(again: bool) -> None:

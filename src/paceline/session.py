@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from paceline.assemble import make_policy, make_rule, make_schedule, refuse_codecs, require_gradients, resolve
+from paceline.assemble import (
+    make_policy,
+    make_rule,
+    make_schedule,
+    refuse_codecs,
+    refuse_newcomers,
+    require_gradients,
+    resolve,
+)
 from paceline.config import RunConfig
 from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Push, Reply
@@ -249,6 +257,7 @@ def join(config: RunConfig | None = None) -> Session:
     alone = resolve(config if config is not None else RunConfig(strategy="classic", task="script"))
     require_gradients(alone)
     refuse_codecs(alone)
+    refuse_newcomers(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
     return Session(alone, 0, 0, OwnServer(alone))

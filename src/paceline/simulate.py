@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.assemble import resolve
 from paceline.clusters import DEFAULT_SPEED, cluster_of
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
@@ -49,7 +49,6 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
 
 def check(config: RunConfig) -> tuple[Fault, ...]:
     """Every mistake that can be found before anything is made; returns the faults."""
-    workers = config.workers or 1
     cluster_of(config, 0)
     if config.parameters is not None and not config.timing_only:
         raise UserError("--parameters is the size of a model that is not there: add --timing-only")
@@ -61,7 +60,7 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
-    return read_faults(Path(config.faults), workers) if config.faults is not None else ()
+    return read_faults(Path(config.faults), places_of(config)) if config.faults is not None else ()
 
 
 def _simulate(
@@ -94,7 +93,7 @@ def _simulate(
         return crew.make_seat(Join(worker, incarnation, crew.quotas[worker], config.threads or 1))
 
     cluster = cluster_of(config, crew.num_floats, faults)
-    simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server)
+    simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server, config.max_workers)
 
     def note(fault: Fault) -> None:
         row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
@@ -152,7 +151,7 @@ def _timing_crew(config: RunConfig) -> Crew:
     def server() -> Server:
         return timing_server(config, layout, budget)
 
-    return Crew(model, None, [quota] * workers, layout.size, server, lambda join: Seat(model, model, join))
+    return Crew(model, None, [quota] * places_of(config), layout.size, server, lambda join: Seat(model, model, join))
 
 
 def _spent(simulation: Simulation, number: int) -> Spent:
@@ -167,7 +166,8 @@ def _spent(simulation: Simulation, number: int) -> Spent:
 def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
     """What a simulated run adds to the result."""
     utilisation = []
-    for worker in simulation.workers:
+    came = max((worker.number for worker in simulation.workers if worker.incarnation >= 0), default=-1) + 1
+    for worker in simulation.workers[:came]:
         spent, whole = _spent(simulation, worker.number), worker.present or 1.0
         shares = {"computing": spent.computing, "waiting": spent.waiting, "sending": spent.sending}
         utilisation.append({name: round((seconds or 0.0) / whole, 4) for name, seconds in shares.items()})

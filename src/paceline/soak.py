@@ -15,9 +15,9 @@ from paceline.core.schedules import Budget
 from paceline.data.randomness import rng
 from paceline.faults import Fault, faults_toml, random_faults, read_faults
 from paceline.rulebook import RULES
+from paceline.runtimes.broken import Broken
 from paceline.runtimes.network import Link
 from paceline.runtimes.oracle import EPS
-from paceline.runtimes.promises import Broken
 from paceline.runtimes.simulated import Cluster
 from paceline.runtimes.speeds import Distribution, StepTimes
 from paceline.runtimes.trial import Story, Trial, perform
@@ -54,7 +54,26 @@ def draw(seed: int) -> Trial:
     cuts = _pick(chance, (0.0, 0.05, 0.3))
     poison = (int(chance.integers(workers)), int(chance.integers(10))) if chance.integers(16) == 0 else None
     rule = _rule(rng(seed, "soak rule"), strategy)
-    return Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster, poison, rule)
+    trial = Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster, poison, rule)
+    return _with_comings_and_goings(rng(seed, "soak members"), trial, horizon)
+
+
+def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon: float) -> Trial:
+    """Half of all trials over a star have workers who join or are drained; where the budget is shared, data moves."""
+    if trial.strategy == "allreduce" or chance.integers(2):
+        return trial
+    elastic = not trial.budget.own and bool(chance.integers(4))
+    room = trial.workers + int(chance.integers(4)) if elastic else None
+    events = []
+    for _ in range(int(chance.integers(1, 5))):
+        kind = _pick(chance, ("join", "drain"))
+        fresh = elastic and kind == "join" and room != trial.workers and bool(chance.integers(4))
+        worker = int(chance.integers(trial.workers if fresh else 0, room or trial.workers))
+        events.append(Fault(kind, float(f"{chance.uniform(0.0, 0.8 * horizon):.4g}"), worker))
+    events = list(_on_the_beat(tuple(events))) if chance.integers(2) else events
+    faults = sorted((*trial.cluster.faults, *events), key=lambda fault: fault.at)
+    lr = trial.lr * trial.workers / (room or trial.workers)  # stale pushes add up
+    return replace(with_faults(trial, tuple(faults)), room=room, lr=lr)
 
 
 def _on_the_beat(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
@@ -207,6 +226,7 @@ class Summary:
     restarts: int = 0
     unfinished: int = 0
     diverged: int = 0
+    elastic: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     strategies: Counter[str] = field(default_factory=Counter)
     optimizers: Counter[str] = field(default_factory=Counter)
@@ -220,6 +240,7 @@ class Summary:
         self.restarts += story.restarts
         self.unfinished += not story.over
         self.diverged += story.diverged
+        self.elastic += trial.room is not None
         self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
         self.strategies[trial.strategy.partition(":")[0]] += 1
         self.optimizers[trial.optimizer] += 1
@@ -238,7 +259,8 @@ class Summary:
             f"{self.seeds} seeds from {self.first} on in {seconds:.1f} s: "
             + ("every promise was kept" if self.failure is None else "a promise was broken"),
             f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server; "
-            f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN",
+            f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN, "
+            f"in {self.elastic} the data went to whoever was there",
             f"faults: {_counts(self.faults)}",
             f"strategies: {_counts(self.strategies)}",
             f"optimizers: {_counts(self.optimizers)}",
@@ -282,7 +304,7 @@ def _try_seeds(summary: Summary, say: Say, table: Path | None) -> None:
     for seed in range(summary.first, summary.first + summary.asked):
         trial = draw(seed)
         if table is not None:
-            trial = with_faults(trial, read_faults(table, trial.workers))
+            trial = with_faults(trial, read_faults(table, trial.places))
         story, broken = attempt(trial)
         summary.seeds += 1
         if broken is not None:

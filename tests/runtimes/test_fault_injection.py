@@ -63,6 +63,18 @@ class Stage:
         return sum(wake - stop for (stop, _), (wake, _) in zip(times[::2], times[1::2], strict=True))
 
 
+def test_who_joins_is_started_unless_it_is_here_and_who_is_drained_is_told_of() -> None:
+    stage = Stage(Fault("join", 1.0, 2), Fault("join", 2.0, 1), Fault("drain", 3.0, 0))
+    stage.injector.set_clock(0.0, True)
+    stage.pass_until(110.0)
+    assert stage.restarted == [(101.0, 2)] and stage.signals == []
+    assert stage.told == [
+        (101.0, "fault at 1 s: worker 2 joins", True),
+        (102.0, "fault at 2 s: worker 1 is here already", False),
+        (103.0, "fault at 3 s: worker 0 is to be drained", False),
+    ]
+
+
 def test_nothing_happens_before_the_runs_clock_runs() -> None:
     stage = Stage(Fault("pause", 0.0, 1, lasts=1.0))
     assert stage.injector.timeout() is None

@@ -37,9 +37,8 @@ BUDGET = Budget(10**6, epoch_samples=100)
 def whole_server(config: RunConfig) -> Server:
     weights = torch.linspace(-1.0, 1.0, LAYOUT.size) * FILLED
     rule, workers = make_rule(config, LAYOUT), config.workers or 1
-    return Server(
-        weights, rule, make_policy(config), BUDGET, make_schedule(config), workers, inside=make_inside(config)
-    )
+    known = weights, rule, make_policy(config), BUDGET, make_schedule(config), workers
+    return Server(*known, inside=make_inside(config), places=config.max_workers)
 
 
 def copy_of(server: Server, config: RunConfig) -> Server:
@@ -172,6 +171,7 @@ SETTINGS = {
     "adam": {"strategy": "async", "rule": "plain", "optimizer": "adam", "average": "on", "weight_decay": 0.01},
     "adam in rounds": {"strategy": "backup:1", "rule": "plain", "optimizer": "adam", "average": "20"},
     "bounded": {"strategy": "bounded:1", "rule": "auto", "schedule": "cosine", "warmup": 0.2},
+    "elastic": {"strategy": "async", "rule": "auto", "max_workers": 4},
     "diloco": {"strategy": "diloco:3", "path": "star"},
     "async-local": {"strategy": "async-local:2"},
     **{

@@ -13,11 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_star import TIMING, TOKEN, Star, Told, Wire, answer, codecs, make_server, own_size, work
+from small_star import LAYOUT, TIMING, TOKEN, Star, Told, Wire, answer, codecs, make_server, own_size, work
 
 from paceline.core.encoding import DENSE, Codecs
 from paceline.core.memory import Memory, Sizes
-from paceline.core.messages import Join, Push, Reply, Verdict
+from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Verdict
+from paceline.core.optimizers import Sgd
+from paceline.core.policies import AtOnce
+from paceline.core.rules.plain import Plain
+from paceline.core.schedules import Budget, Schedule
+from paceline.core.server import Server
 from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports import tcp_worker
 from paceline.transports.connection import Connection
@@ -36,9 +41,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_worker, "FIRST_PAUSE", 0.001)
 
 
-def through_shared_memory(used: Codecs) -> tuple[Told, torch.Tensor]:
+def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[Told, torch.Tensor]:
     """The same exchange on one machine."""
-    server, (ours, theirs) = make_server(used, UPDATES), channel()
+    server, (ours, theirs) = server or make_server(used, UPDATES), channel()
     door = ServerDoor(ours, 0, 0)
 
     def serve() -> None:
@@ -48,7 +53,7 @@ def through_shared_memory(used: Codecs) -> tuple[Told, torch.Tensor]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    worker = WorkerDoor(theirs)
+    worker = WorkerDoor(theirs, places=server.places)
     told = work(worker, used, Slot.create)
     worker.close()
     thread.join(10)
@@ -90,6 +95,35 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
         assert list(star.kept) == [0, 1, 2, 3]
         assert all(torch.equal(star.kept[seq], told.own[seq]) for seq in star.kept)
         assert len(told.own[0]) == own_size(used) > 0
+
+
+class Restless(Server):
+    """Others come and go while worker 0 works, so that it is dealt other data with almost every reply."""
+
+    def handle(self, message: Input) -> Outcome:
+        outcome = super().handle(message)
+        if isinstance(message, Push) and outcome.verdict != Verdict.REPEATED and not self.over:
+            other = self.pushes % 3 + 1
+            super().handle(Leave(1, 0) if other == 3 else Join(other, 0))
+        return outcome
+
+
+def restless() -> Restless:
+    parts = (Plain(Sgd()), AtOnce(), Budget(12, 12), Schedule(0.1), 1)
+    return Restless(torch.ones(LAYOUT.size), *parts, places=4)
+
+
+@pytest.mark.parametrize("cuts", [[], [("down", 900), ("down", 700)], [("up", 1500), ("down", 800), ("up", 900)]])
+def test_deals_cross_the_wire_and_are_told_again_where_it_broke(cuts: list[tuple[str, int]]) -> None:
+    expected, weights = through_shared_memory(DENSE, restless())
+    deals = [reply.deal for reply, *_ in expected.rows]
+    assert deals[:2] == [None, None] and deals[-1] is not None and len(set(deals)) > 2
+    star = Star(DENSE, UPDATES)
+    star.server = restless()
+    with star, Wire(star.listener.address, cuts) as wire:
+        assert through_tcp(star, DENSE, wire.address) == expected
+        assert torch.equal(star.server.weights, weights)
+    assert not star.errors and wire.num_connections == len(cuts) + 1
 
 
 HANDSHAKE = 72 + 16 + len('{"who": "a worker"}')

@@ -1,6 +1,6 @@
 """What travels between worker and server, and nothing else.
 
-Join, Push, Leave, Steps, Stop and Resume are every input that can change a server; a log of them replays a run.
+Join, Push, Leave, Steps, Drain, Stop and Resume are every input that can change a server; a log of them replays a run.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ class Steps(NamedTuple):
     steps: int
 
 
+class Drain(NamedTuple):
+    """Somebody outside asks that `worker` finishes the push it is making, and is then told that it is over for it."""
+
+    worker: int
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Someone outside ends the run."""
@@ -70,13 +76,21 @@ class Resume:
     lost: int = 0
 
 
-Input: TypeAlias = Join | Push | Leave | Steps | Stop | Resume
+Input: TypeAlias = Join | Push | Leave | Steps | Drain | Stop | Resume
+
+
+class Deal(NamedTuple):
+    """Who shares the data since a change of membership: each of `members`, in this order, has a part of it."""
+
+    generation: int
+    members: tuple[int, ...]
 
 
 class Reply(NamedTuple):
     """Go on: weights of `version` lie in your memory; compute batch `batch` next. Or it is over.
 
     With `steps` above 0: step on that many batches from `batch` on by yourself, at `lr`, and push how far you drifted.
+    Batches are counted, and their samples found, by `deal`; without one as the config divides the data.
     """
 
     worker: int
@@ -87,6 +101,7 @@ class Reply(NamedTuple):
     over: bool = False
     steps: int = 0
     lr: float = 0.0
+    deal: Deal | None = None
 
 
 class Verdict(enum.IntEnum):

@@ -14,8 +14,8 @@ from paceline.interfaces import Decision
 class AtOnce:
     """`async`: every push is applied and answered as it comes."""
 
-    def join(self, worker: int) -> None:
-        pass
+    def join(self, worker: int) -> Decision:
+        return Decision(release=(worker,))
 
     def push(self, worker: int, staleness: int) -> Decision:
         return Decision(apply=(worker,), release=(worker,))
@@ -55,45 +55,61 @@ class Rounds:
     """`sync` and `backup`: a round closes when all live workers but `spare` have pushed.
 
     A push from an earlier round (staleness above zero) is dropped and its worker sent on with the newest weights.
-    Pushes are applied in worker order, whatever order they came in; who has waited longest is answered first.
+    Pushes are applied in worker order, whatever order they came in; who has waited longest is answered first. With
+    `at_the_door`, who comes when a push has been made waits for the next round instead of holding this one up.
     """
 
-    def __init__(self, spare: int = 0) -> None:
+    def __init__(self, spare: int = 0, at_the_door: bool = False) -> None:
         self.spare = spare
+        self._at_the_door = at_the_door
+        self._begun = False
         self._live: set[int] = set()
         self._pushed: dict[int, None] = {}  # in order of arrival
+        self._next: dict[int, None] = {}  # in order of arrival
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: int) -> Decision:
+        if self._at_the_door and self._begun and self._live:
+            self._next[worker] = None
+            return Decision()
         self._live.add(worker)
+        return Decision(release=(worker,))
 
     def push(self, worker: int, staleness: int) -> Decision:
         if staleness > 0:
             return Decision(release=(worker,), dropped=True)
+        self._begun = True
         self._pushed[worker] = None
         return self._close()
 
     def leave(self, worker: int) -> Decision:
         self._live.discard(worker)
         self._pushed.pop(worker, None)
+        self._next.pop(worker, None)
         return self._close()
 
     def _close(self) -> Decision:
         needed = max(1, len(self._live) - self.spare)
-        if len(self._pushed) < needed:
+        if len(self._pushed) < needed and (self._live or not self._next):
             return Decision()
-        closed = tuple(self._pushed)
+        closed, entering = tuple(self._pushed), tuple(self._next)
+        self._live.update(entering)
         self._pushed.clear()
-        return Decision(apply=tuple(sorted(closed)), release=closed)
+        self._next.clear()
+        return Decision(apply=tuple(sorted(closed)), release=closed + entering)
 
     def clear(self) -> None:
+        self._begun = False
         self._live.clear()
         self._pushed.clear()
+        self._next.clear()
 
     def facts(self) -> dict[str, Any]:
-        return {"live": sorted(self._live), "pushed": list(self._pushed)}
+        facts = {"live": sorted(self._live), "pushed": list(self._pushed)}
+        return {**facts, "next": list(self._next), "begun": self._begun} if self._at_the_door else facts
 
     def restore(self, facts: dict[str, Any]) -> None:
         self._live, self._pushed = set(facts["live"]), dict.fromkeys(facts["pushed"])
+        self._next, self._begun = dict.fromkeys(facts.get("next", ())), facts.get("begun", False)
 
 
 class Bounded:
@@ -109,9 +125,10 @@ class Bounded:
         self._at: Counter[int] = Counter()  # workers by clock
         self._slowest = 0
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: int) -> Decision:
         self._clocks[worker] = self._slowest
         self._at[self._slowest] += 1
+        return Decision(release=(worker,))
 
     def push(self, worker: int, staleness: int) -> Decision:
         clock = self._clocks[worker]

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from paceline.core.deals import Deals
 from paceline.core.encoding import DENSE, Codecs, Decoded, Differences
 from paceline.core.memory import Memory
-from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Decision, Policy, Rule
 
@@ -38,10 +39,20 @@ class Member:
     steps: int = 0
     """What its last reply asked for, and at which learning rate."""
     lr: float = 0.0
+    draining: bool = False
+    """Somebody outside asked that it leaves after the push it is making."""
+    dismissed: bool = False
+    """It was told that it is over for it alone."""
+    threads: int = 0
+    """It computes on so many, which some sums depend on; 0: nobody said."""
+
+    @property
+    def spent(self) -> bool:
+        return self.quota is not None and self.accepted >= self.quota
 
     @property
     def done(self) -> bool:
-        return self.quota is not None and self.accepted >= self.quota
+        return self.dismissed or self.spent
 
 
 @dataclass(frozen=True)
@@ -72,14 +83,20 @@ class Server:
         codecs: Codecs = DENSE,
         nbytes: int | None = None,
         inside: Inside | None = None,
+        places: int | None = None,
     ) -> None:
-        """`nbytes` is what all weights take, where a simulation of times alone has none of them."""
+        """`nbytes` is what all weights take, where a simulation of times alone has none of them.
+
+        With `places`, workers up to that number may come and go, and the data is dealt anew when they do.
+        """
         self.weights = weights
         self.rule = rule
         self.policy = policy
         self.budget = budget
         self.schedule = schedule
         self.num_workers = num_workers
+        self.places = places or num_workers
+        self.deals = Deals(num_workers) if places is not None else None
         self.inside = inside
         self.steps: dict[int, int] = {}
         """Of workers that make fewer local steps than the others."""
@@ -102,9 +119,10 @@ class Server:
         self._awaited = set(range(num_workers))
         self._held: dict[int, Push] = {}
         self._num_live: int | None = None
+        self._is_dealt = True
         self._lr = torch.zeros((), device=weights.device)
         self._lr_value = 0.0
-        self._mean = torch.empty_like(weights) if num_workers > 1 and mean is None else weights
+        self._mean = torch.empty_like(weights) if self.places > 1 and mean is None else weights
         self._mean_of = mean or self._weighted_mean
         self._has_weights = weights.numel() > 0  # a simulation of times alone has none
         self.nbytes = nbytes if nbytes is not None else weights.nbytes
@@ -166,6 +184,8 @@ class Server:
             case Steps(worker, steps):
                 self.steps[worker] = steps
                 return Outcome(Verdict.TAKEN)
+            case Drain(worker):
+                return self._drain(worker)
             case Stop():
                 return Outcome(Verdict.TAKEN, self._finish())
             case Resume(_, lost):
@@ -202,20 +222,27 @@ class Server:
         member = self.members.get(join.worker)
         if member is not None and (member.live or join.incarnation <= member.incarnation):
             return Outcome(Verdict.REJECTED)
+        if join.worker >= self.places:
+            return Outcome(Verdict.REJECTED)
         accepted, pushes = (member.accepted, member.pushes) if member else (0, 0)
-        member = Member(join.incarnation, join.quota, accepted=accepted, pushes=pushes)
+        unwanted = member is not None and member.draining and not member.dismissed  # lost before it could be told
+        member = Member(join.incarnation, join.quota, accepted=accepted, pushes=pushes, dismissed=unwanted)
+        member.threads = join.threads
         self.members[join.worker] = member
-        self._num_live = None
+        self._count_again()
         was_started = self.started
         self._awaited.discard(join.worker)
         if not member.done:
             self.rule.join(self.rule_state, join.worker)
         if self.over or member.done:
             return Outcome(Verdict.TAKEN, (self._answer(join.worker, over=True), *self._start(was_started)))
-        self.policy.join(join.worker)
-        if was_started:
-            return Outcome(Verdict.TAKEN, (self._answer(join.worker),))
-        return Outcome(Verdict.TAKEN, self._start(was_started))
+        decision = self.policy.join(join.worker)
+        return Outcome(Verdict.TAKEN, self._settle(decision) if was_started else self._start(was_started))
+
+    def _count_again(self) -> None:
+        """Somebody came, has no work left, or is about to go: who is at work must be looked at anew."""
+        self._num_live = None
+        self._is_dealt = False
 
     def _start(self, was_started: bool) -> tuple[Reply, ...]:
         """The starting line: nobody is answered before all have come, then everybody is, in worker order."""
@@ -266,7 +293,7 @@ class Server:
             return Outcome(Verdict.TAKEN, self._start(was_started))
         had_work = not member.done
         member.live = member.waiting = False
-        self._num_live = None
+        self._count_again()
         if self.differences is not None:
             self.differences.forget(leave.worker)
         held = self._held.pop(leave.worker, None)
@@ -280,6 +307,17 @@ class Server:
         replies = self._settle(self.policy.leave(leave.worker))
         return Outcome(Verdict.TAKEN, (*replies, *self._start(was_started)))
 
+    def _drain(self, worker: int) -> Outcome:
+        """Once its push counts, or at once where it has none, `worker` is told that it is over for it."""
+        member = self.members.get(worker)
+        if self.over or member is None or not member.live or member.done or member.draining:
+            return Outcome(Verdict.REJECTED)
+        member.draining = True
+        self._count_again()
+        if not member.waiting or worker in self._held:
+            return Outcome(Verdict.TAKEN)
+        return Outcome(Verdict.TAKEN, self._settle(Decision(release=(worker,))))
+
     def _resume(self) -> Outcome:
         """Everybody is gone, pushes not yet applied are forgotten, and a new starting line is drawn."""
         for worker, member in self.members.items():
@@ -288,11 +326,13 @@ class Server:
             member.live = member.waiting = False
             if self.differences is not None:
                 self.differences.forget(worker)
-        self._num_live = None
+        self._count_again()
         self._forget_held()
         self.policy.clear()
-        self._awaited = {w for w in range(self.num_workers) if w not in self.members or not self.members[w].done}
-        self.over = self.budget.spent(self.samples, self.version) or not self._awaited
+        known, crew = self.members, range(self.num_workers)
+        self._awaited = {worker for worker in crew if worker not in known or not known[worker].done}
+        all_spent = all(worker in known and known[worker].spent for worker in crew)
+        self.over = self.budget.spent(self.samples, self.version) or all_spent
         return Outcome(Verdict.TAKEN)
 
     def _forget_held(self) -> None:
@@ -311,15 +351,18 @@ class Server:
         """Carry a decision out: one update, then the answers it sets free, then those who have finished their work."""
         if decision.apply and (not self._apply(decision.apply) or self.budget.spent(self.samples, self.version)):
             return self._finish()
-        finished = [worker for worker in decision.apply if self.members[worker].done]
+        answered = dict.fromkeys((*decision.apply, *decision.release))
+        finished = [worker for worker in answered if self.members[worker].spent or self.members[worker].draining]
         if finished:
-            self._num_live = None
+            self._count_again()
+        for worker in finished:
+            self.members[worker].dismissed = self.members[worker].draining
         replies = [self._answer(worker) for worker in decision.release if worker not in finished]
         for worker in finished:
             replies.append(self._answer(worker, over=True))
             self.rule.leave(self.rule_state, worker)
             replies.extend(self._settle(self.policy.leave(worker)))
-        if finished and not self.num_live and not self._awaited:
+        if any(self.members[worker].spent for worker in finished) and not self.num_live and not self._awaited:
             self.over = True
         return tuple(replies)
 
@@ -382,9 +425,18 @@ class Server:
         member.serial += 1
         self.replies += 1
         member.version = self.version
+        if self.deals is not None and not over:
+            self._deal(worker, member, self.deals)
         if self.inside is not None:
             self._deal_steps(worker, member, self.inside)
         return self._reply(worker, member, over)
+
+    def _deal(self, worker: int, member: Member, deals: Deals) -> None:
+        """Let the worker know its share of the data; the first answer after a change of membership deals anew."""
+        if not self._is_dealt:
+            deals.look(tuple(w for w, m in sorted(self.members.items()) if m.live and not (m.done or m.draining)))
+            self._is_dealt = True
+        deals.tell(worker, member.accepted)
 
     def _deal_steps(self, worker: int, member: Member, inside: Inside) -> None:
         """How many batches the worker is to step on by itself; the last of its quota are fewer."""
@@ -392,10 +444,10 @@ class Server:
         member.steps = max(0, min(self.steps.get(worker, inside.steps), left))
         member.lr = self.lr_inside
 
-    @staticmethod
-    def _reply(worker: int, member: Member, over: bool) -> Reply:
-        first = member.accepted
-        return Reply(worker, member.incarnation, member.serial, member.version, first, over, member.steps, member.lr)
+    def _reply(self, worker: int, member: Member, over: bool) -> Reply:
+        deal, before = self.deals.told(worker) if self.deals is not None else (None, 0)
+        named = (worker, member.incarnation, member.serial, member.version)
+        return Reply(*named, member.accepted - before, over, member.steps, member.lr, deal)
 
     def last_answer(self, worker: int) -> Reply:
         """What `worker` was told last."""
@@ -428,6 +480,7 @@ class Server:
             "awaited": sorted(self._awaited),
             "policy": self.policy.facts(),
             "steps": sorted(self.steps.items()),
+            **({"deals": self.deals.facts()} if self.deals is not None else {}),
         }
 
     def restore(self, facts: dict[str, Any], weights: Tensor, rule_state: dict[str, Tensor]) -> None:
@@ -445,5 +498,7 @@ class Server:
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])
         self.steps = dict(facts.get("steps", ()))
-        self._num_live = None
+        self._count_again()
+        if self.deals is not None:
+            self.deals.restore(facts["deals"])
         self.policy.restore(facts["policy"])

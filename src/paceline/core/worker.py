@@ -5,16 +5,20 @@ It cannot tell whether a process, a simulator or a replay drives it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from ctypes import c_float
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from paceline.core.encoding import DENSE, Codecs, WorkerEnd
 from paceline.core.memory import MakeMemory, Memory, load_own
-from paceline.core.messages import Join, Push, Reply
+from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.interfaces import Batch, Loader, Task
+
+Redeal: TypeAlias = Callable[[Deal], Loader]
+"""A worker's data under another deal, where the membership of a run can change."""
 
 
 class Stretch(Batch):
@@ -38,15 +42,20 @@ def dealt(loader: Loader, reply: Reply) -> Batch:
     return Stretch(loader, reply.batch, reply.steps, reply.lr) if reply.steps else loader.batch(reply.batch)
 
 
-def work(task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor) -> Generator[Join | Push, Reply, None]:
+def work(
+    task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor, redeal: Redeal | None = None
+) -> Generator[Join | Push, Reply, None]:
     """Join, then push the gradient of each batch dealt, until told that it is over.
 
     `end` and `state` are bound to the memory that `task` is bound to; whoever drives this generator sends the reply
     only after what it speaks of lies in that memory.
     """
-    reply = yield join
+    reply, deal = (yield join), None
     while not reply.over:
         end.receive()
+        if reply.deal != deal and redeal is not None:
+            assert reply.deal is not None, "a run that was dealt anew is not dealt as at first again"
+            deal, loader = reply.deal, redeal(reply.deal)
         batch = dealt(loader, reply)
         loss = c_float(task.gradient(batch)).value  # as the log keeps it; one that is too large becomes infinite
         seq = reply.serial  # one push a reply, so the reply's number names the push too
@@ -65,6 +74,7 @@ class Seat:
         device: torch.device | None = None,
         codecs: Codecs = DENSE,
         make_memory: MakeMemory | None = None,
+        redeal: Redeal | None = None,
     ) -> None:
         self.join = join
         self._end = WorkerEnd(codecs, join.worker, task, device)
@@ -72,7 +82,7 @@ class Seat:
         self.memory = Memory.private(sizes, device) if make_memory is None else make_memory(sizes)
         self._end.bind(self.memory, task)
         self.pending: Reply | None = None
-        self._generator = work(task, loader, join, self._end, self.memory.state)
+        self._generator = work(task, loader, join, self._end, self.memory.state, redeal)
         next(self._generator)
 
     def recall(self, own: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which samples make batch k of a worker: a function of (seed, worker, k), the same in any process and any order."""
+"""Which samples make batch k of a worker: a function of (seed, worker, deal, k), the same in any process and order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import UserError
 class Batches:
     """The endless batches of one worker's shard; each epoch is a fresh permutation, its last batch may be short."""
 
-    def __init__(self, shard: NDArray[np.int64], batch_size: int, seed: int, worker: int) -> None:
+    def __init__(self, shard: NDArray[np.int64], batch_size: int, seed: int, worker: int, generation: int = 0) -> None:
         if not 1 <= batch_size <= len(shard):
             raise UserError(
                 f"batch size {batch_size} was asked for, but worker {worker} has {len(shard)} samples: "
@@ -24,6 +24,8 @@ class Batches:
         self._batch_size = batch_size
         self._seed = seed
         self._worker = worker
+        self.generation = generation
+        """Of the deal that the shard is from; its order is one of its own."""
         self._epoch = -1
         self._order = self._shard
 
@@ -32,7 +34,8 @@ class Batches:
         assert number >= 0, number
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._epoch:
-            self._order = rng(self._seed, "batches", self._worker, epoch).permutation(self._shard)
+            dealt = (self.generation,) if self.generation else ()
+            self._order = rng(self._seed, "batches", self._worker, epoch, *dealt).permutation(self._shard)
             self._epoch = epoch
         start = place * self._batch_size
         return self._order[start : start + self._batch_size].copy()

@@ -13,14 +13,14 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import UPKEEP, RunConfig, to_toml
-from paceline.core.messages import Input, Join, Leave, Push, Resume, Steps, Stop, Verdict
+from paceline.config import UPKEEP, RunConfig, places_of, to_toml
+from paceline.core.messages import Drain, Input, Join, Leave, Push, Resume, Steps, Stop, Verdict
 from paceline.errors import UserError
 
 _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
-_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS = 1, 2, 3, 4, 5, 6
+_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN = 1, 2, 3, 4, 5, 6, 7
 _NO_QUOTA = 0xFFFFFFFF
 _MAGIC = b"paceline arrivals 1 "
 
@@ -40,7 +40,7 @@ class Record:
     verdict: Verdict
 
     @property
-    def message(self) -> Join | Leave | Steps | Stop | Resume:
+    def message(self) -> Join | Leave | Steps | Drain | Stop | Resume:
         """The input itself, for all kinds but a push."""
         match self.kind:
             case "join":
@@ -50,6 +50,8 @@ class Record:
                 return Leave(self.worker, self.incarnation)
             case "steps":
                 return Steps(self.worker, self.seq)
+            case "drain":
+                return Drain(self.worker)
             case "resume":
                 return Resume(undone=self.seq, lost=self.reply)
         assert self.kind == "stop", self.kind
@@ -82,6 +84,8 @@ class ArrivalLog:
                 fields = (_LEAVE, verdict, worker, incarnation, 0, 0, 0, 0.0, now)
             case Steps(worker, steps):
                 fields = (_STEPS, verdict, worker, 0, steps, 0, 0, 0.0, now)
+            case Drain(worker):
+                fields = (_DRAIN, verdict, worker, 0, 0, 0, 0, 0.0, now)
             case Stop():
                 fields = (_STOP, verdict, 0, 0, 0, 0, 0, 0.0, now)
             case Resume(undone, lost):
@@ -102,6 +106,7 @@ class ArrivalLog:
 
 
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
+_KINDS[_DRAIN] = "drain"
 _VERDICTS = frozenset(Verdict)
 
 
@@ -224,6 +229,6 @@ def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:
     if kind not in _KINDS or verdict not in _VERDICTS:
         what = f"kind {kind}" if kind not in _KINDS else f"verdict {verdict}"
         raise UserError(f"{path} holds a record of unknown {what} at byte {offset}: another version wrote it")
-    if worker >= (config.workers or 1):
-        raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {config.workers}")
+    if worker >= places_of(config):
+        raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {places_of(config)}")
     return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Verdict(verdict))

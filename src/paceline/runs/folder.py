@@ -39,6 +39,7 @@ class RunFolder:
         self.best_file = self.checkpoints / "best.safetensors"
         self.snapshots = path / "snapshots"
         self.faults_file = path / "faults.toml"
+        self.requests = path / "requests"
         self.server_file = path / "server.json"
         self.token_file = path / "token"
 

@@ -52,7 +52,7 @@ class Departure:
 
 
 class Threads(NamedTuple):
-    """How many threads a worker computes on, and how many the server."""
+    """How many threads a worker computes on whose join did not say, and how many the server."""
 
     worker: int
     server: int
@@ -123,7 +123,7 @@ class Replay:
         for worker, member in self.server.members.items():
             if not member.live or member.done:
                 continue
-            seat = self._make_seat(Join(worker, member.incarnation, member.quota))
+            seat = self._make_seat(Join(worker, member.incarnation, member.quota, member.threads))
             seat.memory.weights.copy_(sent[str(worker)])
             if str(worker) in states and member.seq >= 0:
                 seat.memory.state.copy_(states[str(worker)])
@@ -179,7 +179,7 @@ class Replay:
             place = f"for reply {record.reply}, and is at {pending.serial}"
             raise self._no_push(record, number, f"worker {record.worker} pushed {record.seq} {place}")
         assert seat is not None
-        self._use_threads(self._threads and self._threads.worker)
+        self._use_threads(self._threads and (seat.join.threads or self._threads.worker))
         push = seat.push()
         if push is None:
             raise self._no_push(record, number, f"worker {record.worker} ended where its push {record.seq} was due")

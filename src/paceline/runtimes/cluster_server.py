@@ -64,6 +64,7 @@ class ClusterService(Service):
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
         self._looked = time.monotonic()
+        self._next_look = 0.0
         self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
@@ -86,6 +87,9 @@ class ClusterService(Service):
             self._note(text)
         if self.host.server.over:
             return
+        if now >= self._next_look:  # also while nobody pushes
+            self._next_look = now + LOOK_SECONDS
+            self.host.look_for_requests()
         for worker in self._deadlines.due(now):
             self._give_up(worker, now)
         if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
@@ -169,8 +173,8 @@ class ClusterService(Service):
     def _free_number(self, wanted: Any) -> int | None:
         """The number asked for, or the lowest that still has work and nobody has, or somebody who is cut off."""
         members, free, cut_off = self.host.server.members, [], []
-        for worker in range(self.host.server.num_workers):
-            if wanted not in (None, worker) or (worker in members and members[worker].done):
+        for worker in range(self.host.server.places):
+            if wanted not in (None, worker) or (worker in members and members[worker].spent):
                 continue
             if worker not in self.doors:
                 free.append(worker)
@@ -179,10 +183,10 @@ class ClusterService(Service):
         return next(iter(free + cut_off), None)
 
     def _no_place(self, wanted: Any) -> str:
-        last = self.host.server.num_workers - 1
+        last = self.host.server.places - 1
         if wanted is not None:
             return f"worker {wanted} of 0 to {last} is here already, has done its work, or does not exist"
-        return f"all {last + 1} workers of this run are here: start the server with more --workers"
+        return f"all {last + 1} workers of this run are here: start the server with a larger --max-workers"
 
     def _take_back(self, applicant: Applicant, door: TcpServerDoor) -> None:
         """A worker whose connection broke goes on where it was."""
@@ -199,6 +203,7 @@ class ClusterService(Service):
         """One more worker."""
         self.doors[door.worker] = self._tcp[door.worker] = door
         self._empty_since = None
+        self._dismissed.discard(door.worker)
         self._listen(door, lambda: self._serve_tcp(door))
         self._watch(door)
         self._hear(door.worker)

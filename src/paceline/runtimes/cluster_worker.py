@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from paceline.assemble import cores
-from paceline.config import RunConfig, from_dict
+from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
 from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
 from paceline.data.datasets import Dataset
@@ -158,7 +158,7 @@ class Lane:
         self._door.reach(welcome, task.layout.size)
         division = work_of(task, config)
         self._seat = make_seat(config, task, division, make_join(config, division, worker, int(welcome["incarnation"])))
-        self._delay = parse_delays(config.delay or [], config.workers or 1).get(worker)
+        self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
         self._bench.say(worker, config)
         self._identity = identity_of(task)
         self._stopwatch = Stopwatch()

@@ -1,4 +1,4 @@
-"""Faults of a table done to real processes: killed, stopped and slowed by signals, at their time on the run's clock.
+"""Faults of a table done to real processes: killed, stopped, slowed, started and drained, by the run's clock.
 
 The supervisor drives it from its own loop and tells it which process is which worker.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.assemble import on_ring
-from paceline.config import RunConfig
+from paceline.config import RunConfig, places_of
 from paceline.errors import UserError
 from paceline.faults import Fault, read_faults
 
@@ -27,7 +27,7 @@ def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault
     """The config's table of faults, if it has one; what processes of one machine cannot suffer is refused."""
     if config.faults is None:
         return ()
-    faults = read_faults(Path(config.faults), config.workers or 1)
+    faults = read_faults(Path(config.faults), places_of(config))
     ring = on_ring(config)
     for fault in faults:
         why = _impossible(fault, script) or (_impossible_in_ring(fault) if ring else None)
@@ -38,18 +38,22 @@ def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault
 
 def _impossible(fault: Fault, script: bool) -> str | None:
     """Why a fault cannot be done to processes, and what to do; None when it can."""
-    if fault.kind not in ("crash", "pause", "slow"):
+    if fault.kind not in ("crash", "pause", "slow", "join", "drain"):
         return f"processes of one machine cannot suffer '{fault.kind}'; try it in 'paceline simulate'"
     if fault.kind == "slow" and fault.factor < 1:
         return f"a process cannot be made faster (factor {fault.factor:g}); try it in 'paceline simulate'"
     if fault.noticed_after:
         return "a killed process is noticed at once; leave noticed_after out, or try it in 'paceline simulate'"
+    if script and fault.kind == "join":
+        return "a script cannot join in the middle of a run; leave it out"
     if script and fault.restart_after is not None:
         return "a script cannot come back in the middle of its run; leave restart_after out"
     return None
 
 
 def _impossible_in_ring(fault: Fault) -> str | None:
+    if fault.kind in ("join", "drain"):
+        return "nobody joins or leaves a ring; leave it out, or choose --strategy sync"
     if fault.restart_after is not None:
         return "nobody comes back into a ring; leave restart_after out, or choose --strategy sync"
     if fault.kind == "crash" and fault.worker == 0:
@@ -166,7 +170,13 @@ class Injector:
     def _fire(self, fault: Fault, now: float) -> None:
         assert fault.worker is not None, "a table that was checked names a worker"
         name, pid = f"worker {fault.worker}", self._pids.get(fault.worker)
-        if fault.kind != "crash":
+        if fault.kind in ("join", "drain"):
+            comes = fault.kind == "join" and pid is None
+            what = "is to be drained" if fault.kind == "drain" else "joins" if comes else "is here already"
+            self._tell(fault, f"fault at {fault.at:g} s: {name} {what}", comes)
+            if comes:
+                self._restart(fault.worker)
+        elif fault.kind != "crash":
             share = 1.0 if fault.kind == "pause" else 1 - 1 / fault.factor
             self._holds.append(Hold(fault.worker, now, now + fault.lasts, share))
             how = "stands still" if fault.kind == "pause" else f"is slowed {fault.factor:g} times"

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
-from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Steps, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
@@ -30,6 +30,7 @@ from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
+from paceline.runs.requests import take_requests
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
 from paceline.runs.snapshots import snapshots_of
@@ -112,6 +113,7 @@ class Host:
         self._last_now, self._last_samples = seconds, server.samples
         self._loss_sum, self._loss_count = 0.0, 0
         self._next_evaluation = self._evaluation_after(server.samples)
+        self._generation = server.deals.now.generation if server.deals is not None else 0
         kind = "run_resumed" if server.version or seconds else "run_started"
         self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
 
@@ -148,7 +150,6 @@ class Host:
 
     def _handle(self, message: Input) -> None:
         now, began = self.clock.now(), self.clock.source()
-        was_started = self.server.started
         self.announce(message)
         self.accounts.heard(message, self.server, began)
         outcome = self.server.handle(message)
@@ -157,8 +158,8 @@ class Host:
             self._evaluate_on_the_way()
         if self.server.over:
             self.clock.halt()
-        elif not was_started and self.server.started:
-            self.clock.go()
+        elif self.server.started and isinstance(message, Join | Leave):
+            self.clock.go()  # who came, or will never come, was the last to be awaited
         self._reply(outcome, began)
         if isinstance(message, Push):
             self._loss_sum += message.loss
@@ -169,6 +170,7 @@ class Host:
             self._progress(now)
         if self._snapshots is not None:
             self._keep_weights()
+        self._note_deal(now)
         if now >= self._next_room:
             self._make_room()
         if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy and self.may_be_cut():
@@ -215,20 +217,51 @@ class Host:
             self.events.write("worker_joined", now, **row)
         elif isinstance(message, Leave) and not self.server.over:
             member = self.server.members.get(message.worker)
-            if member is None or not member.done:
+            if member is not None and member.dismissed:
+                self.events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
+            elif member is None or not member.done:
                 self.lost.append(message.worker)
                 pushes = member.pushes if member is not None else 0
                 self.events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=self.server.num_live)
                 self._report({"kind": "lost", "worker": message.worker, "live": self.server.num_live, "pushes": pushes})
         elif isinstance(message, Steps):
             self.events.write("local_steps", now, worker=message.worker, steps=message.steps)
+        elif isinstance(message, Drain):
+            self.events.write("worker_draining", now, worker=message.worker)
+            self._report({"kind": "note", "text": f"worker {message.worker} is drained: it leaves after its push"})
         elif isinstance(message, Stop):
             self.events.write("stopped", now, reason=self.stop_reason)
+
+    def _note_deal(self, now: float) -> None:
+        """The event row of data that was dealt anew; the log needs none, since the deal follows from its inputs."""
+        deals = self.server.deals
+        if deals is not None and deals.now.generation != self._generation:
+            self._generation, members = deals.now
+            self.events.write("deal", now, generation=self._generation, members=members, updates=self.server.version)
 
     def note_fault(self, fault: dict[str, Any]) -> None:
         """The event row of a fault that was fired on purpose."""
         row = {name: value for name, value in fault.items() if name != "kind"}
         self.events.write("fault", self.clock.now(), fault=fault["kind"], **row)
+
+    def look_for_requests(self) -> None:
+        """Do what somebody outside asks for in the run's folder; whoever waits for inputs in vain may look too."""
+        for request in take_requests(self.folder):
+            refused = {worker: self.drain(worker) for worker in request.drain}
+            request.answer({worker: why for worker, why in refused.items() if why is not None})
+
+    def drain(self, worker: int) -> str | None:
+        """Have a worker leave after the push it is making; returns why that cannot be, if it cannot."""
+        member = self.server.members.get(worker)
+        if self.server.over:
+            return "training is over"
+        if member is None or not member.live or member.dismissed:
+            here = [number for number, one in sorted(self.server.members.items()) if one.live and not one.done]
+            return f"it is not at work here; workers {', '.join(map(str, here)) or 'none'} are"
+        if member.done or member.draining:
+            return "it has no work left" if member.done else "it is being drained already"
+        self.handle(Drain(worker))
+        return None
 
     def stop(self, reason: str) -> None:
         """End the run from outside; the reason goes into the result."""
@@ -268,6 +301,8 @@ class Host:
             self._next_event = now + EVENT_SECONDS
             self._last_now, self._last_samples = now, server.samples
             self._loss_sum, self._loss_count = 0.0, 0
+        if self._virtual is None:
+            self.look_for_requests()
         self.tick()
 
     def tick(self) -> None:
@@ -465,6 +500,7 @@ class Host:
                 "status": status,
                 "reason": self.why_diverged() if status == "diverged" else self.stop_reason,
                 "lost_workers": self.lost,
+                **({"deals": self._generation} if self.server.deals is not None else {}),
                 **self._upkeep(),
                 **({"reported": self.figures} if self.figures else {}),
                 **(found or {}),

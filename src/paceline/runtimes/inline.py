@@ -14,6 +14,7 @@ import torch
 from paceline.core.messages import Reply
 from paceline.core.worker import Seat
 from paceline.delays import Delay
+from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.host import Host
 
 
@@ -45,3 +46,5 @@ def run_inline(
                 time.sleep(steps * delays[push.worker].seconds(host.config.seed, push.worker, push.seq))
             with torch.inference_mode():  # autograd has no part in an update
                 host.handle(push)
+    if not host.server.over:
+        host.stop(ALL_GONE)  # the last of them was drained

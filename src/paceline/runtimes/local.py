@@ -84,6 +84,9 @@ class Supervisor:
         self._server_end.close()
         for worker in self._incarnations:
             self._start_worker(worker)
+        for fault in self._processes.faults:
+            if fault.kind == "join":  # the server goes on without anybody while someone is to come
+                self._send(self._control, json.dumps({"kind": "expected", "worker": fault.worker}).encode())
 
     def _start_worker(self, worker: int) -> None:
         server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,8 +99,12 @@ class Supervisor:
         worker_side.close()
 
     def _restart(self, worker: int) -> None:
-        self._incarnations[worker] += 1
-        self._report({"kind": "note", "text": f"worker {worker} comes back"})
+        """Somebody who was here comes back as a new incarnation, or somebody new joins."""
+        back = worker in self._incarnations
+        self._incarnations[worker] = self._incarnations[worker] + 1 if back else self._processes.incarnation
+        self._numbers[f"worker {worker}"] = worker
+        if back:
+            self._report({"kind": "note", "text": f"worker {worker} comes back"})
         self._start_worker(worker)
 
     def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:

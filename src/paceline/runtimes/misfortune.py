@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from paceline.core.messages import Drain
 from paceline.faults import Fault
 
 if TYPE_CHECKING:
@@ -66,6 +67,17 @@ def _come_back(given_up: tuple[Simulation, Worker, int]) -> None:
         cluster.come(worker)
 
 
+def _join(cluster: Simulation, worker: Worker, fault: Fault) -> None:
+    """Somebody new, or somebody who was lost or drained and is wanted again."""
+    if worker.seat is None:
+        worker.done = False
+        cluster.come(worker)
+
+
+def _drain(cluster: Simulation, worker: Worker, fault: Fault) -> None:
+    cluster.ask(Drain(worker.number))
+
+
 KINDS: dict[str, Callable[[Simulation, Worker, Fault], None]] = {
     "crash": _crash,
     "slow": _slow,
@@ -74,4 +86,6 @@ KINDS: dict[str, Callable[[Simulation, Worker, Fault], None]] = {
     "duplicate": _go_astray,
     "reorder": _go_astray,
     "cut": _cut,
+    "join": _join,
+    "drain": _drain,
 }

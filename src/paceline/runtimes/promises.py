@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from paceline.assemble import parse_strategy
-from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
 from paceline.core.server import Server
 from paceline.rulebook import RULES, parse_rule
 from paceline.runs.replay import same_bits
+from paceline.runtimes.broken import require
+from paceline.runtimes.membership import Membership
 from paceline.runtimes.oracle import Oracle, Part
-from paceline.tasks.quadratic import ANSWER, curvature, gradient_at
+from paceline.tasks.quadratic import ANSWER, curvature, gradient_at, part_of
 
 if TYPE_CHECKING:
     from paceline.runtimes.trial import Trial
@@ -25,20 +27,6 @@ ROUNDING = 1e-5
 """How far float32 may stray from the oracle, relative to the answer or to a coordinate that is far beyond it."""
 
 Portrait = tuple[dict[str, Any], dict[str, Tensor]]
-
-
-class Broken(Exception):
-    """A promise that was not kept: its name, and what was seen."""
-
-    def __init__(self, promise: str, text: str) -> None:
-        super().__init__(f"{promise}: {text}")
-        self.promise, self.text = promise, text
-
-
-def require(kept: bool, promise: str, text: str, *values: object) -> None:
-    """Raise Broken unless `kept`; the text is put together only then."""
-    if not kept:
-        raise Broken(promise, text.format(*values))
 
 
 def portrait(server: Server) -> Portrait:
@@ -56,6 +44,7 @@ def portrait(server: Server) -> Portrait:
         "awaited": set(server._awaited),
         "policy": server.policy.facts(),
         "held": {worker: push[:6] for worker, push in sorted(server._held.items())},
+        "deals": server.deals.facts() if server.deals is not None else None,
     }
     tensors = {"weights": server.weights, **server.rule_state}
     tensors |= {f"update {worker}": push.update for worker, push in server._held.items()}
@@ -78,6 +67,8 @@ class Witness:
     def __init__(self, trial: Trial) -> None:
         self._strategy = parse_strategy(trial.strategy)
         self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
+        self._quota = trial.quota
+        self._membership = Membership(trial.workers, trial.room is not None, self._strategy.in_rounds)
         self._looks_ahead = RULES[parse_rule(trial.rule)[0]].sends_others
         self._plain = trial.rule.partition(":")[0] in ("plain", "ringmaster")
         self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
@@ -86,6 +77,7 @@ class Witness:
         self._samples = 0
         self._accepted: Counter[int] = Counter()
         self._applied: set[tuple[int, int, int]] = set()
+        self._dropped: set[tuple[int, int, int]] = set()
         self._told: dict[int, Reply] = {}
         self._sent: dict[int, Tensor] = {}
         self._here: dict[int, int] = {}
@@ -100,7 +92,7 @@ class Witness:
         require(server.version == version + 1, "growth", "version {} after {}", server.version, version)
         parts = [self._part(push, version) for push in pushes]
         for push in pushes:
-            quota = self._quotas[push.worker]
+            quota = self._quota(push.worker)
             left = quota is None or self._accepted[push.worker] < quota
             require(left, "budget", "push {} goes beyond a quota of {}", push[:3], quota)
             self._accepted[push.worker] += 1
@@ -127,12 +119,13 @@ class Witness:
         assert told is not None
         if self._strategy.in_rounds:
             require(told.version == version, "bound", "a round of version {} holds a push from {}", version, told)
-        gradient = gradient_at(self._sent[push.worker], push.worker, told.batch, self._scratch)
+        part = part_of(push.worker, told.deal)
+        gradient = gradient_at(self._sent[push.worker], part, told.batch, self._scratch)
         finite = (push.worker, told.batch) != self._poison
         require(finite, "finite", "push {} is applied though it holds a NaN", identity)
         same = torch.equal(gradient, push.update)
         require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, told.batch, told.version)
-        return Part(told.version, push.samples, curvature(push.worker, told.batch))
+        return Part(told.version, push.samples, curvature(part, told.batch))
 
     def sent(self, worker: int, weights: Tensor) -> None:
         """These weights went along with an answer: those of its version, unless the rule looks ahead."""
@@ -150,10 +143,15 @@ class Witness:
             require(server.pushes == settled, "counts", "{} pushes, {} accounted for", server.pushes, settled)
         if outcome.verdict == Verdict.TAKEN:
             self._note(message)
-        for worker in [w for w in self._clocks if self._accepted[w] == self._quotas[w]]:
+        for worker in [w for w in self._clocks if self._accepted[w] == self._quota(w)]:
             del self._clocks[worker]
+        if isinstance(message, Push) and outcome.verdict == Verdict.DROPPED:
+            self._dropped.add(message[:3])
         for reply in outcome.replies:
+            if reply.over and not server.over:
+                self._check_last_push(reply)
             self._check(reply, version, outcome.verdict == Verdict.REPEATED)
+        self._membership.require_entrance(self._clocks)
         if server.started and not server.over and self._clocks:
             self._check_held_back(server)
 
@@ -162,15 +160,22 @@ class Witness:
         match message:
             case Join(worker, incarnation):
                 self._here[worker] = incarnation
-                self._clocks[worker] = min(self._clocks.values(), default=0)
+                if not self._membership.waits(worker, self._clocks, len(self._weights) - 1):
+                    self._clocks[worker] = min(self._clocks.values(), default=0)
+            case Push():
+                self._membership.begun = True
+            case Drain(worker):
+                self._membership.draining.add(worker)
             case Leave(worker, incarnation):
                 known = self._here.get(worker, -1)
                 self._dead.add((worker, min(incarnation, known)))
                 if incarnation >= known:
                     self._clocks.pop(worker, None)
+                    self._membership.coming.pop(worker, None)
             case Resume():
                 self._dead |= set(self._here.items())
                 self._clocks.clear()
+                self._membership.clear()
 
     def _check(self, reply: Reply, version: int, repeated: bool) -> None:
         """An answer goes to somebody who is here, with the newest weights and the next batch, within the bound."""
@@ -179,17 +184,34 @@ class Witness:
         require(name not in self._dead, "dead", "{} for a worker that left", reply)
         require(self._here.get(worker) == reply.incarnation, "dead", "{} for somebody unknown", reply)
         if repeated:
-            same = told is not None and (told.serial, told.version) == (reply.serial, reply.version)
+            same = told is not None and told._replace(over=reply.over) == reply
             require(same, "growth", "a repeat is answered with {}, at first with {}", reply, told)
             return
-        require(reply.version == version, "growth", "{} at version {}", reply, version)
+        newest = reply.version == version or (reply.over and reply.version < version)  # its leaving may close a round
+        require(newest, "growth", "{} at version {}", reply, version)
         require(told is None or told.version <= reply.version, "growth", "{} after {}", reply, told)
-        require(reply.batch == self._accepted[worker], "batch", "{} after {} accepted", reply, self._accepted[worker])
+        if not reply.over:
+            self._membership.enter(worker, self._clocks, version)
+            self._membership.deal(reply, self._accepted[worker], self._clocks)
+        accepted = self._accepted[worker] - self._membership.before(worker)
+        require(reply.batch == accepted, "batch", "{} after {} accepted", reply, accepted)
         self._told[worker] = reply
+        if reply.over and worker in self._membership.draining:
+            self._membership.draining.discard(worker)
+            self._membership.dismissed.add(worker)
+            self._clocks.pop(worker, None)
         require(reply.over or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
         if self._strategy.name == "bounded" and not reply.over:
             ahead = self._clocks[worker] - min(self._clocks.values())
             require(ahead <= self._strategy.number, "bound", "{} is sent on {} steps ahead", name, ahead)
+
+    def _check_last_push(self, reply: Reply) -> None:
+        """Who is sent away has nothing left to push: what it was told to compute counts, or the policy dropped it."""
+        told = self._told.get(reply.worker)
+        if told is not None and not told.over and told.incarnation == reply.incarnation:
+            last = (told.worker, told.incarnation, told.serial)
+            settled = last in self._applied or last in self._dropped
+            require(settled, "last push", "{} though push {} does not count", reply, last)
 
     def _check_held_back(self, server: Server) -> None:
         """Nobody waits without a reason: a round that lacks pushes, or a worker too far behind."""
@@ -215,7 +237,9 @@ class Witness:
             missing = [w for w in working if w not in gone]
             require(not missing, "budget", "the run ended though workers {} were to come back", missing)
         elif self._budget.own and self._budget.steps is None:
-            missing = [w for w in working if w in self._here and (w, self._here[w]) not in self._dead]
+            excused = self._membership.dismissed
+            working = [w for w in working if w in self._here and w not in excused]
+            missing = [w for w in working if (w, self._here[w]) not in self._dead]
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
             require(self._budget.spent(self._samples, version), "budget", "over after {} samples", self._samples)

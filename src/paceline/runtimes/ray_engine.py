@@ -66,7 +66,7 @@ class ServerActor:
         folder = RunFolder(Path(self._config.runs) / str(self._config.name))
         try:
             if folder.arrivals_file.exists():
-                serve_again(folder.path, Entrance(), self._relay, self._open)
+                serve_again(folder.path, Entrance(), self._relay, tell=self._open)
             else:
                 folder.discard_unstarted()
                 serve(self._config, Entrance(self._listen), self._relay, self._open)

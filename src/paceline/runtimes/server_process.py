@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.config import RunConfig, from_dict
+from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Leave, Push, Reply
 from paceline.core.worker import Seat
@@ -152,6 +152,7 @@ class Service:
         """Listen to one more worker."""
         self.doors[door.worker] = door
         self._returning.discard(door.worker)
+        self._dismissed.discard(door.worker)
         self._listen(door, lambda: self._serve(door))
 
     def _order(self) -> None:
@@ -160,6 +161,8 @@ class Service:
             self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
             self.host.stop(order["reason"])
+        elif order["kind"] == "expected":
+            self._returning.add(order["worker"])
         elif order["kind"] == "fault":
             self._note_fault(order["fault"], order["returns"])
 
@@ -167,7 +170,11 @@ class Service:
         """A fault was fired on purpose; a worker who is to come back is waited for, even when nobody else is left."""
         if returns:
             self._returning.add(fault["worker"])
+        elif fault["kind"] == "join":
+            self._returning.discard(fault["worker"])  # it is here already
         self.host.note_fault(fault)
+        if fault["kind"] == "drain":
+            self.host.drain(fault["worker"])
 
     def _tell_clock(self) -> None:
         """Tell the supervisor when training begins and when it is over: faults come by this clock."""
@@ -303,7 +310,7 @@ def make_host(
     work = work_of(task, config)
     server = make_server(config, task, work)
     sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
-    require_memory((config.workers or 1) * Slot.nbytes_for(sizes), "workers' weights")
+    require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
     if not resume:
         return Host(server, task, work, config, folder, report, 0.0, facts)

@@ -44,6 +44,7 @@ def make_part(order: Message) -> Server:
         make_schedule(config),
         config.workers or 1,
         inside=make_inside(config),
+        places=config.max_workers,
     )
 
 

@@ -104,12 +104,15 @@ class Simulation:
         num_workers: int,
         make_seat: Callable[[int, int], Seat],
         start_server: Callable[[], ServerSide],
+        places: int | None = None,
     ) -> None:
+        """`num_workers` come at the start; others, up to `places`, when a table of faults has them join."""
         self.agenda, self.cluster = agenda, cluster
-        self.workers = [Worker(number) for number in range(num_workers)]
+        self.workers = [Worker(number) for number in range(places or num_workers)]
+        self._crew = self.workers[:num_workers]
         link = None if cluster.ring else cluster.link
         latency = link.latency if link is not None else cluster.latency
-        self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, num_workers)
+        self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, len(self.workers))
         self._make_seat, self._start_server = make_seat, start_server
         cores = float(cluster.cores) if cluster.cores is not None else None
         self._cores = Shared(agenda, cores, 1.0, cluster.turns) if cores is not None else None
@@ -130,7 +133,7 @@ class Simulation:
 
     def run(self) -> None:
         """From everybody's join to the end of training, or until nobody is left."""
-        for worker in self.workers:
+        for worker in self._crew:
             self.agenda.at(0.0, self.come, worker)
         for fault in self.cluster.faults:
             self.agenda.at(fault.at, self._strike, fault)
@@ -180,7 +183,7 @@ class Simulation:
         if after:
             self.agenda.at(self.agenda.now + after, self.deliver, (self._server_life, leave))
         else:
-            self.deliver((self._server_life, leave))
+            self.ask(leave)
 
     def _receive(self, delivery: tuple[int, Reply]) -> None:
         """A reply has come, perhaps for a worker that is gone, or one that it has acted on before."""
@@ -282,6 +285,10 @@ class Simulation:
             self.go(worker)
             self.come(worker)
 
+    def ask(self, message: Input) -> None:
+        """Somebody beside the server has a message for it."""
+        self.deliver((self._server_life, message))
+
     def deliver(self, delivery: tuple[int, Input]) -> None:
         """A message has reached the server, which takes one at a time."""
         life, message = delivery
@@ -340,5 +347,5 @@ class Simulation:
             if worker.seat is not None:
                 self.go(worker)
                 self.come(worker)
-            elif not worker.done:
-                self.deliver((self._server_life, Leave(worker.number, worker.incarnation + 1)))
+            elif not worker.done and worker in self._crew:
+                self.ask(Leave(worker.number, worker.incarnation + 1))

@@ -45,12 +45,12 @@ class Distribution:
 
 
 class StepTimes:
-    """Each worker's distribution, drawn in blocks by address."""
+    """Each worker's distribution, drawn in blocks by address; newcomers are as fast as those who began, in turn."""
 
     def __init__(self, distributions: list[Distribution], seed: int) -> None:
         self.distributions = distributions
         self._seed = seed
-        self._blocks: list[tuple[int, list[float]]] = [(-1, [])] * len(distributions)
+        self._blocks: dict[int, tuple[int, list[float]]] = {}
 
     @property
     def mean(self) -> float:
@@ -59,11 +59,11 @@ class StepTimes:
 
     def seconds(self, worker: int, step: int) -> float:
         """What step `step` of `worker` takes."""
-        distribution = self.distributions[worker]
+        distribution = self.distributions[worker % len(self.distributions)]
         if distribution.kind == "constant":
             return distribution.mean
         number, place = divmod(step, BLOCK)
-        held, block = self._blocks[worker]
+        held, block = self._blocks.get(worker, (-1, []))
         if held != number:
             block = distribution.draw(rng(self._seed, "step time", worker, number), BLOCK).tolist()
             self._blocks[worker] = (number, block)

@@ -125,9 +125,9 @@ class Timekeeper:
         return {"server_cpu": round(cpu / max(1, pushes), 9), "cores": self._cores, "workers": rows}
 
     def shares(self, num_workers: int) -> list[dict[str, float]]:
-        """What part of its time each worker computed and waited."""
+        """What part of its time each worker computed and waited, newcomers included."""
         shares = []
-        for worker in range(num_workers):
+        for worker in range(max(num_workers, 1 + max(self._workers, default=0))):
             times = self._workers.get(worker, WorkerTimes())
             whole = times.computing + times.waiting or 1.0
             shares.append({"computing": round(times.computing / whole, 4), "waiting": round(times.waiting / whole, 4)})

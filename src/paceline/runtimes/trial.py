@@ -12,21 +12,23 @@ import torch
 from paceline.assemble import make_policy
 from paceline.config import RunConfig
 from paceline.core.memory import Memory
-from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
+from paceline.core.messages import Deal, Input, Join, Push, Reply, Resume, Verdict
 from paceline.core.optimizers import Adam, Optimizer, Prepared, Sgd
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
+from paceline.faults import Fault
 from paceline.interfaces import Policy, Rule
 from paceline.rulebook import build_rule
 from paceline.runs.arrivals import Record
 from paceline.runs.checkpoint import Cut, take_cut
 from paceline.runs.replay import Replay
 from paceline.runtimes.agenda import Action, Agenda
+from paceline.runtimes.broken import Broken, require
 from paceline.runtimes.oracle import BETAS, EPS
-from paceline.runtimes.promises import Broken, Witness, portrait, require, require_same
+from paceline.runtimes.promises import Witness, portrait, require_same
 from paceline.runtimes.simulated import Cluster, Deadlock, Simulation, Worker
-from paceline.tasks.quadratic import ANSWER, Quadratic
+from paceline.tasks.quadratic import ANSWER, Quadratic, part_of
 
 MOST_PLANS = 20_000
 REPLAYED = 3
@@ -51,10 +53,20 @@ class Trial:
     poison: tuple[int, int] | None = None
     """The worker and the batch whose gradient holds a NaN."""
     rule: str = "plain"
+    room: int | None = None
+    """Workers that may be there at once, where they may come and go."""
 
     @property
     def workers(self) -> int:
         return len(self.quotas)
+
+    @property
+    def places(self) -> int:
+        return self.room or self.workers
+
+    def quota(self, worker: int) -> int | None:
+        """Of a worker that was there at the start; a newcomer has none."""
+        return self.quotas[worker] if worker < self.workers else None
 
     def make_optimizer(self) -> Optimizer:
         if self.optimizer == "adam":
@@ -63,15 +75,19 @@ class Trial:
 
     def make_rule(self) -> Rule:
         config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum)
-        return build_rule(config, self.workers, self.make_optimizer, Prepared)
+        return build_rule(config, self.places, self.make_optimizer, Prepared)
 
     def make_policy(self) -> Policy:
-        return make_policy(RunConfig(strategy=self.strategy, rule=self.rule))
+        return make_policy(RunConfig(strategy=self.strategy, rule=self.rule, max_workers=self.room))
 
     def make_seat(self, join: Join) -> Seat:
         worker, batch = self.poison or (None, None)
         task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
-        return Seat(task, task, join)
+
+        def redeal(deal: Deal) -> Quadratic:
+            return Quadratic(part_of(join.worker, deal), self.even)
+
+        return Seat(task, task, join, redeal=redeal)
 
 
 class Limited(Agenda):
@@ -130,7 +146,8 @@ class Stage:
     def _new_server(self) -> WatchedServer:
         trial = self.trial
         weights, rule = torch.zeros(len(ANSWER)), trial.make_rule()
-        return WatchedServer(weights, rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
+        parts = (rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
+        return WatchedServer(weights, *parts, places=trial.room)
 
     def _watched(self, server: WatchedServer) -> WatchedServer:
         server.witness = self.witness
@@ -206,6 +223,11 @@ def _mentioned(plan: object) -> set[int]:
     return {worker for part in plan for worker in _mentioned(part)} if isinstance(plan, tuple) else set()
 
 
+def _is_for_good(fault: Fault) -> bool:
+    """Whether a worker may be gone and not come back."""
+    return fault.kind == "drain" or (fault.kind == "crash" and fault.restart_after is None)
+
+
 def perform(trial: Trial) -> Story:
     """Run a trial to its end; a promise that is not kept is raised as Broken."""
     with torch.inference_mode():
@@ -216,13 +238,12 @@ def _perform(trial: Trial) -> Story:
     stage = Stage(trial)
 
     def come(worker: int, incarnation: int) -> Seat:
-        return trial.make_seat(Join(worker, incarnation, trial.quotas[worker]))
+        return trial.make_seat(Join(worker, incarnation, trial.quota(worker)))
 
-    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start)
+    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start, trial.room)
     try:
         simulation.run()
-        gone = {fault.worker for fault in trial.cluster.faults if fault.kind == "crash" and fault.restart_after is None}
-        stage.witness.ended(stage.server, gone)
+        stage.witness.ended(stage.server, {fault.worker for fault in trial.cluster.faults if _is_for_good(fault)})
         require(not (lost := forgotten(simulation)), "forgotten", "workers {} wait for nothing", lost)
         if trial.seed % REPLAYED == 0:
             require_same("replay", portrait(stage.server), portrait(stage.rebuild(None)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import from_dict
+from paceline.config import from_dict, places_of
 from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
 from paceline.delays import parse_delays
 from paceline.runtimes.allocator import keep_freed_memory
@@ -25,13 +25,13 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
     worker = spec["worker"]
-    door = WorkerDoor(socket.socket(fileno=fds[0]), polls_before_sleep(config))
+    door = WorkerDoor(socket.socket(fileno=fds[0]), polls_before_sleep(config), places_of(config))
     dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
     task = make_task(config, dataset)
     division = work_of(task, config)
     join = make_join(config, division, worker, spec["incarnation"])
     seat = make_seat(config, task, division, join, Slot.create)
-    delay = parse_delays(config.delay or [], config.workers or 1).get(worker)
+    delay = parse_delays(config.delay or [], places_of(config)).get(worker)
     lender = CoreLender(config, task.layout, spec.get("server_pid"))
     assert isinstance(seat.memory, Slot)
     reply = door.hello(join, seat.memory, identity_of(task))

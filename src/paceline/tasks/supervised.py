@@ -60,7 +60,8 @@ class ArrayLoader:
     def batch(self, number: int) -> Batch:
         indices = torch.from_numpy(self._batches.indices(number)).to(self._inputs.device)
         inputs = self._inputs.index_select(0, indices)
-        key = mix64(self._seed, self._worker, number)
+        dealt = (self._batches.generation,) if self._batches.generation else ()
+        key = mix64(self._seed, self._worker, number, *dealt)
         if self._augment is not None:
             inputs = self._augment(inputs, key)
         if self._transform is not None:

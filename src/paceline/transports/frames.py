@@ -20,8 +20,9 @@ _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff")
 """seq, reply, samples, bytes of update, of state, of the worker's own state, loss, seconds: cpu, wall, waited."""
-REPLY_HEAD = struct.Struct("<BBBxIQQdIxxxxQ")
-"""over, encoded, asks for the own state, serial, version, batch, lr, steps, bytes of weights (or of the encoded)."""
+REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ")
+"""over, encoded, asks for the own state, serial, version, batch, lr, steps, generation of the deal, bytes of its
+members (none where the worker knows them), bytes of weights (or of the encoded)."""
 MOST_AT_ONCE = 64
 """Places that one call sends from: the system takes no more than 1,024."""
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.memory import Memory, Sizes
-from paceline.core.messages import Join, Push, Reply
+from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
-_REPLY = struct.Struct("<BBxxIQQdI")
+_REPLY = struct.Struct("<BBxxIQQdII")
+MEMBER_NBYTES = 2
 _HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
 _LARGEST = 1 << 20
 
@@ -69,11 +70,14 @@ def channel() -> tuple[socket.socket, socket.socket]:
 class WorkerDoor:
     """The worker's only door: say hello once, then exchange a push for weights.
 
-    It asks for its reply `polls` times, giving way to others in between, before it goes to sleep over it.
+    It asks for its reply `polls` times, giving way to others in between, before it goes to sleep over it. A reply that
+    brings a deal names up to `places` members.
     """
 
-    def __init__(self, connection: socket.socket, polls: int = 0) -> None:
+    def __init__(self, connection: socket.socket, polls: int = 0, places: int = 0) -> None:
         self._connection, self._polls = connection, polls
+        self._largest = _REPLY.size + MEMBER_NBYTES * places
+        self._deal: Deal | None = None
 
     def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
         """Hand the slot over and wait for the first weights."""
@@ -105,7 +109,7 @@ class WorkerDoor:
     def _poll(self) -> bytes | None:
         for _ in range(self._polls):
             try:
-                return self._connection.recv(_REPLY.size, socket.MSG_DONTWAIT)
+                return self._connection.recv(self._largest, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 os.sched_yield()
         return None
@@ -124,13 +128,25 @@ class WorkerDoor:
     def _reply(self, worker: int, incarnation: int) -> Reply | None:
         try:
             packet = self._poll() if self._polls else None
-            packet = self._connection.recv(_REPLY.size) if packet is None else packet
+            packet = self._connection.recv(self._largest) if packet is None else packet
         except ConnectionResetError:
             return None
         if not packet:
             return None
-        _, over, serial, version, batch, lr, steps = _REPLY.unpack(packet)
-        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr)
+        _, over, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
+        if len(packet) > _REPLY.size:
+            self._deal = Deal(generation, unpack_members(packet[_REPLY.size :]))
+        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
+
+
+def pack_members(members: tuple[int, ...]) -> bytes:
+    """Two bytes a worker."""
+    return struct.pack(f"<{len(members)}H", *members)
+
+
+def unpack_members(packed: bytes | bytearray) -> tuple[int, ...]:
+    """The inverse of `pack_members`."""
+    return struct.unpack(f"<{len(packed) // MEMBER_NBYTES}H", packed)
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,7 @@ class ServerDoor:
         self.slot: Slot | None = None
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
+        self._told: Deal | None = None
 
     def fileno(self) -> int:
         """Of its connection."""
@@ -220,8 +237,13 @@ class ServerDoor:
         return Hello(join, self.slot, fields)
 
     def answer(self, reply: Reply) -> None:
-        """Send the reply; a worker that is gone is noticed when its connection is read next."""
-        packet = _REPLY.pack(_REPLIED, reply.over, reply.serial, reply.version, reply.batch, reply.lr, reply.steps)
+        """Send the reply, with its deal where that is new; a worker that is gone is noticed when it is read next."""
+        generation = reply.deal.generation if reply.deal is not None else 0
+        named = (_REPLIED, reply.over, reply.serial, reply.version)
+        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation)
+        if reply.deal is not None and reply.deal != self._told:
+            packet += pack_members(reply.deal.members)  # once a connection
+            self._told = reply.deal
         try:
             self.connection.send(packet)
         except (BrokenPipeError, ConnectionResetError):

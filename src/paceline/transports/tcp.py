@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.memory import Memory, Sizes
-from paceline.core.messages import Join, Push, Reply
+from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.connection import Connection
 from paceline.transports.frames import (
@@ -31,7 +31,7 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.shared_memory import Figures, Hello, Timing
+from paceline.transports.shared_memory import Figures, Hello, Timing, pack_members
 
 _SCRATCH = 1 << 18
 
@@ -92,6 +92,8 @@ class TcpServerDoor:
         self._largest = largest
         self._seq = -1
         """Of the last push whose bytes are all there."""
+        self._told: Deal | None = None
+        """What this connection has carried."""
         self._greeted: Reply | None = None
         """What the hello was answered with, until the first push comes."""
         self._outbox = Outbox()
@@ -119,6 +121,7 @@ class TcpServerDoor:
         self.connection = connection
         self.last_heard = time.monotonic()
         self._outbox, self._filler = Outbox(), None
+        self._told = None
 
     def receive(self) -> Hello | Push | Figures | Heard | None:
         """The next message; HEARD when it is not all there yet; None when the connection is gone.
@@ -225,9 +228,17 @@ class TcpServerDoor:
             self._greeted = reply
         encoded = slot.sizes.pulled is not None and reply.serial > 0
         body = view(slot.pulled[: slot.num_pulled] if encoded else slot.weights)
-        facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps
-        head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(body))
-        self.send(header(Kind.REPLY, len(head) + len(body)) + head, body)
+        generation, members = self._news(reply.deal)
+        facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
+        head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(members), len(body))
+        self.send(header(Kind.REPLY, len(head) + len(members) + len(body)) + head + members, body)
+
+    def _news(self, deal: Deal | None) -> tuple[int, bytes]:
+        """The generation of a deal, and its members where this connection has not carried them yet."""
+        if deal is None:
+            return 0, b""
+        known, self._told = deal == self._told, deal
+        return deal.generation, b"" if known else pack_members(deal.members)
 
     def dismiss(self, reason: str) -> None:
         """Send the worker away for good, with a reason that it shows its user."""

@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from paceline.config import MOST_WORKERS
 from paceline.core.memory import Memory
-from paceline.core.messages import Join, Push, Reply
+from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor, WrongToken
 from paceline.transports.connection import Connection, connected, parse_address, require_token
@@ -36,7 +37,7 @@ from paceline.transports.frames import (
     read_fields,
     read_header,
 )
-from paceline.transports.shared_memory import Timing
+from paceline.transports.shared_memory import MEMBER_NBYTES, Timing, unpack_members
 from paceline.transports.tcp import view
 from paceline.transports.tls import Tls
 
@@ -93,6 +94,7 @@ class TcpWorkerDoor:
         self._fields: dict[str, Any] = {}
         self._memory: Memory | None = None
         self._ship_own = False
+        self._deal: Deal | None = None
         self._forgotten: dict[str, Any] | None = None
         self._busy = threading.Lock()
         """Held while frames are exchanged, so that no beat falls into one."""
@@ -136,6 +138,7 @@ class TcpWorkerDoor:
     def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
         """Say what we bring and wait for the first weights; a UserError when it is not what the server wants."""
         self._memory, self._ship_own, self._forgotten = memory, False, None
+        self._deal = None
         known = {"worker": join.worker, "incarnation": join.incarnation}
         self._fields |= {"again": True, **known}
         fields = {**known, "quota": join.quota, "threads": join.threads, "sizes": memory.sizes, **facts}
@@ -205,20 +208,28 @@ class TcpWorkerDoor:
         """A reply, and what it speaks of in its place in memory."""
         memory = self._memory
         assert memory is not None
-        largest = REPLY_HEAD.size + max(memory.weights.nbytes, memory.pulled.nbytes)
+        largest = REPLY_HEAD.size + MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
         kind, nbytes = yield from read_header({Kind.REPLY: largest, Kind.REFUSED: MOST_REFUSED})
         if kind is Kind.REFUSED:
             raise Refused((yield from read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
-        over, encoded, ship_own, serial, version, batch, lr, steps, count = REPLY_HEAD.unpack(packed)
+        over, encoded, ship_own, serial, version, batch, lr, steps, generation, named, count = REPLY_HEAD.unpack(packed)
+        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count)
         place = memory.pulled if encoded else memory.weights
-        if count + len(packed) != nbytes or count > place.nbytes or (not encoded and count != place.nbytes):
+        if count > place.nbytes or (not encoded and count != place.nbytes):
             raise ProtocolError(f"the server sent {count} bytes for a memory of {place.nbytes}")
         yield view(place)[:count]
         if encoded:
             memory.num_pulled = count
         self._ship_own = bool(ship_own)
-        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr)
+        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
+
+    def _hear_of_deal(self, generation: int, nbytes: int, left: int) -> Reading[None]:
+        """The members of a new deal, which take all that is left of a reply beside its head and its weights."""
+        if nbytes != left or nbytes > MEMBER_NBYTES * MOST_WORKERS or nbytes % MEMBER_NBYTES:
+            raise ProtocolError(f"{nbytes} bytes of members in a reply that has room for {left}")
+        if nbytes:
+            self._deal = Deal(generation, unpack_members((yield from read_bytes(nbytes))))
 
     def _await_reply(self) -> None:
         """Wait until something comes, beating meanwhile."""

@@ -125,8 +125,8 @@ def run_verb(arguments: list[str]) -> int:
 def resume_verb(arguments: list[str]) -> int:
     parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
-    add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
     _add_hosts(parser)
+    add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
     with Console() as console:
@@ -135,14 +135,14 @@ def resume_verb(arguments: list[str]) -> int:
 
 
 def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
     if parsed.hosts is not None:
         from paceline.on_hosts import Hosts, resume_on_hosts
 
-        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console)
+        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console, upkeep)
     _refuse_without_hosts(parsed)
     from paceline.launch import resume
 
-    upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
     return resume(Path(parsed.run), console, upkeep)
 
 

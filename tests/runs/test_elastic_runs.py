@@ -1,0 +1,147 @@
+"""Runs whose workers come and go, executed again; and requests that reach a run through its folder."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded_runs import Record, RecordedRun, assert_same, ignore
+from test_replay import cut_now, records_of
+
+from paceline.cli import main
+from paceline.core.messages import Resume
+from paceline.errors import RunFailed
+from paceline.runs.events import read_events
+from paceline.runs.folder import RunFolder
+from paceline.runs.requests import ask_to_drain, take_requests
+from paceline.runs.resume import rebuild
+
+STRATEGIES = ["async", "sync", "backup:1", "bounded:1", "async-local:2"]
+
+
+def comings_and_goings(run: RecordedRun) -> None:
+    """Two begin, a third joins, the first is drained, the second is lost and comes back."""
+    run.join_all()
+    run.push_at_random(6)
+    run._incarnations[2] = 0
+    run.join(2)
+    run.push_at_random(6)
+    assert run.host.drain(0) is None
+    run.push_at_random(6)
+    run.leave(0)
+    run.leave(1)
+    run.push_at_random(3)
+    run.join(1)
+
+
+def deals_of(folder: RunFolder) -> list[list[int]]:
+    return [row["members"] for row in read_events(folder.events_file) if row["kind"] == "deal"]
+
+
+@pytest.mark.parametrize("codec", ["none", "topk:0.3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_whose_workers_come_and_go_replays_bit_for_bit(record: Record, strategy: str, codec: str) -> None:
+    settings: dict[str, Any] = {"split": "labels", "epochs": 4.0, "momentum": 0.5, "codec": codec}
+    run = record(1, strategy=strategy, workers=2, max_workers=4, **settings)
+    comings_and_goings(run)
+    run.push_at_random(4)
+    cut = cut_now(run)
+    run.run_to_the_end()
+    assert deals_of(run.folder) == [[0, 1, 2], [1, 2], [2], [1, 2]]
+    for start in (None, cut):
+        again = run.replay(cut=start)
+        again.feed(records_of(run, start.log_offset if start is not None else 0))
+        assert again.departure is None
+        assert_same(again.server, run.server)
+
+
+def test_a_resumed_run_knows_its_deals_and_who_was_drained(record: Record) -> None:
+    run = record(2, strategy="async", workers=2, max_workers=3, epochs=4.0)
+    comings_and_goings(run)
+    run.close()
+    again = run.new_server()
+    rebuild(again, run.make_seat, run.task, run.config, run.folder, ignore)
+    assert_same(again, run.server)
+    again.handle(Resume())
+    assert again._awaited == {1}  # worker 0 was sent away, and 2 came by itself
+
+
+def test_the_clock_of_a_run_whose_workers_were_all_drained_runs_when_one_comes_again(record: Record) -> None:
+    run = record(strategy="async", workers=1, epochs=2.0)
+    run.join_all()
+    run.host.drain(0)
+    run.push(0)
+    run.leave(0)
+    run.host.clock.halt()  # as when it was resumed
+    run.host.handle(Resume())
+    assert run.server.started and not run.server.over
+    stood_at = run.host.clock.now()
+    assert run.host.clock.now() == stood_at
+    run.join(0)
+    assert run.host.clock.now() > stood_at and run.seats[0].pending is not None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_room_for_others_changes_nothing_while_nobody_comes(record: Record, strategy: str) -> None:
+    runs = [
+        record(3, strategy=strategy, workers=2, split="labels", codec="int8", max_workers=room, name=f"room {room}")
+        for room in (None, 5)
+    ]
+    for run in runs:
+        run.join_all()
+        run.run_to_the_end()
+    fixed, elastic = (run.server for run in runs)
+    assert torch.equal(fixed.weights, elastic.weights) and torch.equal(fixed.evaluated, elastic.evaluated)
+    assert deals_of(runs[1].folder) == []
+
+
+def test_a_simulated_table_of_comings_and_goings_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.toml"
+    rows = [("join", 2.5, 2), ("drain", 5.5, 0), ("join", 8.5, 0)]
+    table.write_text("".join(f'[[fault]]\nkind = "{kind}"\nat = {at}\nworker = {w}\n' for kind, at, w in rows))
+    where = ["--runs", str(tmp_path), "--dataset", "fashion-mnist-sample", "--score", "none", "--name", "it"]
+    settings = ["--workers", "2", "--max-workers", "3", "--steps", "22", "--faults", str(table)]
+    assert main(["simulate", *where, *settings]) == 0
+    assert deals_of(RunFolder(tmp_path / "it")) == [[0, 1, 2], [1, 2], [0, 1, 2]]
+    assert main(["replay", str(tmp_path / "it")]) == 0
+    assert "identical to the run" in capsys.readouterr().out
+
+
+def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record) -> None:
+    run = record(strategy="async", workers=2, epochs=2.0)
+    run.join_all()
+    answers: list[dict[int, str]] = []
+    with run.folder.locked():
+        asking = threading.Thread(target=lambda: answers.append(ask_to_drain(run.folder, (1, 7))))
+        asking.start()
+        while asking.is_alive():
+            run.host.look_for_requests()
+    assert answers == [{7: "it is not at work here; workers 0, 1 are"}]
+    run.push(1)
+    assert run.server.members[1].dismissed and not list(run.folder.requests.iterdir())
+    kinds = [row["kind"] for row in read_events(run.folder.events_file)]
+    assert "worker_draining" in kinds
+    run.leave(1)
+    assert run.host.lost == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"drain": 3}', b'{"drain": ["x"]}', b'{"stop": []}'])
+def test_what_is_no_request_is_taken_away(record: Record, content: bytes) -> None:
+    run = record(strategy="async", workers=2)
+    run.folder.requests.mkdir()
+    (run.folder.requests / "1.ask").write_bytes(content)
+    assert list(take_requests(run.folder)) == [] and not list(run.folder.requests.iterdir())
+
+
+def test_a_run_that_does_not_answer_is_said_to(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    with run.folder.locked(), pytest.raises(RunFailed, match="did not take the request up within"):
+        ask_to_drain(run.folder, (0,), patience=0.1)
+    with pytest.raises(RunFailed, match="ended before it took the request up"):
+        ask_to_drain(run.folder, (0,))
+    assert not list(run.folder.requests.iterdir())
+    run.close()
+    assert main(["drain", str(run.folder.path), "0"]) == 2
