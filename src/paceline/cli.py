@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.benching import bench_verb
-from paceline.verbs.cluster import server_verb, worker_verb
+from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
 from paceline.verbs.draining import drain_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.looking import list_verb, status_verb
@@ -88,6 +88,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "drain": (drain_verb, "have workers leave a run that is going on"),
     "server": (server_verb, "serve a run to workers on other machines"),
     "worker": (worker_verb, "work for such a server"),
+    "shard": (shard_verb, "hold a part of the weights for a server with --servers"),
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
     "replay": (replay_verb, "execute a run again from its log and compare"),
     "status": (status_verb, "how a run stands, and which worker is slow and why"),

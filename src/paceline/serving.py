@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.assemble import check_names, on_ring, parse_strategy, resolve
 from paceline.config import RunConfig
+from paceline.cutting import require_cuttable
 from paceline.data.datasets import Dataset, Location, load
 from paceline.errors import ServerLost, UserError
 from paceline.launch import (
@@ -25,13 +26,11 @@ from paceline.launch import (
     stop_signals,
 )
 from paceline.reports.console import Console
+from paceline.retinue import Retinue, serve_part
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.transports.auth import make_token, read_token
 from paceline.transports.connection import is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
-
-if TYPE_CHECKING:
-    from paceline.transports.listener import Listener
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -56,6 +55,14 @@ class Entrance:
     tls: bool = False
     certificate: str | None = None
     key: str | None = None
+    servers: int | None = None
+    """How many hold the weights together; None: one, or as many as before."""
+    elsewhere: bool = False
+    """Whether the others are not started here."""
+
+    @property
+    def num_servers(self) -> int:
+        return 1 if self.servers is None else self.servers
 
 
 def serve(
@@ -65,6 +72,7 @@ def serve(
     config = resolve(config)
     refuse_imagined(config)
     require_star(config)
+    require_cuttable(config, entrance.num_servers)
     _refuse_restarts(config, tell)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
@@ -93,6 +101,9 @@ def serve_again(
     _refuse_restarts(config, tell)
     if entrance.listen is None:
         entrance = dataclasses.replace(entrance, listen=_address_before(folder))
+    if entrance.servers is None:
+        entrance = dataclasses.replace(entrance, servers=1 + len(_before(folder).get("shards", ())))
+    require_cuttable(config, entrance.num_servers)
     with folder.locked():
         return folder, _keep_serving(config, folder, locate_data(config), entrance, console, tell, resume=True)
 
@@ -106,11 +117,20 @@ def _refuse_restarts(config: RunConfig, tell: Tell | None) -> None:
         )
 
 
-def _address_before(folder: RunFolder) -> str:
+def _before(folder: RunFolder) -> dict[str, Any]:
+    """How the run was served the last time; nothing where it was not."""
     try:
-        return str(json.loads(folder.server_file.read_text())["address"])
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT") from None
+        found: dict[str, Any] = json.loads(folder.server_file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _address_before(folder: RunFolder) -> str:
+    before = _before(folder)
+    if "address" not in before:
+        raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT")
+    return str(before["address"])
 
 
 def require_star(config: RunConfig) -> None:
@@ -163,30 +183,35 @@ def _serve(
 ) -> dict[str, Any]:
     import torch
 
-    from paceline.crew import identity_of, sizes_of
     from paceline.runtimes.allocator import keep_freed_memory
-    from paceline.runtimes.cluster_server import ClusterService, OwnLine
+    from paceline.runtimes.cluster_server import OwnLine
     from paceline.runtimes.server_process import allow_many_files, make_host
+    from paceline.transports.listener import Listener
 
     keep_freed_memory()
     allow_many_files()
-    listener = _open(entrance, folder, console)
+    token = _token(entrance, parse_address(entrance.listen or LOOPBACK)[0], folder, console)
+    tls = _tls(entrance, folder, console)
+    listener = Listener(entrance.listen or LOOPBACK, token, tls)
     dataset = load(location, report=console.report) if location is not None else None
     line = OwnLine(console.report)
-    host = make_host(config, dataset, folder, console.report, facts_of(config, location), resume)
-    assert host.task is not None and host.work is not None
+    facts = {**facts_of(config, location), "servers": entrance.num_servers}
+    host = make_host(config, dataset, folder, console.report, facts, resume)
+    assert host.work is not None
     if not resume:
         hint(config, location, console, host.work.skew)
-    largest = sizes_of(config, host.task, host.work)
-    service = ClusterService(host, line, identity_of(host.task), largest, listener)
-    write_atomically(folder.server_file, json.dumps({"address": listener.address, "pid": os.getpid()}).encode())
-    console.note(_where(listener.address))
-    with stop_signals(console, line.stop):
-        if tell is not None:
-            tell(Opened(listener.address, line.stop))
-        with torch.inference_mode():
-            service.run()
-        result = host.finish()
+    with Retinue(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
+        service = retinue.service(host, line, console)
+        known = {"address": listener.address, "pid": os.getpid(), **retinue.known}
+        write_atomically(folder.server_file, json.dumps(known).encode())
+        console.note(_where(listener.address))
+        with stop_signals(console, line.stop):
+            if tell is not None:
+                tell(Opened(listener.address, line.stop))
+            with torch.inference_mode():
+                service.run()
+            result = host.finish()
+        retinue.end()
     host.close()
     listener.close()
     require_survivors(result, folder)
@@ -197,15 +222,6 @@ def _where(address: str) -> str:
     host, port = parse_address(address)
     anywhere = host in ("0.0.0.0", "::")
     return f"serving at {address}" + (f": workers connect to port {port} of this machine" if anywhere else "")
-
-
-def _open(entrance: Entrance, folder: RunFolder, console: Console) -> Listener:
-    """Listen; off loopback only with a token, which is made and shown once where none is given."""
-    from paceline.transports.listener import Listener
-
-    address = entrance.listen or LOOPBACK
-    token = _token(entrance, parse_address(address)[0], folder, console)
-    return Listener(address, token, _tls(entrance, folder, console))
 
 
 def _tls(entrance: Entrance, folder: RunFolder, console: Console) -> Tls | None:
@@ -266,14 +282,24 @@ def join_server(visitor: Visitor, console: Console) -> bool:
         raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
     from paceline.runtimes.cluster_worker import Connection, Own, work
 
-    authorities = Path(visitor.ca) if visitor.ca is not None else None
-    tls = worker_tls(visitor.fingerprint, authorities) if visitor.tls or visitor.fingerprint or authorities else None
-    connection = Connection(visitor.connect, token, tls, visitor.patience)
+    connection = Connection(visitor.connect, token, _tls_of(visitor), visitor.patience)
     own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap)
     ended = work(connection, own, _load, console.note)
     if not ended:
         console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")
     return ended
+
+
+def join_as_shard(visitor: Visitor, listen: str | None, console: Console) -> bool:
+    """Be a further server of a run until it is over; False where its first server went away before."""
+    token = _read_token(visitor.token_file) or b""
+    return serve_part(visitor.connect, listen, token, _tls_of(visitor), visitor.patience, console)
+
+
+def _tls_of(visitor: Visitor) -> Tls | None:
+    authorities = Path(visitor.ca) if visitor.ca is not None else None
+    asked = visitor.tls or visitor.fingerprint or authorities
+    return worker_tls(visitor.fingerprint, authorities) if asked else None
 
 
 def _load(config: RunConfig) -> Dataset | None:

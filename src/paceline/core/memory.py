@@ -62,6 +62,21 @@ class Memory:
         }
         return Memory(sizes, parts)
 
+    def part(self, span: slice, with_rest: bool) -> Memory:
+        """What one server of several has to do with: a range of weights and update; state and own with one of them."""
+        sizes = Sizes(span.stop - span.start, self.sizes.state * with_rest, own=self.sizes.own * with_rest)
+        weights, update = self.weights[span], self.update[span]
+        if not with_rest:
+            return Memory.private(sizes, weights=weights, update=update)
+        return Memory.private(sizes, weights=weights, update=update, state=self.state, own=self._own.view(-1))
+
+    def widened(self, weights: Tensor, span: slice) -> Memory:
+        """The memory of which this is the part `span`: its weights are `weights`, and ours lie in them from now on."""
+        self.weights = weights[span]
+        sizes = self.sizes._replace(weights=weights.numel())
+        own = self._own.view(-1)
+        return Memory.private(sizes, weights=weights, update=self.update, state=self.state, own=own)
+
     @property
     def num_pulled(self) -> int:
         """Bytes of the encoded reply that the worker has not used yet."""

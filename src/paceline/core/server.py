@@ -131,6 +131,11 @@ class Server:
         self._decoded = Decoded(encoded.push, weights) if encoded.push is not None else None
         self.differences = Differences(encoded.pull, codecs.key, weights) if encoded.pull is not None else None
 
+    def keep_to(self, rule: Rule, span: slice) -> None:
+        """From now on pushes are of this range of the weights alone, and `rule` keeps to it."""
+        self.rule = rule
+        self._mean = torch.empty_like(self.weights[span])
+
     def steps_of(self, worker: int) -> int:
         """Steps that the push of `worker` on its way is made of."""
         member = self.members.get(worker)

@@ -57,9 +57,13 @@ class Snapshots:
     def _next_due(self, samples: int) -> int:
         return math.ceil((math.floor(samples * self._rate) + 1) / self._rate)
 
+    def is_due(self, server: Server) -> bool:
+        """Whether `look` would take one."""
+        return server.samples >= self._due
+
     def look(self, server: Server) -> None:
         """After an input: take a snapshot if one is due. It costs one copy; another thread writes it."""
-        if server.samples >= self._due:
+        if self.is_due(server):
             self._due = self._next_due(server.samples)
             self._take(server, extra=False)
 

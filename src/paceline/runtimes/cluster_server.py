@@ -65,7 +65,7 @@ class ClusterService(Service):
         self._empty_since: float | None = None
         self._looked = time.monotonic()
         self._next_look = 0.0
-        self._welcome = {"config": to_dict(host.config), "run": host.folder.path.name}
+        self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
         self._listen(listener, self._let_in)
@@ -125,7 +125,11 @@ class ClusterService(Service):
     # applicants
 
     def _let_in(self) -> None:
-        for applicant in self._listener.serve():
+        self.look_at(self._listener.serve())
+
+    def look_at(self, applicants: list[Applicant]) -> None:
+        """Give each a place, its old one or a new one, or tell it why not."""
+        for applicant in applicants:
             known = self._known(applicant) if applicant.fields.get("again") else None
             if known is not None:
                 self._take_back(applicant, known)

@@ -26,9 +26,10 @@ from paceline.errors import Forgotten
 from paceline.runs.environment import package_version
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.timekeeping import Stopwatch
+from paceline.transports.shard_doors import ShardDoors
 from paceline.transports.shared_memory import Timing
 from paceline.transports.tcp_worker import TcpWorkerDoor
-from paceline.transports.tls import Tls
+from paceline.transports.tls import Tls, worker_tls
 
 KNOCKING_SECONDS = 30.0
 """A server that is started at the same time needs a while, and one that scores its model opens to nobody."""
@@ -46,6 +47,15 @@ class Connection:
     tls: Tls | None
     patience: float
     """Seconds to go on trying while it cannot be reached."""
+
+    def door(self) -> ShardDoors:
+        """To its server; and to the others of the run, which that one will name."""
+
+        def open_door(address: str, fingerprint: str | None) -> TcpWorkerDoor:
+            tls = worker_tls(fingerprint, None) if fingerprint is not None else None
+            return TcpWorkerDoor(address, self.token, tls, self.patience)
+
+        return ShardDoors(self.address, open_door, TcpWorkerDoor(self.address, self.token, self.tls, self.patience))
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Workbench:
         self.own, self._load, self._say = own, load, say
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
-    def apply(self, door: TcpWorkerDoor, number: int) -> dict[str, Any]:
+    def apply(self, door: ShardDoors, number: int) -> dict[str, Any]:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
         words = {"worker": wanted, "version": package_version("paceline"), "torch": torch.__version__}
@@ -136,9 +146,8 @@ class Lane:
         self._bench = bench
         self.was_told = False
         """Whether the server said that it is over."""
-        door = TcpWorkerDoor(connection.address, connection.token, connection.tls, connection.patience)
-        self._door = stack.enter_context(contextlib.closing(door))
-        self._begin(bench.apply(door, number))
+        self._door = stack.enter_context(contextlib.closing(connection.door()))
+        self._begin(bench.apply(self._door, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """A new incarnation: everything but the data is made anew."""
@@ -146,6 +155,7 @@ class Lane:
         self._config, worker = config, int(welcome["worker"])
         torch.set_num_threads(config.threads or 1)
         task = make_task(config, dataset)
+        self._door.reach(welcome, task.layout.size)
         division = work_of(task, config)
         self._seat = make_seat(config, task, division, make_join(config, division, worker, int(welcome["incarnation"])))
         self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)

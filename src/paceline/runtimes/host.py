@@ -80,6 +80,10 @@ class Host:
         self.send: Callable[[Reply], None] = _nobody
         self.may_be_cut: Callable[[], bool] = lambda: True
         """Whether workers' memories hold all that belongs into a checkpoint."""
+        self.announce: Callable[[Input], None] = lambda message: None
+        """Told of every input before it is handled."""
+        self.gather: Callable[[], None] = lambda: None
+        """Brings all weights and rule state here, where other servers have parts of them."""
         self.stop_reason: str | None = None
         self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
@@ -146,6 +150,7 @@ class Host:
 
     def _handle(self, message: Input) -> None:
         now, began = self.clock.now(), self.clock.source()
+        self.announce(message)
         self.accounts.heard(message, self.server, began)
         outcome = self.server.handle(message)
         self.log.append(message, outcome.verdict, now)
@@ -190,6 +195,8 @@ class Host:
     def _keep_weights(self) -> None:
         """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""
         assert self._snapshots is not None
+        if self.server.over or self._snapshots.is_due(self.server):
+            self.gather()
         self._snapshots.look(self.server)
         if self.server.over:
             self._snapshots.end(self.server)
@@ -316,6 +323,7 @@ class Host:
     def checkpoint(self) -> None:
         """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
         now, began = self.clock.now(), time.perf_counter()
+        self.gather()
         cut = take_cut(self.server, self.memories, self.log.nbytes, now, self._room)
         pause = {} if self._virtual is not None else {"pause_seconds": round(time.perf_counter() - began, 6)}
         self._writer.do("a checkpoint", lambda: self._write(cut))
@@ -325,6 +333,7 @@ class Host:
 
     def checkpoint_now(self) -> None:
         """Take a cut and see it written before anything else happens; others wait for it."""
+        self.gather()
         try:
             self._write(take_cut(self.server, self.memories, self.log.nbytes, self.clock.now()))
         except OSError as error:
@@ -376,6 +385,7 @@ class Host:
             return
         self.clock.halt()
         began, halted = time.perf_counter(), self.clock.source()
+        self.gather()
         scores = self._score("test")
         seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None
@@ -460,6 +470,7 @@ class Host:
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
         """Score, save the weights, write the result (with what else was found) last of all, and return it."""
         self.clock.halt()
+        self.gather()
         status = self.status
         self._write_accounts()
         timing = self.timekeeper.row(self.server.pushes)

@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from paceline.errors import PacelineError, Reported, ServerLost
 from paceline.runtimes.fork_server import describe_end, die_with
@@ -16,7 +17,7 @@ from paceline.runtimes.fork_server import describe_end, die_with
 def keep_going(
     live: Callable[[bool], object], restarts: int, lost: Callable[[str], ServerLost | None]
 ) -> Iterator[str]:
-    """Run `live(False)` in a child, then `live(True)` in another each time one is killed; yields how it was.
+    """`live(False)` in a child, then `live(True)` in another each time one is killed or has lost a part; yields how.
 
     `lost` makes the error for a server that is gone; None where there is nothing yet to go on from.
     """
@@ -24,12 +25,14 @@ def keep_going(
         status, said = _in_a_child(lambda: live(restart > 0))  # noqa: B023  # it is over before the next one
         if status == 0:
             return
-        if said:
-            complaint = json.loads(said)
+        complaint: dict[str, Any] = (
+            json.loads(said) if said else {"lost": f"the server process ended ({describe_end(status)})"}
+        )
+        if complaint["lost"] is None:
             raise Reported(complaint["text"], complaint["code"])
-        error = lost(f"the server process ended ({describe_end(status)})")
+        error = lost(complaint["lost"])
         if error is None:
-            raise Reported(f"the server process ended ({describe_end(status)}) before training began", 1)
+            raise Reported(f"{complaint['lost']} before training began", 1)
         if restart == restarts:
             raise error
         yield error.what
@@ -64,10 +67,11 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
         code = 0
     except PacelineError as error:
         code = error.exit_code
-        os.write(writer, json.dumps({"code": code, "text": str(error)}).encode())
+        what = error.what if isinstance(error, ServerLost) else None  # then another can go on
+        os.write(writer, json.dumps({"code": code, "text": str(error), "lost": what}).encode())
     except KeyboardInterrupt:
         code = 130
-        os.write(writer, json.dumps({"code": code, "text": "interrupted"}).encode())
+        os.write(writer, json.dumps({"code": code, "text": "interrupted", "lost": None}).encode())
     except BaseException:
         traceback.print_exc()
     finally:

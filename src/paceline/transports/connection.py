@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 from collections.abc import Sequence
@@ -98,6 +99,25 @@ class Connection:
             return None
         except OSError as error:
             raise ConnectionError(str(error)) from None
+
+    def is_closed(self) -> bool:
+        """Whether the other end has hung up, without reading what it said before; TLS cannot tell."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except (BlockingIOError, ValueError):
+            return False
+        except OSError:
+            return True
+
+    def stop_waiting(self) -> None:
+        """From now on nothing is waited for."""
+        self.sock.setblocking(False)
+        self._flags = 0
+
+    def shut_down(self) -> None:
+        """Wake up whoever waits for bytes; may be called by another thread."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Be gone for the other end too."""

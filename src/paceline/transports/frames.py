@@ -43,12 +43,15 @@ class Kind(enum.IntEnum):
     FIGURES = 7
     BEAT = 8
     BYE = 9
+    SHARD = 10
+    BODY = 11
 
 
 MOST_APPLY = 1 << 16
 MOST_WELCOME = MOST_HELLO = 1 << 20
 MOST_REFUSED = 1 << 12
 MOST_FIGURES = 1 << 16
+MOST_SHARD = 1 << 24
 
 
 def header(kind: Kind, nbytes: int) -> bytes:

@@ -62,6 +62,13 @@ class Applicant:
             outbox.flush(self.connection.send)
         self.connection.close()
 
+    def take_on(self, fields: dict[str, Any]) -> None:
+        """Take it on as something else than a worker: what follows on its connection is the caller's."""
+        outbox = Outbox()
+        outbox.add(fields_frame(Kind.WELCOME, fields, MOST_WELCOME))
+        with contextlib.suppress(ConnectionError):
+            outbox.flush(self.connection.send)
+
     def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpServerDoor:
         """Take it on: `fields` name its worker number, its incarnation and all it must know to begin.
 

@@ -103,7 +103,9 @@ class TcpWorkerDoor:
         self.farewell: str | None = None
         """Why the server sent us away, where `exchange` gave None for that."""
 
-    def apply(self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS) -> dict[str, Any]:
+    def apply(
+        self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
+    ) -> dict[str, Any]:
         """Knock, prove, say who we are: the server's welcome. A UserError with the reason when it wants none of us."""
         require_token(parse_address(self._address)[0], self._token)
         self._fields = dict(fields)
@@ -121,9 +123,17 @@ class TcpWorkerDoor:
                     time.sleep(seconds)
                 except Refused as reason:
                     raise UserError(f"{self._address}: {reason}") from None
-        self._beating = threading.Thread(target=self._keep_beating, name="paceline-beat", daemon=True)
-        self._beating.start()
+        if beats:
+            self._beating = threading.Thread(target=self._keep_beating, name="paceline-beat", daemon=True)
+            self._beating.start()
         return welcome
+
+    def detach(self) -> Connection:
+        """The connection itself, for something else than exchanges; it never waits from now on."""
+        assert self._connection is not None and self._beating is None
+        connection, self._connection = self._connection, None
+        connection.stop_waiting()
+        return connection
 
     def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
         """Say what we bring and wait for the first weights; a UserError when it is not what the server wants."""
@@ -152,6 +162,13 @@ class TcpWorkerDoor:
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
                 self._send([memoryview(fields_frame(Kind.FIGURES, figures, MOST_FIGURES))])
+
+    def abandon(self) -> None:
+        """From another thread: whoever waits for a reply gets None."""
+        self._closed.set()
+        connection = self._connection
+        if connection is not None:
+            connection.shut_down()
 
     def close(self) -> None:
         """Say good-bye: we are not coming back."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.config import SIMULATED_ONLY, UPKEEP
 from paceline.errors import UserError
-from paceline.flags import add_settings, config_from, number
+from paceline.flags import Parser, add_settings, config_from, number
 from paceline.reports.console import Console
 from paceline.verbs.ending import parser_for, show
 
@@ -19,6 +19,9 @@ WORKER_DESCRIPTION = """Work for a server: it says what to train, the data is re
 
   paceline worker --connect 10.0.0.1:29500 --token-file token --data-dir DIR
   PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500 --threads 4"""
+SHARD_DESCRIPTION = """Hold a part of the weights for 'paceline server --servers S --shards-elsewhere'.
+
+  paceline shard --connect 10.0.0.1:29500 --token-file token"""
 PATIENCE_SECONDS = 300.0
 
 
@@ -31,6 +34,13 @@ def server_verb(arguments: list[str]) -> int:
     door.add_argument("--tls", action="store_true", help="encrypt; the certificate's fingerprint is shown")
     door.add_argument("--certificate", metavar="FILE", help="your own, with --key [made anew]")
     door.add_argument("--key", metavar="FILE", help="of the certificate")
+    door.add_argument(
+        "--servers", type=number(int), metavar="S",
+        help="cut the weights into S ranges, each with a process of its own [1, or as before]",
+    )  # fmt: skip
+    door.add_argument(
+        "--shards-elsewhere", action="store_true", help="wait for S - 1 'paceline shard' instead of starting them here"
+    )
     door.add_argument("--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -40,7 +50,8 @@ def server_verb(arguments: list[str]) -> int:
     if (parsed.certificate is None) != (parsed.key is None):
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
     tls = parsed.tls or parsed.certificate is not None
-    entrance = Entrance(parsed.listen, parsed.token_file, tls, parsed.certificate, parsed.key)
+    files = parsed.certificate, parsed.key
+    entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, parsed.servers, parsed.shards_elsewhere)
     with Console() as console:
         if parsed.resume is not None:
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
@@ -50,23 +61,40 @@ def server_verb(arguments: list[str]) -> int:
     return show(folder, result, parsed.json)
 
 
-def worker_verb(arguments: list[str]) -> int:
-    parser = parser_for("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
+def _add_way(parser: Parser) -> None:
+    """How to reach a server."""
     parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where the server is")
     parser.add_argument("--token-file", metavar="FILE", help="the server's token [PACELINE_TOKEN]")
     parser.add_argument("--tls", action="store_true", help="encrypt; the token vouches for the server's certificate")
     parser.add_argument("--fingerprint", metavar="HEX", help="of the server's certificate: speak TLS with it alone")
     parser.add_argument("--ca", metavar="FILE", help="speak TLS with a server whose certificate this one signed")
+    parser.add_argument(
+        "--patience", type=number(float), default=PATIENCE_SECONDS, metavar="S",
+        help="seconds to go on trying while the server cannot be reached [%(default)g]",
+    )  # fmt: skip
+
+
+def shard_verb(arguments: list[str]) -> int:
+    parser = parser_for("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
+    _add_way(parser)
+    parser.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [as the server is reached]")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.serving import Visitor, join_as_shard
+
+    listen = vars(parsed).pop("listen")
+    with Console() as console:
+        return 0 if join_as_shard(Visitor(**vars(parsed)), listen, console) else 1
+
+
+def worker_verb(arguments: list[str]) -> int:
+    parser = parser_for("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
+    _add_way(parser)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set on this machine")
     parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
     parser.add_argument("--worker", type=number(int), metavar="N", help="which worker to be [any that is missing]")
     parser.add_argument(
         "--overlap", type=number(int), default=0, metavar="D",
         help="be D + 1 of the run's workers: while one's push is under way the next computes [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--patience", type=number(float), default=PATIENCE_SECONDS, metavar="S",
-        help="seconds to go on trying while the server cannot be reached [%(default)g]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
     from paceline.serving import Visitor, join_server

@@ -1,0 +1,52 @@
+"""Several servers for real: the bits of one, and a run that goes on after one of them was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from commands import result_of, run, wait_for_records
+from test_cluster import RUN, address_of, replayed, serve, workers
+
+pytestmark = pytest.mark.real
+
+
+def test_two_servers_have_the_bits_of_shared_memory(tmp_path: Path) -> None:
+    settings = ("--strategy", "sync", "--workers", "2", "--steps", "30", "--weight-decay", "0.001")
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, *settings, "--servers", "2")
+        (there,) = workers(stack, tmp_path, 1, "--overlap", "1")  # one process that is both workers
+        assert server.finish() == 0, server.err
+        assert there.finish() == 0, there.err
+    here = run("train", *RUN[:-4], "--name", "here", "--seed", "3", *settings, cwd=tmp_path)
+    assert here.process.returncode == 0, here.err
+    cut, shared = result_of(tmp_path / "runs/it"), result_of(tmp_path / "runs/here")
+    assert cut["servers"] == 2
+    for name in ("weights_sha256", "bytes_pushed", "bytes_pulled", "test_accuracy"):
+        assert cut[name] == shared[name], name
+
+
+def test_a_killed_server_of_two_ends_the_run_in_one_line_and_it_can_be_resumed(tmp_path: Path) -> None:
+    settings = ("--strategy", "async", "--workers", "2", "--steps", "300", "--checkpoint-every", "0.2")
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, *RUN, *settings, "--servers", "2", "--eval-every", "0.3")
+        (there,) = workers(stack, tmp_path, 1, "--overlap", "1")  # one process that is both workers
+        wait_for_records(tmp_path / "runs/it", 120)
+        shards = json.loads((tmp_path / "runs/it/server.json").read_text())["shards"]
+        os.kill(shards[0]["pid"], signal.SIGKILL)
+        assert server.finish() == 1
+        assert f"server 1 of floats {shards[0]['span'][0]} to {shards[0]['span'][1]}" in server.err
+        assert "--resume" in server.err.splitlines()[-1] and "Traceback" not in server.err
+        assert any((tmp_path / "runs/it/checkpoints").iterdir())
+        again = serve(stack, tmp_path, "--resume", "runs/it")
+        assert again.finish() == 0, again.err
+        assert there.finish() == 0, there.err
+        assert "joining again" in there.err
+    result = result_of(tmp_path / "runs/it")
+    assert (result["status"], result["updates"], result["servers"]) == ("finished", 300, 2)
+    assert address_of(tmp_path / "runs/it")
+    replayed(tmp_path)
