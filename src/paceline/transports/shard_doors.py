@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 
 from paceline.core.memory import Memory
 from paceline.core.messages import Join, Push, Reply
-from paceline.errors import PacelineError, ProtocolError, UserError
+from paceline.errors import Forgotten, PacelineError, ProtocolError, UserError
 from paceline.transports.connection import parse_address
 from paceline.transports.shared_memory import Timing
 from paceline.transports.tcp_worker import TcpWorkerDoor
 
 OpenDoor: TypeAlias = Callable[[str, str | None], TcpWorkerDoor]
 """To a server at an address, with a certificate of this fingerprint."""
+LOOK_SECONDS = 0.5
 ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 
 
@@ -97,7 +98,7 @@ class ShardDoors:
             self._forsake_others()
             return None
         for part, future in zip(self._others, asked, strict=True):
-            answer = future.result()
+            answer = self._await(future)
             if answer is None:
                 return None
             if (answer.serial, answer.version) != (reply.serial, reply.version):
@@ -106,6 +107,16 @@ class ShardDoors:
                     f"{answer.version}, the first at {reply.version}"
                 )
         return reply
+
+    def _await(self, future: Future[Reply | None]) -> Reply | None:
+        """The reply of another server; it may be gone for ever, as the first, which beats meanwhile, finds out."""
+        while True:
+            try:
+                return future.result(LOOK_SECONDS)
+            except TimeoutError:
+                if self._first.forgotten is not None:
+                    self._forsake_others()
+                    raise Forgotten(self._first.forgotten) from None
 
     def _forsake_others(self) -> None:
         """They are of a run that has forgotten us, or is over."""

@@ -163,6 +163,11 @@ class TcpWorkerDoor:
             if self._connection is not None:
                 self._send([memoryview(fields_frame(Kind.FIGURES, figures, MOST_FIGURES))])
 
+    @property
+    def forgotten(self) -> dict[str, Any] | None:
+        """The welcome of a server that took us for somebody new, found out by a beat."""
+        return self._forgotten
+
     def abandon(self) -> None:
         """From another thread: whoever waits for a reply gets None."""
         self._closed.set()
