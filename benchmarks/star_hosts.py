@@ -19,7 +19,7 @@ from pathlib import Path
 import pairs
 from hosts import RATE, Host, two_hosts, why_not
 from processes import ended
-from two_hosts import PATIENCE_SECONDS, Steps, What, rate, theirs
+from two_hosts import PATIENCE_SECONDS, What, rate, taken, theirs
 
 PORT = 29512
 
@@ -47,9 +47,6 @@ CASES = {
 
 def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
     """A server and a worker on the first host, a worker on the second, timed by the server's log."""
-    from paceline.core.messages import Verdict
-    from paceline.runs.arrivals import read_arrivals
-    from paceline.runs.folder import RunFolder
 
     count = 2 * (case.overlap + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,13 +90,7 @@ def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
                 _, complaints = process.communicate(timeout=PATIENCE_SECONDS)
                 if process.returncode:
                     raise RuntimeError(f"exit code {process.returncode}: {complaints.decode()[-800:]}")
-        run = Path(folder) / "run"
-        records, _ = read_arrivals(run / "arrivals.log", RunFolder.open(run).config())
-        workers: list[Steps] = [[] for _ in range(count)]
-        for record in records:
-            if record.kind == "push" and record.verdict is Verdict.TAKEN:
-                workers[record.worker].append((record.now, record.samples))
-        return rate(workers, what.dropped)
+        return rate(taken(Path(folder) / "run", count), what.dropped)
 
 
 def _start(host: Host, words: list[str]) -> subprocess.Popen[bytes]:

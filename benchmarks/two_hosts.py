@@ -77,24 +77,29 @@ def rate(workers: Sequence[Steps], dropped: int) -> float:
     return sum(samples for steps in workers for moment, samples in steps if start < moment <= stop) / (stop - start)
 
 
-def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
-    """`paceline train` on both hosts, timed by its own log."""
+def taken(run: Path, num_workers: int) -> list[Steps]:
+    """When each worker's pushes were taken, and their samples, as the run's log says."""
     from paceline.core.messages import Verdict
     from paceline.runs.arrivals import read_arrivals
     from paceline.runs.folder import RunFolder
 
+    records, _ = read_arrivals(run / "arrivals.log", RunFolder.open(run).config())
+    workers: list[Steps] = [[] for _ in range(num_workers)]
+    for record in records:
+        if record.kind == "push" and record.verdict is Verdict.TAKEN:
+            workers[record.worker].append((record.now, record.samples))
+    return workers
+
+
+def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
+    """`paceline train` on both hosts, timed by its own log."""
     pushes = max(what.dropped + 2, what.steps // case.steps_a_push)
     with tempfile.TemporaryDirectory() as runs:
         words = [sys.executable, "-m", "paceline", "train", "--strategy", case.strategy, *what.flags]
         words += ["--steps", str(pushes), "--score", "none", "--runs", runs, "--name", "run"]
         words += ["--codec", case.codec] if case.codec is not None else []
         _both(words, hosts)
-        records, _ = read_arrivals(Path(runs) / "run/arrivals.log", RunFolder.open(Path(runs) / "run").config())
-        workers: list[Steps] = [[], []]
-        for record in records:
-            if record.kind == "push" and record.verdict is Verdict.TAKEN:
-                workers[record.worker].append((record.now, record.samples))
-        return rate(workers, 1 if case.steps_a_push > 1 else what.dropped)
+        return rate(taken(Path(runs) / "run", 2), 1 if case.steps_a_push > 1 else what.dropped)
 
 
 def theirs(kind: str, what: What, hosts: tuple[Host, Host]) -> float:

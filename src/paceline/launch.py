@@ -8,7 +8,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from paceline.delays import parse_delays
 from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
 from paceline.faults import Fault
+from paceline.interrupts import interrupts
 from paceline.preparation import reading_of
 from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
@@ -73,9 +73,7 @@ def resume(path: Path, console: Console, upkeep: dict[str, Any] | None = None) -
 
 
 def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
-    result = folder.result()
-    if result is not None and result["status"] != "stopped":
-        raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
+    folder.require_unfinished()
     location = locate_data(config)
     refuse_restart(config)
     incarnation, _ = next_life(folder.arrivals_file, config)
@@ -315,9 +313,6 @@ def _train_as_rank(
 def stop_signals(console: Console, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
     """Ctrl-C and SIGTERM become a reason to stop, looked at between two steps; a second Ctrl-C does not wait."""
     reasons: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield reasons
-        return
 
     def stop(number: int, frame: object) -> None:
         if reasons and number == signal.SIGINT:
@@ -327,9 +322,5 @@ def stop_signals(console: Console, react: Callable[[str], None] | None = None) -
         if react is not None:
             react(reasons[0])
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with interrupts(stop):
         yield reasons
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

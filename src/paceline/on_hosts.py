@@ -26,9 +26,7 @@ from paceline.runtimes.host_probe import code_digest, find_file
 from paceline.runtimes.remote_hosts import Ready, RemoteWorkers, check_hosts, settle
 from paceline.serving import Entrance, Opened, Tell, require_star, serve, serve_again
 from paceline.transports.auth import VARIABLE, make_token
-from paceline.transports.connection import format_address, parse_address
-
-WILDCARDS = ("0.0.0.0", "::")
+from paceline.transports.connection import ANYWHERE, format_address, parse_address
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def _look(config: RunConfig, threads: int | None, hosts: Hosts, lines: list[Host
     wanted = _wanted(config)
     with _bound(hosts, lines) as probe:
         host, port = probe.getsockname()[:2]
-        seen = None if host in WILDCARDS else host
+        seen = None if host in ANYWHERE else host
         console.note(f"looking at {len(lines)} host{'s' if len(lines) > 1 else ''}")
         found = check_hosts(lines, wanted, config.data_dir, threads, (seen, port), console.note)
     ready = settle(*found, hosts.skip_failed, console.note)

@@ -29,7 +29,7 @@ from paceline.reports.console import Console
 from paceline.retinue import Retinue, serve_part
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.transports.auth import make_token, read_token
-from paceline.transports.connection import is_loopback, parse_address
+from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
 
 LOOPBACK = "127.0.0.1:0"
@@ -94,9 +94,7 @@ def serve_again(
     folder = RunFolder.open(path)
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
-    result = folder.result()
-    if result is not None and result["status"] != "stopped":
-        raise UserError(f"{path} is {result['status']} after {result['updates']} updates: there is nothing to resume")
+    folder.require_unfinished()
     require_star(config)
     _refuse_restarts(config, tell)
     if entrance.listen is None:
@@ -220,8 +218,7 @@ def _serve(
 
 def _where(address: str) -> str:
     host, port = parse_address(address)
-    anywhere = host in ("0.0.0.0", "::")
-    return f"serving at {address}" + (f": workers connect to port {port} of this machine" if anywhere else "")
+    return f"serving at {address}" + (f": workers connect to port {port} of this machine" if host in ANYWHERE else "")
 
 
 def _tls(entrance: Entrance, folder: RunFolder, console: Console) -> Tls | None:

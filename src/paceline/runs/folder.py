@@ -115,6 +115,13 @@ class RunFolder:
             raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
         return loaded
 
+    def require_unfinished(self) -> None:
+        """A run that has ended by itself cannot go on."""
+        result = self.result()
+        if result is not None and result["status"] != "stopped":
+            how = f"{result['status']} after {result['updates']} updates"
+            raise UserError(f"{self.path} is {how}: there is nothing to resume")
+
     def write_result(self, result: dict[str, Any]) -> None:
         """Last of all: a folder with a result is a run that ended."""
         write_atomically(self.result_file, (json.dumps(result, indent=2) + "\n").encode())

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.config import to_dict
 from paceline.core.memory import Sizes
 from paceline.core.messages import Push, Reply
-from paceline.errors import ProtocolError, differing
+from paceline.errors import ProtocolError
 from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.deadlines import Deadlines
@@ -252,13 +252,9 @@ class ClusterService(Service):
             del self._tcp[door.worker]
         super()._send_off(door)
 
-    def welcome(self, door: Door, hello: Hello) -> None:
-        """Let a worker join, or tell it in what it differs."""
-        wrong = differing(self._expected, hello.facts)
-        if wrong:
-            reason = f"it differs from this run in {' and '.join(wrong)}: give it the same code and the same data"
-            self._tcp[door.worker].dismiss(reason)
-        super().welcome(door, hello)
+    def _refuse(self, door: Door, why: str) -> None:
+        self._tcp[door.worker].dismiss(f"{why}: give it the same code and the same data")
+        super()._refuse(door, why)
 
     def _answer(self, reply: Reply) -> None:
         door = self._tcp.get(reply.worker)

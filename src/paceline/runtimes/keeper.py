@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import PacelineError, Reported, ServerLost
+from paceline.interrupts import interrupts
 from paceline.runtimes.fork_server import describe_end, die_with
 
 
@@ -88,9 +89,5 @@ def _passing_on_signals() -> Iterator[list[int]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with interrupts(pass_on):
         yield children
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

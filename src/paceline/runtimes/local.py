@@ -10,7 +10,6 @@ import json
 import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 from paceline.config import RunConfig, to_dict
 from paceline.errors import Reported, RunFailed, ServerLost, UserError
 from paceline.faults import Fault
+from paceline.interrupts import interrupts
 from paceline.runs.arrivals import next_life
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder
 from paceline.runtimes.fault_injection import Injector
@@ -208,9 +208,6 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Ctrl-C and SIGTERM ask the server to stop; a second Ctrl-C does not wait for it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
         def stop(number: int, frame: object) -> None:
             self._interrupts += number == signal.SIGINT
@@ -220,12 +217,8 @@ class Supervisor:
             self._report({"kind": "note", "text": f"{reason}: saving what there is"})
             self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with interrupts(stop):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def run_local(

@@ -228,13 +228,15 @@ class Service:
         if hello.slot.sizes[2:4] != self.host.server.codecs.capacities:
             wrong.append("codecs")
         if wrong:
-            text = f"worker {door.worker} was refused: it differs from this run in {' and '.join(wrong)}"
-            self.control.send({"kind": "note", "text": text})
-            self._send_off(door)
+            self._refuse(door, f"it differs from this run in {' and '.join(wrong)}")
             return
         self.host.memories[door.worker] = hello.slot
         self.host.handle(hello.join)
         self._tell_clock()
+
+    def _refuse(self, door: Door, why: str) -> None:
+        self.control.send({"kind": "note", "text": f"worker {door.worker} was refused: {why}"})
+        self._send_off(door)
 
     def miss(self, worker: int) -> None:
         """A worker that was awaited will never come."""

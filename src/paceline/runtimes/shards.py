@@ -24,9 +24,8 @@ from paceline.runs.environment import package_version
 from paceline.runtimes.host import Host
 from paceline.runtimes.orders import at_work, sent_to, tensors_of, to_words
 from paceline.runtimes.scheduling import server_threads
-from paceline.transports.connection import format_address, is_loopback, parse_address
+from paceline.transports.connection import ANYWHERE, format_address, is_loopback, parse_address
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.shard_doors import ANYWHERE
 from paceline.transports.shard_link import FILLED, Link, Message
 
 ENDING_SECONDS = 8.0

@@ -12,6 +12,7 @@ from paceline.transports.tls import Tls, fingerprint
 
 SILENT_MILLISECONDS = 20_000
 """Bytes that nobody acknowledges for so long: the other machine is gone."""
+ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 _PIECE = 1 << 30
 """More bytes are not received or handed to TLS at once: lengths are C integers there."""
 

@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 from paceline.core.memory import Memory
 from paceline.core.messages import Join, Push, Reply
 from paceline.errors import Forgotten, PacelineError, ProtocolError, UserError
-from paceline.transports.connection import parse_address
+from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.shared_memory import Timing
 from paceline.transports.tcp_worker import TcpWorkerDoor
 
 OpenDoor: TypeAlias = Callable[[str, str | None], TcpWorkerDoor]
 """To a server at an address, with a certificate of this fingerprint."""
 LOOK_SECONDS = 0.5
-ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 
 
 @dataclass(frozen=True)
