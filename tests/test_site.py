@@ -1,0 +1,91 @@
+"""The documentation is always true: its pages, links, commands and pictures."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.assemble import STRATEGIES, resolve
+from paceline.cli import VERBS
+from paceline.flags import Parser, add_settings, config_from
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_site  # noqa: E402
+import site_navigation  # noqa: E402
+import strategy_figures  # noqa: E402
+
+PAGES = sorted(DOCS.rglob("*.md"))
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", CONFIG)) | set(site_navigation.SEE.values())
+    assert not [name_of(page) for page in PAGES if page.parent.name != "decisions" and name_of(page) not in listed]
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            where = (page.parent / target).resolve()
+            assert where.is_file() or where == DOCS / "index.md", f"{name_of(page)} links to {target}"
+            assert DOCS in where.parents, f"{name_of(page)} links to {target}, which is no part of the site"
+
+
+def test_the_first_page_is_the_readme_with_links_that_lead_to_pages() -> None:
+    page = site_navigation.first_page((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "## The house" not in page and "# Paceline" in page
+    targets = re.findall(r"\]\(([^):#]+)\)", page)
+    assert targets and all((DOCS / target).is_file() for target in targets)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_has_a_page_with_its_picture_and_a_command(strategy: str) -> None:
+    text = (DOCS / f"strategies/{strategy}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {strategy}") and f"figures/strategies/{strategy}.svg" in text
+    assert re.search(rf"^paceline train --strategy {strategy}[ :]", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_picture_is_the_one_that_is_made_today(strategy: str) -> None:
+    there = (DOCS / f"figures/strategies/{strategy}.svg").read_text(encoding="utf-8")
+    assert strategy_figures.make(strategy) == there, f"python tools/strategy_figures.py {strategy}"
+
+
+def commands() -> list[str]:
+    """Every `paceline ...` line in the pages about strategies."""
+    pages = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "strategies"]
+    return re.findall(r"^paceline .*$", "\n".join(pages), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_about_strategies_is_one_that_works(command: str) -> None:
+    words = shlex.split(command)
+    assert words[1] in VERBS and words[1] in ("train", "simulate")
+    parser = Parser(f"paceline {words[1]}", "")
+    add_settings(parser)
+    resolve(config_from(parser.parse_strictly(words[2:]), None))
+
+
+def test_a_site_that_fetches_from_elsewhere_is_found_out(tmp_path: Path) -> None:
+    good = '<link rel="canonical" href="https://a.example/"><a href="https://a.example/">read on</a><img src="b.svg">'
+    (tmp_path / "good.html").write_text(good)
+    assert check_site.main(tmp_path) == 0
+    for bad in (
+        '<script src="https://cdn.example/a.js"></script>',
+        '<link rel="stylesheet" href="//fonts.example/a.css">',
+        "<style>@import 'https://fonts.example/a.css';</style>",
+        '<p style="background: url(http://a.example/b.png)">',
+    ):
+        (tmp_path / "bad.html").write_text(bad)
+        assert check_site.main(tmp_path) == 1, bad
