@@ -125,6 +125,9 @@ def load_task(text: str) -> SupervisedTask:
 
 
 def _module_by_name(name: str, text: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m paceline` has it, and the command `paceline` has not
+        sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
