@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -89,3 +90,61 @@ def test_a_site_that_fetches_from_elsewhere_is_found_out(tmp_path: Path) -> None
     ):
         (tmp_path / "bad.html").write_text(bad)
         assert check_site.main(tmp_path) == 1, bad
+
+
+def messages() -> list[str]:
+    """Every line that the page about trouble quotes."""
+    quoted = re.findall(r"```text\n(.*?)```", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.DOTALL)
+    return [line for block in quoted for line in block.splitlines()]
+
+
+LEAST_LETTERS = 8
+"""A part of a text that is shorter says nothing about a message in which it occurs."""
+LEAST_SHARE = 0.6
+"""Of a message that the source must account for; the rest is names and numbers."""
+
+
+def texts_of_the_source() -> list[list[str]]:
+    """Every text in the source, as the parts between what is filled in."""
+    found = []
+    for file in (ROOT / "src/paceline").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append([str(part.value) for part in node.values if isinstance(part, ast.Constant)])
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append([node.value])
+    return [parts for parts in found if any(len(part) >= LEAST_LETTERS for part in parts)]
+
+
+def places_of(parts: list[str], message: str) -> list[range]:
+    """Where all parts of a text stand in the message, one after the other; nowhere if one is missing."""
+    found, at = [], 0
+    for part in parts:
+        at = message.find(part, at)
+        if at < 0:
+            return []
+        found.append(range(at, at + len(part)))
+        at += len(part)
+    return found
+
+
+def share_said(message: str, texts: list[list[str]]) -> float:
+    """How much of the message stands in the source."""
+    ranges = [place for parts in texts for place in places_of(parts, message)]
+    return len({at for place in ranges for at in place}) / len(message)
+
+
+def test_every_message_about_trouble_is_one_that_the_source_can_say() -> None:
+    texts = texts_of_the_source()
+    assert len(messages()) >= 25
+    gone = [message for message in messages() if share_said(message.removeprefix("paceline: "), texts) < LEAST_SHARE]
+    assert not gone, gone
+    assert share_said("runs/NAME has been eaten by the dog at update 118: buy another", texts) < LEAST_SHARE
+
+
+def test_the_keys_of_a_result_are_those_that_the_page_names(tmp_path: Path) -> None:
+    table = (DOCS / "api.md").read_text(encoding="utf-8").partition("### What it returns")[2].partition("\n:::")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    config = strategy_figures.config_of(strategy_figures.FIGURES_OF["sync"], tmp_path)
+    _, result = strategy_figures.simulate(config, strategy_figures.Console(quiet=True))
+    assert len(named) > 20 and named - {"folder"} <= set(result), named - set(result)
