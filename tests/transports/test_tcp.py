@@ -433,11 +433,14 @@ def test_another_certificate_is_refused(certificate: tuple[Path, Path]) -> None:
             TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(fingerprint(b"other"))).apply({})
         with pytest.raises(UserError, match="not trusted"):
             TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(authorities=certificate[0])).apply({})
-        with pytest.raises(UserError, match=r"cannot be reached .* TLS on at both ends"):
-            TcpWorkerDoor(star.listener.address, TOKEN).apply({}, patience=0.01)
-    with Star(DENSE, UPDATES) as star:
-        with pytest.raises(UserError, match=r"cannot be reached .* TLS on at both ends"):
-            TcpWorkerDoor(star.listener.address, TOKEN, worker_tls()).apply({}, patience=0.1)
+
+
+@pytest.mark.parametrize("at_the_server", [True, False])
+def test_tls_at_one_end_alone_is_one_clear_line(certificate: tuple[Path, Path], at_the_server: bool) -> None:
+    ours, theirs = (None, server_tls(*certificate)) if at_the_server else (worker_tls(), None)
+    message = "speaks TLS, and we do not" if at_the_server else "does not speak TLS: leave --tls out"
+    with Star(DENSE, UPDATES, theirs) as star, pytest.raises(UserError, match=message):
+        TcpWorkerDoor(star.listener.address, TOKEN, ours).apply({}, patience=0.5)
 
 
 def test_bad_certificates_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,10 @@ def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection
         raise UserError(f"{address}: its certificate is not trusted ({error.verify_message})") from None
     except OSError as error:
         sock.close()
-        raise ConnectionError(f"no TLS: {getattr(error, 'reason', None) or error}") from None
+        reason = getattr(error, "reason", None)
+        if reason == "WRONG_VERSION_NUMBER":  # bytes that no TLS server sends
+            raise UserError(f"{address} does not speak TLS: leave --tls out, or start its server with it") from None
+        raise ConnectionError(f"no TLS: {reason or error}") from None
     found = fingerprint(wrapped.getpeercert(binary_form=True) or b"")
     if tls.fingerprint not in (None, found):
         wrapped.close()

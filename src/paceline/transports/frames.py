@@ -45,6 +45,8 @@ class Kind(enum.IntEnum):
     BYE = 9
     SHARD = 10
     BODY = 11
+    LOOK = 12
+    SEEN = 13
 
 
 MOST_APPLY = 1 << 16
@@ -52,6 +54,9 @@ MOST_WELCOME = MOST_HELLO = 1 << 20
 MOST_REFUSED = 1 << 12
 MOST_FIGURES = 1 << 16
 MOST_SHARD = 1 << 24
+MOST_LOOK = MOST_SEEN = 1 << 12
+MOST_PIECE = 1 << 20
+"""Of a file, at once."""
 
 
 def header(kind: Kind, nbytes: int) -> bytes:
