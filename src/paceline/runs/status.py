@@ -29,7 +29,7 @@ class WorkerStatus:
 
     worker: int
     state: str
-    """live, held (by the server), paused, lost, awaited or done."""
+    """live, held (by the server), draining, paused, lost, awaited or done."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of its time, by part."""
     step_seconds: float | None = None
@@ -68,6 +68,8 @@ class RunStatus:
     seconds_left: float | None = None
     quiet_seconds: float | None = None
     """While it runs: since anything was written down."""
+    deals: int = 0
+    """How often the data was dealt anew, because other workers were at work."""
     span: float | None = None
     """Seconds of training that the workers' figures are about; None: all since the server began."""
     workers: tuple[WorkerStatus, ...] = ()
@@ -98,6 +100,7 @@ def read_status(path: Path) -> RunStatus:
         seconds=row.get("train_seconds") or max((one.get("now", 0.0) for one in events), default=0.0),
         seconds_left=None if simulated or status != "running" else seconds_left(events),
         quiet_seconds=quiet if status in UNDER_WAY else None,
+        deals=(result or {}).get("deals", (_last(events, "workers") or {}).get("deal", 0)),
         span=span,
         workers=tuple(workers),
     )

@@ -172,6 +172,8 @@ class Accounts:
         row["ago"] = [round(max(0.0, now - one.seen), 3) if one.seen is not None else None for one in accounts]
         silent, limit = self.deadlines.silence, self.deadlines.limit
         row["stale"] = stale_counts(server.staleness)
+        if server.deals is not None and server.deals.now.generation:
+            row["deal"] = server.deals.now.generation
         row["paused"] = {str(worker): [round(silent(worker, now), 3), round(limit(worker), 3)] for worker in late}
         return row
 
@@ -183,4 +185,8 @@ class Accounts:
             return "lost"
         if member is None or not member.live:
             return "done" if server.over else "awaited"
-        return "done" if server.over else "held" if member.waiting else "paused" if late else "live"
+        if server.over:
+            return "done"
+        if late:
+            return "paused"
+        return "draining" if member.draining else "held" if member.waiting else "live"
