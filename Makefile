@@ -31,7 +31,7 @@ check: setup ## format, lint, types and the fast tests; under a minute
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
 
-bench: setup ## the measured figures of the README, each beside its peer
+bench: setup ## the figures of docs/measured.md, each beside its peer
 	$(BIN)/python benchmarks/throughput.py --quick
 	$(BIN)/python benchmarks/server_cost.py --quick
 	$(BIN)/python benchmarks/startup.py --quick

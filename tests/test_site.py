@@ -64,18 +64,27 @@ def test_every_picture_is_the_one_that_is_made_today(strategy: str) -> None:
 
 
 def commands() -> list[str]:
-    """Every `paceline ...` line in the pages about strategies."""
+    """Every `paceline train` and `simulate` in the pages that show commands for any machine."""
     pages = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "strategies"]
-    return re.findall(r"^paceline .*$", "\n".join(pages), re.MULTILINE)
+    pages += [(DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("codecs", "local-steps", "landscape")]
+    return re.findall(r"^paceline (?:train|simulate) .*$", "\n".join(pages), re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_about_strategies_is_one_that_works(command: str) -> None:
-    words = shlex.split(command)
-    assert words[1] in VERBS and words[1] in ("train", "simulate")
+def test_every_command_that_trains_is_one_that_works(command: str) -> None:
+    words = shlex.split(command, comments=True)
     parser = Parser(f"paceline {words[1]}", "")
     add_settings(parser)
     resolve(config_from(parser.parse_strictly(words[2:]), None))
+
+
+def test_every_verb_and_benchmark_that_pages_name_exists() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        verbs = set(re.findall(r"^(?:\$ )?paceline ([a-z]+)\b", text, re.MULTILINE))
+        assert verbs <= set(VERBS), f"{name_of(page)}: {verbs - set(VERBS)}"
+        for script in set(re.findall(r"\b(?:benchmarks|tools)/\w+\.py", text)):
+            assert (ROOT / script).is_file(), f"{name_of(page)}: {script}"
 
 
 def test_a_site_that_fetches_from_elsewhere_is_found_out(tmp_path: Path) -> None:
