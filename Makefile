@@ -44,6 +44,7 @@ tour: setup ## in step, free and local steps on a quadratic, under a virtual clo
 docs: $(DOCS)/.installed ## the documentation as a site that opens offline: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --clean
 	$(DOCS)/bin/python tools/check_site.py site
+	@echo "open site/index.html; to search in it too: python3 -m http.server -d site"
 
 # The site is made from the source's text: what builds it needs neither Paceline nor torch, so it has a place of its own.
 $(DOCS)/.installed: pyproject.toml constraints.txt

@@ -96,6 +96,7 @@ def test_a_site_that_fetches_from_elsewhere_is_found_out(tmp_path: Path) -> None
         '<link rel="stylesheet" href="//fonts.example/a.css">',
         "<style>@import 'https://fonts.example/a.css';</style>",
         '<p style="background: url(http://a.example/b.png)">',
+        '<pre class="mermaid">graph LR</pre>',
     ):
         (tmp_path / "bad.html").write_text(bad)
         assert check_site.main(tmp_path) == 1, bad

@@ -28,6 +28,8 @@ class Fetches(HTMLParser):
             return
         if OUTSIDE.match(address):
             self.outside.append(address)
+        if "mermaid" in (given.get("class") or "").split():
+            self.outside.append("a diagram, whose script the theme fetches from a CDN: draw it as SVG")
         self.outside.extend(CSS_ADDRESS.findall(given.get("style") or ""))
 
     def handle_data(self, data: str) -> None:
