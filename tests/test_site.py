@@ -31,7 +31,8 @@ def name_of(page: Path) -> str:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = set(re.findall(r"[\w/-]+\.md", CONFIG)) | set(site_navigation.SEE.values())
+    found = {**site_navigation.SEE, **site_navigation.OWN_CODE}
+    listed = {*re.findall(r"[\w/-]+\.md", CONFIG), *found.values()}
     assert not [name_of(page) for page in PAGES if page.parent.name != "decisions" and name_of(page) not in listed]
 
 

@@ -1,7 +1,7 @@
 """A hook of mkdocs: what the site has beyond the pages that `mkdocs.yml` lists.
 
-The first page is the README without its map of the source. Every decision has its page below Decisions, and each way to
-look at a run that has a page goes below See.
+The first page is the README without its map of the source. Every decision has its page below Decisions; each way to
+look at a run that has a page goes below See, and a page about a user's own code behind the tutorial.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SEE = {"Report": "report.md", "Watch": "watch.md", "Tracking": "tracking.md"}
+OWN_CODE = {"Own code": "own-code.md"}
 LEFT_OUT = "The house"
 
 
@@ -22,8 +23,14 @@ def on_config(config: Any) -> Any:
         if "Decisions" in entry:
             entry["Decisions"] = [f"decisions/{page.name}" for page in sorted((docs / "decisions").glob("*.md"))]
         if "See" in entry:
-            entry["See"] = [{title: page} for title, page in SEE.items() if (docs / page).is_file()] + entry["See"]
+            entry["See"] = found(SEE, docs) + entry["See"]
+    config["nav"][2:2] = found(OWN_CODE, docs)
     return config
+
+
+def found(pages: dict[str, str], docs: Path) -> list[dict[str, str]]:
+    """Those that are there, as entries of the navigation."""
+    return [{title: page} for title, page in pages.items() if (docs / page).is_file()]
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -23,10 +23,11 @@ def train(
 ) -> dict[str, Any]:
     """Train and return the result (the content of result.json, with `folder` added).
 
-    `build` returns a `paceline.Task`; workers import it by name, so it is a function at the top of a module or script,
-    and the call stands under `if __name__ == "__main__":`. Without `build`, `model` and `dataset` name built-in ones.
-    `settings` are the flags of `paceline train` with underscores: `strategy="async"`, `workers=8`, `batch_size=64`.
-    `quiet` shows no progress. A mistake is a `UserError`; a run that diverges returns with `status` "diverged".
+    `build` returns a `paceline.Task`; workers import it by name, so it is a function at the top of a module or script.
+    Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
+
+    Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
+    is a `UserError`; a run that diverges returns, with `status` "diverged".
     """
     for name in settings:
         if name not in FIELDS:

@@ -42,23 +42,15 @@ from paceline.transports.shared_memory import Slot, Timing, WorkerDoor
 
 
 class Door(Protocol):
-    """A worker's way to the server, over whatever carries it: shared memory, TCP, or the same process."""
+    """A worker's way to the server."""
 
-    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
-        """Join, and wait for the first weights, which come into `slot`; None when the server is gone."""
-        ...
+    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None: ...
 
-    def exchange(self, push: Push, timing: Timing) -> Reply | None:
-        """Push, and wait for the reply; its weights are in the slot then. None when the server is gone."""
-        ...
+    def exchange(self, push: Push, timing: Timing) -> Reply | None: ...
 
-    def report(self, figures: dict[str, float]) -> None:
-        """Figures for the run's result."""
-        ...
+    def report(self, figures: dict[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Leave."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -112,10 +104,7 @@ class OwnServer:
 
 
 class Session:
-    """One worker's share of a run, driven by the user's own loop; made by `paceline.join`, used by `with`.
-
-    `worker` is this worker's number, `num_workers` how many there are, `over` whether training has ended.
-    """
+    """One worker's share of a run, driven by the user's own loop."""
 
     def __init__(self, config: RunConfig, worker: int, incarnation: int, door: Door) -> None:
         self.config, self.worker = config, worker
@@ -142,8 +131,7 @@ class Session:
     ) -> tuple[nn.Module, AddressedBatches]:
         """Bind the model to memory the server shares, and deal this worker its batches of `dataset`.
 
-        `dataset` is a pair of tensors (inputs, targets) or any data set with a length. All workers start from worker
-        0's weights. Returns the model and an iterable that ends when training is over. Once a session.
+        All workers start from worker 0's weights. Returns the model and an iterable that ends when training is over.
         """
         if self._flat is not None:
             raise UserError("session.prepare(...) was called twice: a session trains one model")
@@ -174,7 +162,6 @@ class Session:
     def step(self, loss: float | Tensor = float("nan")) -> None:
         """Push the gradients of the last backward and take the next weights; `loss` is only shown.
 
-        Takes the place of `optimizer.step()`, once for every batch: the optimizer is on the server (`--optimizer`).
         Survives `zero_grad()`: gradients are copied from wherever they are. They are cleared afterwards.
         """
         if self._flat is None or self._slot is None or self._reply is None:
@@ -264,10 +251,7 @@ def _targets(dataset: Any) -> Any:
 
 
 def join(config: RunConfig | None = None) -> Session:
-    """This process as a worker of the run that `paceline run` started; alone, a run of one with `config`'s settings.
-
-    Started by plain `python`, the script trains alone, with the server in its own process and nothing written.
-    """
+    """This process as a worker of the run that `paceline run` started; alone, a run of one with `config`'s settings."""
     if inherited is not None:
         return Session(inherited.config, inherited.worker, inherited.incarnation, inherited.door)
     alone = resolve(config if config is not None else RunConfig(strategy="classic", task="script"))
