@@ -6,6 +6,7 @@ look at a run that has a page goes below See, and a page about a user's own code
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -42,20 +43,35 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def first_page(readme: str) -> str:
-    """The README as a page of `docs/`: its links lead to pages, or are only names where they led to other files.
+def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
+    """Links of a page to files that are no part of the site become their names."""
+    return without_outside_links(markdown, Path("docs") / page.file.src_uri)
 
-    >>> first_page("[rules](docs/rules.md), [the tour](examples/tour.py)")
+
+def without_outside_links(text: str, page: Path) -> str:
+    """`text`, which stands in the file `page` of the repository, with links to pages alone.
+
+    >>> without_outside_links("[rules](rules.md), [the tour](../examples/tour.py)", Path("docs/api.md"))
     '[rules](rules.md), the tour (`examples/tour.py`)'
     """
+
+    def link(match: re.Match[str]) -> str:
+        label, target = match[1], os.path.normpath(page.parent / match[2])
+        if target.startswith("docs/") or not (ROOT / target).exists():
+            return match[0]  # a page, or nothing at all, which mkdocs complains of
+        return f"`{target}`" if label.strip("`") in (target, match[2]) else f"{label} (`{target}`)"
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)", link, text)
+
+
+def first_page(readme: str) -> str:
+    """The README as a page of `docs/`.
+
+    >>> first_page("[docs/rules.md](docs/rules.md), [the tour](examples/tour.py)")
+    '[rules.md](rules.md), the tour (`examples/tour.py`)'
+    """
     sections = re.split(r"(?m)^(?=## )", readme)
-    text = "".join(section for section in sections if not section.startswith(f"## {LEFT_OUT}\n"))
-    return re.sub(r"\[([^\]]+)\]\(([^):#]+)\)", _link, text)
-
-
-def _link(match: re.Match[str]) -> str:
-    label, target = match[1], match[2]
-    if target.startswith("docs/") and target.endswith(".md"):
-        page = target.removeprefix("docs/")
-        return f"[{page if label == target else label}]({page})"
-    return f"`{target}`" if label.strip("`") == target else f"{label} (`{target}`)"
+    kept = "".join(section for section in sections if not section.startswith(f"## {LEFT_OUT}\n"))
+    text = without_outside_links(kept, Path("README.md"))
+    text = re.sub(r"\]\(docs/decisions\)", "](decisions/0001-every-input-is-a-message.md)", text)
+    return text.replace("[docs/", "[").replace("](docs/", "](")
