@@ -73,5 +73,4 @@ def first_page(readme: str) -> str:
     sections = re.split(r"(?m)^(?=## )", readme)
     kept = "".join(section for section in sections if not section.startswith(f"## {LEFT_OUT}\n"))
     text = without_outside_links(kept, Path("README.md"))
-    text = re.sub(r"\]\(docs/decisions\)", "](decisions/0001-every-input-is-a-message.md)", text)
     return text.replace("[docs/", "[").replace("](docs/", "](")
