@@ -72,7 +72,7 @@ def add_settings(parser: argparse.ArgumentParser, left_out: tuple[str, ...] = ()
             continue
         options["metavar"] = spec.metadata["metavar"] or kind.partition(" ")[0].upper().replace("STR", "NAME")
         if "list[str]" in kind:
-            group.add_argument(flag, action="append", **{**options, "metavar": "TIME[@WORKERS]"})
+            group.add_argument(flag, action="append", **options)
         elif "list[float]" in kind:
             group.add_argument(flag, type=_numbers, **options)
         elif kind.startswith(("int", "float")):

@@ -30,8 +30,10 @@ from paceline.runs.environment import environment
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import weights_sha256
 from paceline.simulate import simulate
+from paceline.tracking.feeding import feed
+from paceline.tracking.names import make_tracker
 
-MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every")
+MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every", "track")
 """Settings that say where and how fast a run was made, not what it came to."""
 AT_ONCE = {"cpu": 1, "cuda": 256}
 """Rows the lab is given together: a CPU gains nothing by more, and each that has ended is kept."""
@@ -207,6 +209,8 @@ def _keep(finished: Finished, facts: dict[str, Any]) -> None:
         "reason": "the weights are no longer finite" if diverged else None,
     }
     folder.write_result({**finished.result, **extra, "lab": True, **facts, "environment": environment()})
+    for name in finished.config.track or ():
+        feed(folder, name, make_tracker(name))
 
 
 class Watch:

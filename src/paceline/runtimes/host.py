@@ -41,6 +41,7 @@ from paceline.runtimes.timekeeping import Timekeeper
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
+from paceline.tracking.beside import Trackers
 
 PROGRESS_SECONDS = 0.25
 EVENT_SECONDS = 1.0
@@ -116,6 +117,7 @@ class Host:
         self._generation = server.deals.now.generation if server.deals is not None else 0
         kind = "run_resumed" if server.version or seconds else "run_started"
         self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+        self._trackers = Trackers(config.track or [], folder, report)
 
     def handle(self, message: Input) -> None:
         """Take one input through the server and the log, and answer the workers it sets free.
@@ -303,6 +305,7 @@ class Host:
             self._loss_sum, self._loss_count = 0.0, 0
         if self._virtual is None:
             self.look_for_requests()
+        self._trackers.look()
         self.tick()
 
     def tick(self) -> None:
@@ -394,7 +397,8 @@ class Host:
             self._best.look(self.server, scores)
         if self.config.eval_train and (train := self._score("train")) is not None:
             found |= _named("train", train)
-        self.events.write("evaluation", self.clock.now(), samples=self.server.samples, **found, **seconds)
+        at = {"updates": self.server.version, "samples": self.server.samples}
+        self.events.write("evaluation", self.clock.now(), **at, **found, **seconds)
         epochs = self.server.samples / self.server.budget.epoch_samples
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
         text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
@@ -511,10 +515,12 @@ class Host:
             self.folder.write_result(result)
         except OSError as error:
             raise self._disk_error(error) from None
+        self._trackers.end(hurry=self.stop_reason == TERMINATED)
         return result
 
     def close(self) -> None:
         """Let go of the files."""
+        self._trackers.close()
         self._writer.close()
         self.events.close()
         self.log.close()
