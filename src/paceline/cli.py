@@ -13,11 +13,11 @@ from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
 from paceline.verbs.draining import drain_verb
 from paceline.verbs.exporting import export_verb
 from paceline.verbs.landscape import landscape_verb
-from paceline.verbs.looking import list_verb, status_verb
+from paceline.verbs.looking import compare_verb, list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb, sweep_verb
-from paceline.verbs.training import compare_verb, replay_verb, resume_verb, run_verb, train_verb
+from paceline.verbs.training import replay_verb, resume_verb, run_verb, train_verb
 
 DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
 

@@ -160,13 +160,3 @@ def replay_verb(arguments: list[str]) -> int:
         outcome = replay(Path(parsed.run), console, parsed.until, output)
     print(json.dumps(outcome, indent=2) if parsed.json else "\n".join(describe(outcome)))
     return 0 if outcome["identical"] is not False else 1
-
-
-def compare_verb(arguments: list[str]) -> int:
-    parser = parser_for("compare", "Several runs in one table.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as in runs/*")
-    parsed = parser.parse_strictly(arguments)
-    from paceline.reports.tables import compare
-
-    print(compare([Path(run) for run in parsed.runs]))
-    return 0
