@@ -11,7 +11,7 @@ from paceline.errors import PacelineError, unknown_name
 from paceline.verbs.benching import bench_verb
 from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
 from paceline.verbs.draining import drain_verb
-from paceline.verbs.exporting import export_verb
+from paceline.verbs.exporting import export_verb, trace_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.looking import compare_verb, list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
@@ -96,6 +96,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "list": (list_verb, "the runs of a folder, newest first"),
     "compare": (compare_verb, "several runs in one table"),
     "export": (export_verb, "tell TensorBoard, MLflow or your own tracker of a run"),
+    "trace": (trace_verb, "what every worker did when, for Perfetto"),
     "landscape": (landscape_verb, "the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),
     "doctor": (doctor_verb, "what this machine has and lacks"),
