@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.reports.tables import Column, fit_table, fold
+from paceline.reports.tables import Column, fit_table
 from paceline.runs.status import RunStatus, WorkerStatus
 from paceline.runs.stragglers import SLOWER, Straggler, stragglers
+from paceline.terminal import fold
 
 MOST_WORKERS = 32
 """That are shown one by one; `--json` has all."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,11 +72,6 @@ def _shortened(text: str, room: int) -> str:
         return text
     behind = (room - 1) // 2
     return f"{text[: room - 1 - behind]}…{text[-behind:]}"
-
-
-def fold(text: str, width: int) -> str:
-    """One sentence on lines no longer than `width`, but for words that are."""
-    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False))
 
 
 def as_csv(rows: list[dict[str, Any]], names: Sequence[str] | None = None) -> str:

@@ -43,6 +43,8 @@ class Part:
 
     def cut(self, span: Span) -> Span | None:
         """What of a span lies in it."""
+        if self.begin <= span.begin and span.end <= self.end:
+            return span
         begin, end = max(span.begin, self.begin), min(span.end, self.end)
         return span._replace(begin=begin, end=end) if begin < end else None
 

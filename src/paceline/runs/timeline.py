@@ -65,6 +65,7 @@ class Accounts:
     rows: dict[int, list[tuple[float, dict[str, float]]]] = field(default_factory=dict)
     pauses: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     """When a worker was seen to be silent, and how long a step of it takes."""
+    _known: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
 
     @staticmethod
     def of(events: Iterable[dict[str, Any]], config: RunConfig) -> Accounts:
@@ -97,6 +98,12 @@ class Accounts:
     def _shares(self, worker: int, at: float) -> dict[str, float]:
         rows = self.rows.get(worker, [])
         place = min(bisect.bisect_left(rows, at, key=lambda row: row[0]), len(rows) - 1)
+        if (worker, place) not in self._known:
+            self._known[worker, place] = self._between(rows, place)
+        return self._known[worker, place]
+
+    def _between(self, rows: list[tuple[float, dict[str, float]]], place: int) -> dict[str, float]:
+        """Shares of the time between a row and the one before it."""
         now = rows[place][1] if rows else {}
         before = rows[place - 1][1] if place > 0 else {}
         if any(now.get(part, 0.0) < before.get(part, 0.0) for part in PARTS):

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.flags import Parser, number
+from paceline.terminal import can_draw, width_here
 from paceline.verbs.ending import parser_for
 
 STATUS_DESCRIPTION = """How a run stands, what each worker does with its time, and who is slow and why.
@@ -52,7 +52,7 @@ def status_verb(arguments: list[str]) -> int:
             row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
             text = json.dumps(row, indent=None if parsed.watch is not None else 2)
         else:
-            text = describe(found, _width())
+            text = describe(found, width_here())
         print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
         if parsed.watch is None or found.status not in UNDER_WAY:
             return 0
@@ -61,16 +61,12 @@ def status_verb(arguments: list[str]) -> int:
 
 def _clear() -> str:
     """On a terminal each look replaces the one before; elsewhere an empty line parts them."""
-    return "\x1b[H\x1b[2J" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "\n"
-
-
-def _width() -> int:
-    return max(20, shutil.get_terminal_size((80, 24)).columns)
+    return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
 
 
 def _table_width() -> int:
     """Of the terminal; what goes into a file or another program is not cut."""
-    return _width() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNCUT
+    return width_here() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNCUT
 
 
 def _add_choice(parser: Parser) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.terminal import fold_for
 from paceline.verbs.ending import parser_for
 
 
@@ -37,5 +39,5 @@ def doctor_verb(arguments: list[str]) -> int:
     from paceline.reports.doctor import examine
 
     findings = examine()
-    print("\n".join(findings.lines))
+    print(fold_for(sys.stdout, findings.lines))
     return 0 if findings.usable else 1

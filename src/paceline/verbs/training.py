@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from paceline.errors import UserError, unknown_name
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
+from paceline.terminal import fold_for
 from paceline.verbs.ending import EXIT_CODES, parser_for, show
 
 if TYPE_CHECKING:
@@ -158,5 +160,5 @@ def replay_verb(arguments: list[str]) -> int:
     with Console() as console:
         output = Path(parsed.output) if parsed.output is not None else None
         outcome = replay(Path(parsed.run), console, parsed.until, output)
-    print(json.dumps(outcome, indent=2) if parsed.json else "\n".join(describe(outcome)))
+    print(json.dumps(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))
     return 0 if outcome["identical"] is not False else 1
