@@ -143,7 +143,7 @@ def test_a_bar_of_forty_columns_stays_on_one_line(term: str, monkeypatch: pytest
         (["worker"], "--connect is missing (where the server is)"),
         (["worker", "--conect", "a:1"], "unknown flag '--conect': did you mean --connect"),
         (["train", "--lr"], "argument --lr needs a value: there is none behind it; see 'paceline train --help'"),
-        (["bench"], "what is missing (scaling)"),
+        (["bench"], "benchmark is missing (scaling)"),
         (["trian"], "unknown verb 'trian': did you mean 'train'"),
     ],
 )

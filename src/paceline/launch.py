@@ -318,7 +318,7 @@ def stop_signals(console: Console, react: Callable[[str], None] | None = None) -
         if reasons and number == signal.SIGINT:
             raise KeyboardInterrupt
         reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
-        console.note(f"{reasons[0]}: saving what there is")
+        console.report({"kind": "stopping", "reason": reasons[0]})
         if react is not None:
             react(reasons[0])
 

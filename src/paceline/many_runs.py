@@ -156,10 +156,11 @@ def _run_all(todo: list[RunConfig], device: str, console: Console, watch: Watch)
     if spent.num_rows > 1:
         console.note(f"the lab on {device}: {spent.line()}")
     for config in simulated:
-        _, result = simulate(config, Inner(watch))
-        if result["reason"] in (INTERRUPTED, TERMINATED):
+        inner = Inner(watch)
+        _, result = simulate(config, inner)
+        watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+        if inner.stopping is not None:  # perhaps when the run had only its scoring left
             raise KeyboardInterrupt
-        watch.num_done += 1
 
 
 def remove_half_made(folder: RunFolder) -> None:
@@ -235,6 +236,10 @@ class Watch:
         left = (time.perf_counter() - self._began) * (1 - share) / share if share > 0.02 else None
         self._console.report({"kind": "working", "text": done, "fraction": share, "seconds_left": left})
 
+    def tell(self, text: str) -> None:
+        """A line that stays."""
+        self._console.note(text)
+
     def show_one(self, text: str, share: float) -> None:
         """Of one run at a time."""
         self.show(text, (self.num_done + share) / self._total)
@@ -250,3 +255,6 @@ class Inner(Console):
     def report(self, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
             self._watch.show_one(self._text, row["fraction"])
+        elif row["kind"] == "stopping":
+            self.stopping = row["reason"]
+            self._watch.tell(f"{self.stopping}: ending the run that is under way")

@@ -27,6 +27,8 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         stream = stream or sys.stderr
+        self.stopping: str | None = None
+        """Why the run is asked to end, once it is; it may come to its end by itself before it hears of that."""
         self._quiet = quiet or stream is None  # a closed standard error is None
         self._stream = stream
         self._bar: Progress | None = None
@@ -54,6 +56,9 @@ class Console:
                 self.note(row["text"])
             case "scoring":
                 self._scoring(row["which"])
+            case "stopping":
+                self.stopping = row["reason"]
+                self.note(f"{self.stopping}: saving what there is")
 
     def note(self, text: str) -> None:
         """One line that stays."""

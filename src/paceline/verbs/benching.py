@@ -24,7 +24,7 @@ Every flag of 'paceline train' is handed on. The same command goes on where it w
 
 def bench_verb(arguments: list[str]) -> int:
     parser = parser_for("bench", DESCRIPTION, "paceline bench scaling [flags]")
-    parser.add_argument("what", choices=("scaling",), help="what to measure")
+    parser.add_argument("benchmark", choices=("scaling",), help="what to measure")
     parser.add_argument("--kind", choices=("strong", "weak"), default="weak", help="how the batch grows [weak]")
     parser.add_argument("--workers", dest="counts", metavar="N,N,...", help="counts to try (default: up to the cores)")
     parser.add_argument("--repeats", type=number(int), default=1, help="runs of each count; the median counts [1]")
