@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import textwrap
 from typing import TextIO
 
 NARROWEST = 20
+UNCUT = 1 << 16
 _COLUMNS = re.compile(r"( *)(\S.*?)(  +)(\S.*)")
 
 
@@ -20,6 +22,11 @@ def width_here(stream: TextIO | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             columns = os.get_terminal_size(stream.fileno()).columns or columns
     return max(NARROWEST, columns)
+
+
+def table_width() -> int:
+    """Columns that a table on standard output may have; one for a file or another program is not cut."""
+    return width_here() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNCUT
 
 
 def can_draw(stream: TextIO) -> bool:

@@ -180,3 +180,15 @@ def test_a_table_fits_and_keeps_its_lines(rows: list[tuple[str, str, str]], widt
     text = fit_table([Column("name", 0), Column("one", 1), Column("two", 2)], rows, width)
     assert len(text.split("\n")) == len(rows) + 1
     assert max(map(len, text.split("\n"))) <= width
+
+
+def test_the_tables_of_other_verbs_lose_columns_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.data.download import status
+    from paceline.reports.scaling_table import HEAD, LEAVING
+    from paceline.reports.tables import data_table
+
+    monkeypatch.delenv("PACELINE_DATA", raising=False)
+    whole, narrow = (data_table(status(None), width) for width in (200, 40))
+    assert whole.split("\n")[0].split() == ["data", "set", "train", "test", "found"]
+    assert narrow.split("\n")[0].split() == ["data", "set", "found"]
+    assert set(LEAVING) < set(HEAD)

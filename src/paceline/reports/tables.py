@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.data.datasets import remedy
 from paceline.data.download import DatasetStatus
+from paceline.terminal import UNCUT, fold
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -38,10 +39,10 @@ FEWEST_LETTERS = 8
 """That are left of a name."""
 
 
-def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
+def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False) -> str:
     """A table no wider than `width`: the least telling columns go first, then letters from the middle of long names.
 
-    Columns in which nobody has anything are left out.
+    Columns in which nobody has anything are left out, unless they are to be kept.
 
     >>> print(fit_table([Column("run", 0), Column("loss", 1), Column("%", 2)], [["a-long-name", "0.5", "90"]], 16))
     run           %
@@ -50,7 +51,8 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
     run
     a-ver…-name
     """
-    kept = [place for place, column in enumerate(columns) if not column.goes or any(row[place] != "-" for row in rows)]
+    filled = [keep_empty or any(row[place] != "-" for row in rows) for place in range(len(columns))]
+    kept = [place for place, column in enumerate(columns) if not column.goes or filled[place]]
     while True:
         text = table([columns[place].head for place in kept], [[row[place] for place in kept] for row in rows])
         widest = max(map(len, text.splitlines()))
@@ -83,14 +85,17 @@ def as_csv(rows: list[dict[str, Any]], names: Sequence[str] | None = None) -> st
     return text.getvalue()
 
 
-def data_table(rows: list[DatasetStatus]) -> str:
+DATA_COLUMNS = (Column("data set", 0), Column("train", 2), Column("test", 1), Column("found", 0))
+
+
+def data_table(rows: list[DatasetStatus], width: int = UNCUT) -> str:
     """One row a data set, then where each lies or how to get it, and under which terms."""
     cells = [
         [row.name, f"{row.train_size:,}", f"{row.test_size:,}", (row.origin or "here") if row.found else "not here"]
         for row in rows
     ]
-    lines = [table(["data set", "train", "test", "found"], cells), ""]
+    lines = [fit_table(DATA_COLUMNS, cells, width), ""]
     for row in rows:
         where = f"{row.path}" if row.found else remedy(row.name)
-        lines += [f"{row.name}: {where}", f"  {row.licence}"]
+        lines += [fold(f"{row.name}: {where}", width, "  "), fold(f"  {row.licence}", width, "  ")]
     return "\n".join(lines)

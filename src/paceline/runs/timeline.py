@@ -143,7 +143,7 @@ class Timeline:
                 yield Update(self._server.version, record.now, tuple(self._unapplied.values()))
                 self._unapplied.clear()
         for worker, seat in self._seats.items():
-            if seat.doing == "dead":
+            if seat.doing == "dead" and self.ended > seat.since:
                 yield Span(worker, "dead", seat.since, self.ended)
 
     def _push(self, record: Record) -> Iterator[Span]:
@@ -181,7 +181,7 @@ class Timeline:
         outcome = self._server.handle(record.message)
         if record.kind == "join" and outcome.verdict == Verdict.TAKEN:
             before = self._seats.get(worker)
-            if before is not None and before.doing == "dead":
+            if before is not None and before.doing == "dead" and now > before.since:
                 yield Span(worker, "dead", before.since, now)
             self._seats[worker] = _Seat("waiting", now)
         elif record.kind == "leave" and outcome.verdict == Verdict.TAKEN:

@@ -38,6 +38,9 @@ def feed(folder: RunFolder, name: str, tracker: Tracker, goes_on: Callable[[], b
                 break
             time.sleep(LOOK_SECONDS)
         tracker.finished(folder.result())
+    except KeyboardInterrupt:
+        tracker.finished(None)  # so that what it has is kept
+        raise
     except Exception as error:
         raise RunFailed(f"tracker {name} failed after {fed} rows of {folder.path}: {in_a_line(error)}") from error
     return fed

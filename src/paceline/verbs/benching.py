@@ -10,6 +10,7 @@ from paceline.config import SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.flags import add_settings, config_from, number
 from paceline.reports.console import Console
+from paceline.terminal import table_width
 from paceline.verbs.ending import parser_for
 from paceline.verbs.studies import write
 
@@ -53,7 +54,10 @@ def bench_verb(arguments: list[str]) -> int:
         if why_not is not None:
             console.note(why_not)
     made += [] if why_not else [f"{folder}/figure.png"]
-    print("\n".join([scaling_table.plain(found), "", *made]), file=sys.stderr if parsed.json else sys.stdout)
+    print(
+        "\n".join([scaling_table.plain(found, table_width()), "", *made]),
+        file=sys.stderr if parsed.json else sys.stdout,
+    )
     if parsed.json:
         print(json.dumps({"folder": str(folder), "kind": found.kind, "counts": rows}, indent=2))
     return 0

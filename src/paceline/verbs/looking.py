@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.flags import Parser, number
-from paceline.terminal import can_draw, width_here
+from paceline.terminal import can_draw, table_width, width_here
 from paceline.verbs.cluster import add_proof
 from paceline.verbs.ending import parser_for
 
@@ -32,7 +31,6 @@ COMPARE_DESCRIPTION = """Several runs in one table: the settings that differ, an
   paceline compare runs/one runs/two
   paceline compare runs --where dataset=cifar10 --sort test_accuracy
   paceline compare runs --csv > runs.csv"""
-UNCUT = 1 << 16
 
 
 def status_verb(arguments: list[str]) -> int:
@@ -67,11 +65,6 @@ def status_verb(arguments: list[str]) -> int:
 def _clear() -> str:
     """On a terminal each look replaces the one before; elsewhere an empty line parts them."""
     return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
-
-
-def _table_width() -> int:
-    """Of the terminal; what goes into a file or another program is not cut."""
-    return width_here() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNCUT
 
 
 def _add_choice(parser: Parser) -> None:
@@ -109,7 +102,7 @@ def list_verb(arguments: list[str]) -> int:
     from paceline.runs.listing import choose, runs_in
 
     rows = choose(runs_in(Path(parsed.folder)), parsed.where, parsed.sort, parsed.reverse)
-    _print_runs(rows, parsed, run_list(rows, parsed.folder, _table_width()))
+    _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width()))
     return 0
 
 
@@ -127,5 +120,5 @@ def compare_verb(arguments: list[str]) -> int:
     rows = choose(found, parsed.where, parsed.sort, parsed.reverse)
     if not rows:
         raise UserError(f"none of {len(found)} runs fits --where {' --where '.join(parsed.where)}: ask for less")
-    _print_runs(rows, parsed, compare(rows, _table_width()))
+    _print_runs(rows, parsed, compare(rows, table_width()))
     return 0

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from paceline.errors import UserError
-from paceline.terminal import fold_for
+from paceline.terminal import fold_for, table_width
 from paceline.verbs.ending import parser_for
 
 
@@ -24,7 +24,7 @@ def data_verb(arguments: list[str]) -> int:
         from paceline.data.download import status
         from paceline.reports.tables import data_table
 
-        print(data_table(status(place)))
+        print(data_table(status(place), table_width()))
         return 0
     if parsed.name is None:
         raise UserError("which one? 'paceline data list' shows them, as in 'paceline data get fashion-mnist'")
