@@ -16,6 +16,7 @@ from paceline.verbs.exporting import export_verb, trace_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.looking import compare_verb, list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
+from paceline.verbs.reporting import report_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb, sweep_verb
 from paceline.verbs.training import replay_verb, resume_verb, run_verb, train_verb
@@ -105,6 +106,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "compare": (compare_verb, "several runs in one table"),
     "export": (export_verb, "tell TensorBoard, MLflow or your own tracker of a run"),
     "trace": (trace_verb, "what every worker did when, for Perfetto"),
+    "report": (report_verb, "one page that shows runs, to open in a browser"),
     "landscape": (landscape_verb, "the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),
     "doctor": (doctor_verb, "what this machine has and lacks"),

@@ -199,7 +199,10 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 
 
 def test_export_of_several_runs_and_bad_requests(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(folder.path), str(folder.path), "--to", "csv", "--follow"]) == 2
+    other = RunFolder.create(RunConfig(runs=str(folder.path.parent), name="other"))
+    assert main(["export", str(folder.path.parent), "--to", "csv"]) == 0
+    assert (folder.path / "metrics.csv").is_file() and (other.path / "metrics.csv").is_file()
+    assert main(["export", str(folder.path), str(other.path), "--to", "csv", "--follow"]) == 2
     assert "--follow takes one run at a time, got 2" in capsys.readouterr().err
     assert main(["export", "nowhere", "--to", "csv"]) == 2
     assert "nowhere is not a run folder: it does not exist" in capsys.readouterr().err

@@ -41,23 +41,33 @@ def runs_in(path: Path) -> list[Row]:
 
 
 def runs_of(paths: list[Path]) -> tuple[list[Row], list[str]]:
+    """A row for each of `named_folders`; and what of `paths` is left out."""
+    found, others = named_folders(paths)
+    return [_row(folder, name) for name, folder in found], others
+
+
+def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """The folders of `named_folders`; and what of `paths` is left out."""
+    found, others = named_folders(paths)
+    return [folder.path for _, folder in found], others
+
+
+def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[str]]:
     """Runs by their folders, or all in a folder that holds some, in this order; and what of `paths` is neither."""
-    rows: dict[Path, Row] = {}
+    found: dict[Path, tuple[str, RunFolder]] = {}
     others = []
     for path in paths:
-        if not path.exists():
-            RunFolder.open(path)  # says so
-        if (path / "config.toml").is_file():
-            rows.setdefault(path.resolve(), _row(RunFolder(path), path.name or path.resolve().name))
+        if not path.exists() or (path / "config.toml").is_file():
+            found.setdefault(path.resolve(), (path.name or path.resolve().name, RunFolder.open(path)))
             continue
-        found = _folders_in(path) if path.is_dir() else []
-        for folder in found:
-            rows.setdefault(folder.path.resolve(), _row(folder, _name(folder, path)))
-        if not found:
+        below = _folders_in(path) if path.is_dir() else []
+        for folder in below:
+            found.setdefault(folder.path.resolve(), (_name(folder, path), folder))
+        if not below:
             others.append(f"{path} is not a run folder, nor does it hold any: it is left out")
-    if not rows:
+    if not found:
         raise UserError(f"{paths[0]} is not a run folder, nor does it hold any: 'paceline train' makes one")
-    return list(rows.values()), others
+    return list(found.values()), others
 
 
 def _folders_in(path: Path) -> list[RunFolder]:
