@@ -16,21 +16,26 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import UserError
+from paceline.reports.trace_events import (
+    SERVER,
+    OneByOne,
+    Together,
+    TraceEvent,
+    finite,
+    metadata,
+    microseconds,
+    place_of,
+)
 from paceline.runs.arrivals import Log, look_into
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runs.timeline import Accounts, Span, Timeline, Update
 
-WORKERS = 2
-"""The number of the workers' process in the trace, and of the first worker's thread; the server is 1."""
-_SERVER = {"pid": 1, "tid": 1}
 MOST_PUSHES = 30_000
 MOST_ROWS = 5_000
 COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
 HERE = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps")
 EVERYWHERE = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
-ORDER = ("computing", "sending", "waiting", "paused")
-TraceEvent = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,6 @@ def _text(raw: BinaryIO, output: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8", write_through=False)
 
 
-def microseconds(seconds: float) -> float:
-    """As the format wants it; all ends are rounded alike, so that spans that meet still do."""
-    return round(seconds * 1e6, 3)
-
-
 class Trace:
     """The events of one run's trace."""
 
@@ -109,7 +109,7 @@ class Trace:
         accounts = Accounts.of(self._rows, self._config)
         timeline = Timeline(self._config, accounts)
         workers: set[int] = set()
-        whole = _OneByOne(self._server_seconds()) if self._together <= 1 else _Together(self._together)
+        whole = OneByOne(self._server_seconds()) if self._together <= 1 else Together(self._together)
         for one in timeline.follow(self._standing()):
             if isinstance(one, Update):
                 if self._part.begin <= one.now <= self._part.end:
@@ -132,12 +132,12 @@ class Trace:
 
     def _named(self, workers: set[int]) -> Iterator[TraceEvent]:
         name = self._folder.path.resolve().name
-        yield _metadata(_SERVER, "process_name", name=f"{name}: {self._config.strategy}")
-        yield _metadata(_SERVER, "thread_name", name="server")
-        yield _metadata(_place(0), "process_name", name="workers")
+        yield metadata(SERVER, "process_name", name=f"{name}: {self._config.strategy}")
+        yield metadata(SERVER, "thread_name", name="server")
+        yield metadata(place_of(0), "process_name", name="workers")
         for worker in sorted(workers):
-            yield _metadata(_place(worker), "thread_name", name=f"worker {worker}")
-            yield _metadata(_place(worker), "thread_sort_index", sort_index=worker)
+            yield metadata(place_of(worker), "thread_name", name=f"worker {worker}")
+            yield metadata(place_of(worker), "thread_sort_index", sort_index=worker)
 
     def _inside(self, kinds: tuple[str, ...], what: str) -> list[dict[str, Any]]:
         """Rows of these kinds in the part that is drawn, thinned where there are too many."""
@@ -153,124 +153,15 @@ class Trace:
             for field, name in COUNTERS.items():
                 if isinstance(row.get(field), int | float) and math.isfinite(row[field]):
                     at = microseconds(row["now"])
-                    yield {"ph": "C", "name": name, **_SERVER, "ts": at, "args": {"value": row[field]}}
+                    yield {"ph": "C", "name": name, **SERVER, "ts": at, "args": {"value": row[field]}}
 
     def _happened(self) -> Iterator[TraceEvent]:
         for row in self._inside((*HERE, *EVERYWHERE), "happenings"):
             here = row["kind"] in HERE and isinstance(row.get("worker"), int)
-            place = {**_place(row["worker"]), "s": "t"} if here else {**_SERVER, "s": "p"}
-            args = {name: _finite(value) for name, value in row.items() if name not in ("kind", "now")}
+            place = {**place_of(row["worker"]), "s": "t"} if here else {**SERVER, "s": "p"}
+            args = {name: finite(value) for name, value in row.items() if name not in ("kind", "now")}
             name = row["kind"].replace("_", " ")
             yield {"ph": "i", "name": name, "cat": "event", "ts": microseconds(row["now"]), **place, "args": args}
-
-
-class _OneByOne:
-    """Every span and update, with an arrow from each push to the update it went into."""
-
-    def __init__(self, server_seconds: float) -> None:
-        self._seconds = server_seconds
-        self._sent: dict[int, tuple[int, float]] = {}
-        self._last: Update | None = None
-
-    def span(self, span: Span) -> Iterator[TraceEvent]:
-        args = {} if span.push is None else {"push": span.push}
-        if span.fate is not None:
-            args["fate"] = span.fate  # type: ignore[assignment]
-            if span.fate == "taken" and span.push is not None:
-                self._sent[span.push] = span.worker, (span.begin + span.end) / 2
-        yield _slice(span.worker, span.kind, span.begin, span.end, args)
-
-    def update(self, update: Update) -> Iterator[TraceEvent]:
-        if self._last is not None:
-            yield self._updated(self._last, update.now)
-        self._last = update
-        for push in update.pushes:
-            if push in self._sent:
-                worker, at = self._sent.pop(push)
-                arrow = {"name": "push", "cat": "push", "id": push}
-                yield {"ph": "s", **arrow, **_place(worker), "ts": microseconds(at)}
-                yield {"ph": "f", "bp": "e", **arrow, **_SERVER, "ts": microseconds(update.now)}
-
-    def _updated(self, update: Update, before: float) -> TraceEvent:
-        end = min(update.now + self._seconds, max(before, update.now))
-        args = {"version": update.version, "pushes": len(update.pushes)}
-        return {**_slice(0, f"update {update.version}", update.now, end, args), "cat": "server", **_SERVER}
-
-    def rest(self) -> Iterator[TraceEvent]:
-        if self._last is not None:
-            yield self._updated(self._last, self._last.now + self._seconds)
-
-
-class _Together:
-    """So many pushes of a worker as one: how long it computed, sent, waited; and so many updates as one."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._sums: dict[int, dict[str, float]] = {}
-        self._began: dict[int, tuple[float, float]] = {}
-        self._pushes: dict[int, int] = {}
-        self._first: Update | None = None
-        self._latest: Update | None = None
-
-    def span(self, span: Span) -> Iterator[TraceEvent]:
-        if span.kind == "dead":
-            yield from self._drawn(span.worker)
-            yield _slice(span.worker, "dead", span.begin, span.end, {})
-            return
-        sums = self._sums.setdefault(span.worker, dict.fromkeys(ORDER, 0.0))
-        sums[span.kind] += span.end - span.begin
-        self._began[span.worker] = self._began.get(span.worker, (span.begin, 0.0))[0], span.end
-        if span.fate is not None:
-            self._pushes[span.worker] = self._pushes.get(span.worker, 0) + 1
-            if self._pushes[span.worker] >= self._number:
-                yield from self._drawn(span.worker)
-
-    def _drawn(self, worker: int) -> Iterator[TraceEvent]:
-        if worker not in self._began:
-            return
-        begin, end = self._began.pop(worker)
-        sums, pushes = self._sums.pop(worker), self._pushes.pop(worker, 0)
-        for kind in ORDER:
-            until = min(end, begin + sums[kind])
-            if until > begin:
-                yield _slice(worker, kind, begin, until, {"pushes": pushes})
-                begin = until
-
-    def update(self, update: Update) -> Iterator[TraceEvent]:
-        if self._first is not None and update.version - self._first.version >= self._number:
-            yield self._updated(update.now)
-            self._first = None
-        self._first, self._latest = self._first or update, update
-
-    def _updated(self, end: float) -> TraceEvent:
-        assert self._first is not None and self._latest is not None
-        name = f"updates {self._first.version} to {self._latest.version}"
-        return {**_slice(0, name, self._first.now, end, {}), "cat": "server", **_SERVER}
-
-    def rest(self) -> Iterator[TraceEvent]:
-        for worker in list(self._began):
-            yield from self._drawn(worker)
-        if self._first is not None and self._latest is not None:
-            yield self._updated(self._latest.now)
-
-
-def _slice(worker: int, name: str, begin: float, end: float, args: dict[str, Any]) -> TraceEvent:
-    at = microseconds(begin)
-    lasts = {"ts": at, "dur": round(microseconds(end) - at, 3)}
-    return {"ph": "X", "name": name, "cat": "worker", **_place(worker), **lasts, "args": args}
-
-
-def _metadata(place: dict[str, int], what: str, **args: Any) -> TraceEvent:
-    return {"ph": "M", "name": what, **place, "ts": 0, "args": args}
-
-
-def _place(worker: int) -> dict[str, int]:
-    return {"pid": WORKERS, "tid": WORKERS + worker}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _log_of(folder: RunFolder) -> Log:
