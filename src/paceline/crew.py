@@ -10,6 +10,7 @@ import random
 import sys
 import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -203,13 +204,14 @@ def make_server(
     )
 
 
+def key_of(config: RunConfig) -> Callable[[int], int]:
+    """What a worker's codecs round by."""
+    return lambda worker: mix64(config.seed, worker)
+
+
 def codecs_of(config: RunConfig, layout: Layout) -> Codecs:
     """How pushes and replies are encoded; seats and server of one process share the codecs' scratch."""
-
-    def key(worker: int) -> int:
-        return mix64(config.seed, worker)
-
-    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key)
+    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key_of(config))
 
 
 @functools.lru_cache(maxsize=4)

@@ -32,8 +32,9 @@ def test_two_servers_have_the_bits_of_shared_memory(tmp_path: Path) -> None:
 
 def test_a_killed_server_of_two_ends_the_run_in_one_line_and_it_can_be_resumed(tmp_path: Path) -> None:
     settings = ("--strategy", "async", "--workers", "2", "--steps", "300", "--checkpoint-every", "0.2")
+    codecs = ("--codec", "int8", "--pull-codec", "int8")  # cut and put together; the replay knows one server alone
     with ExitStack() as stack:
-        server = serve(stack, tmp_path, *RUN, *settings, "--servers", "2", "--eval-every", "0.3")
+        server = serve(stack, tmp_path, *RUN, *settings, *codecs, "--servers", "2", "--eval-every", "0.3")
         (there,) = workers(stack, tmp_path, 1, "--overlap", "1")  # one process that is both workers
         wait_for_records(tmp_path / "runs/it", 120)
         shards = json.loads((tmp_path / "runs/it/server.json").read_text())["shards"]

@@ -7,6 +7,7 @@ Where a connection breaks it finds back to its place; where the server was start
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from paceline.assemble import cores
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
 from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
+from paceline.cutting import coding_of
 from paceline.data.datasets import Dataset
 from paceline.delays import parse_delays
 from paceline.errors import Forgotten
@@ -155,7 +157,7 @@ class Lane:
         self._config, worker = config, int(welcome["worker"])
         torch.set_num_threads(config.threads or 1)
         task = make_task(config, dataset)
-        self._door.reach(welcome, task.layout.size)
+        self._door.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         self._seat = make_seat(config, task, division, make_join(config, division, worker, int(welcome["incarnation"])))
         self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
