@@ -26,7 +26,7 @@ from paceline.core.server import Server
 from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports import tcp_worker
 from paceline.transports.connection import Connection
-from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header
+from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header, padding
 from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot, WorkerDoor, channel
 from paceline.transports.tcp import HEARD, TcpServerDoor, parse_sizes, view
 from paceline.transports.tcp_worker import TcpWorkerDoor
@@ -285,7 +285,8 @@ BODY = bytes(range(40))
 
 def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, own: int = 0) -> bytes:
     head = PUSH_HEAD.pack(seq, seq, 2, update, state, own, 0.5, *TIMING)
-    return header(Kind.PUSH, len(head) + len(body)) + head + body
+    pad = padding(len(body))
+    return header(Kind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
 
 
 def test_a_push_byte_by_byte_counts_with_its_last_byte() -> None:
@@ -319,8 +320,8 @@ def test_a_repeated_push_leaves_the_memory_that_is_held_as_it_is() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        push_bytes(0, BODY + b"x"),
-        push_bytes(0, BODY[:-1]),
+        push_bytes(0, BODY + b"x" * 9),
+        push_bytes(0, BODY[:-8]),
         push_bytes(0, update=31, state=9),
         push_bytes(0, update=1 << 63, state=1 << 63, own=40),
         push_bytes(0, own=8),

@@ -28,6 +28,7 @@ from paceline.transports.frames import (
     Reading,
     fields_frame,
     header,
+    padding,
     read_bytes,
     read_fields,
     read_header,
@@ -143,8 +144,9 @@ class TcpWorkerDoor:
         own = view(self._memory.kept(push.seq)) if self._ship_own else memoryview(b"")
         sizes = [len(body) for body in (*bodies, own)]
         head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
-        first = header(Kind.PUSH, len(head) + sum(sizes)) + head
-        return self._ask(push, [memoryview(first), *bodies, own])
+        pad = padding(sum(sizes))
+        first = header(Kind.PUSH, len(head) + sum(sizes) + len(pad)) + head
+        return self._ask(push, [memoryview(first), *bodies, own, memoryview(pad)])
 
     def report(self, figures: dict[str, float]) -> None:
         """Tell the server figures that belong into the result."""
@@ -202,17 +204,20 @@ class TcpWorkerDoor:
         """A reply, and what it speaks of in its place in memory."""
         memory = self._memory
         assert memory is not None
-        largest = REPLY_HEAD.size + MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
+        most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
+        largest = REPLY_HEAD.size + most + len(padding(most))
         kind, nbytes = yield from read_header({Kind.REPLY: largest, Kind.REFUSED: MOST_REFUSED})
         if kind is Kind.REFUSED:
             raise Refused((yield from read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
         over, encoded, ship_own, serial, version, batch, lr, steps, generation, named, count = REPLY_HEAD.unpack(packed)
-        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count)
+        pad = len(padding(named + count))
+        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count - pad)
         place = memory.pulled if encoded else memory.weights
         if count > place.nbytes or (not encoded and count != place.nbytes):
             raise ProtocolError(f"the server sent {count} bytes for a memory of {place.nbytes}")
         yield view(place)[:count]
+        yield from read_bytes(pad)
         if encoded:
             memory.num_pulled = count
         self._ship_own = bool(ship_own)
