@@ -288,10 +288,10 @@ def join_server(visitor: Visitor, console: Console) -> bool:
     return ended
 
 
-def join_as_shard(visitor: Visitor, listen: str | None, console: Console) -> bool:
+def join_as_shard(visitor: Visitor, listen: str | None, once: bool, console: Console) -> bool:
     """Be a further server of a run until it is over; False where its first server went away before."""
     token = token_of(visitor)
-    return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, console)
+    return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, once, console)
 
 
 def token_of(visitor: Visitor) -> bytes:

@@ -31,6 +31,7 @@ from paceline.transports.tcp import Heard, TcpServerDoor
 
 GRACE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
+BEAT_SECONDS = 1.0
 
 
 def make_part(order: Message) -> tuple[Server, Coding]:
@@ -66,6 +67,7 @@ class ShardService:
         self._memories: dict[int, Memory] = {}
         self._facts: dict[str, Any] = {}
         self._ended: float | None = None
+        self._next_beat = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, self._hear_first)
         self._selector.register(listener, selectors.EVENT_READ, self._let_in)
@@ -77,6 +79,7 @@ class ShardService:
                 for key, _ in self._selector.select(LOOK_SECONDS):
                     if key.fd in self._selector.get_map():  # else it was hung up on meanwhile
                         key.data()
+                self._beat(time.monotonic())
                 self._watch(self._link)
                 self._listener.expire(time.monotonic())
                 for text in self._listener.complaints():
@@ -90,6 +93,12 @@ class ShardService:
             for door in self._doors.values():
                 door.close()
         return True
+
+    def _beat(self, now: float) -> None:
+        """A sign of life for the first server; where much waits to be sent already, that is one."""
+        if now >= self._next_beat and self._ended is None and not self._link.wants_write:
+            self._link.send({"beat": True})
+            self._next_beat = now + BEAT_SECONDS
 
     def _is_over(self) -> bool:
         """Every worker has taken its last reply along, or has had the time for it."""

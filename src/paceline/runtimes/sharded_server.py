@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paceline.core.memory import Sizes
 from paceline.core.messages import Input, Push
 from paceline.errors import ProtocolError
-from paceline.runtimes.cluster_server import ClusterService, OwnLine
+from paceline.runtimes.cluster_server import BUSY_SECONDS, ClusterService, OwnLine
 from paceline.runtimes.host import Host
 from paceline.runtimes.orders import Part, is_finite, spoil
 from paceline.runtimes.server_process import Door
@@ -98,10 +98,14 @@ class ShardedService(ClusterService):
 
     def _hear_shard(self, shard: Shard) -> None:
         while (message := self._shards.receive(shard)) is not None:
-            self._count(shard, message)
+            if "part" in message:
+                self._count(shard, message)
         self._watch_shard(shard)
 
     def _look_around(self) -> None:
+        if time.monotonic() - self._looked > BUSY_SECONDS:
+            self._shards.excuse()
+        self._shards.require_signs()
         super()._look_around()
         while self._shards.heard:
             self._count(*self._shards.heard.popleft())

@@ -31,6 +31,8 @@ from paceline.transports.shard_link import FILLED, Link, Message
 
 ENDING_SECONDS = 8.0
 LOOK_SECONDS = 0.25
+SILENT_SECONDS = 20.0
+"""They beat every second; one that is silent for so long while we listen is stopped, or its machine is gone."""
 T = TypeVar("T")
 
 
@@ -148,11 +150,26 @@ class Shards:
         try:
             return do()
         except (ConnectionError, ProtocolError) as error:
-            what = (
-                f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} is gone "
-                f"({error}) at update {self._host.server.version}"
-            )
-            raise ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there") from None
+            raise self._lost(shard, f"is gone ({error})") from None
+
+    def _lost(self, shard: Shard, how: str) -> ServerLost:
+        what = (
+            f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how} "
+            f"at update {self._host.server.version}"
+        )
+        return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there")
+
+    def require_signs(self) -> None:
+        """ServerLost where one has said nothing for too long, though we have read all that came."""
+        now = time.monotonic()
+        for shard in self.all:
+            if now > shard.link.last_heard + SILENT_SECONDS:
+                raise self._lost(shard, f"has said nothing for {SILENT_SECONDS:g} s")
+
+    def excuse(self) -> None:
+        """We have not listened for a while: silence counts from now on."""
+        for shard in self.all:
+            shard.link.last_heard = time.monotonic()
 
     def order(self, message: Input, finite: bool = True) -> None:
         """Tell all of an input, before it is handled here."""
@@ -186,6 +203,7 @@ class Shards:
         for shard in self.all:
             shard.link.expect(filled[shard.number])
         self._send({"gather": server.version})
+        self.excuse()
         awaited = {shard.number: shard for shard in self.all}
         while awaited:
             writing = [shard.link for shard in self.all if shard.link.wants_write]
@@ -194,8 +212,9 @@ class Shards:
                 while shard.number in awaited and (message := self.receive(shard)) is not None:
                     if message is FILLED:
                         del awaited[shard.number]
-                    elif "gathered" not in message:
+                    elif "part" in message:
                         self.heard.append((shard, message))
+            self.require_signs()
         for number, rows in places.items():
             for place, found in zip(rows, filled[number], strict=True):
                 place.copy_(found)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,6 +23,9 @@ OpenDoor: TypeAlias = Callable[[str, str | None], TcpWorkerDoor]
 CodingOf: TypeAlias = Callable[[slice], Coding]
 """How the parts of pushes and replies of a range are encoded."""
 LOOK_SECONDS = 0.5
+OVER_SECONDS = 5.0
+FORGOTTEN_SECONDS = 90.0
+"""How long the first server may take to find out that we are of no use to another."""
 
 
 @dataclass
@@ -130,6 +134,9 @@ class ShardDoors:
             self._forsake_others()
             return None
         for part, future in zip(self._others, asked, strict=True):
+            if reply.over:  # what the others would say is of no use any more
+                wait([future], OVER_SECONDS)
+                continue
             answer = self._await(future)
             if answer is None:
                 return None
@@ -141,14 +148,20 @@ class ShardDoors:
         return reply
 
     def _await(self, future: Future[Reply | None]) -> Reply | None:
-        """The reply of another server; it may be gone for ever, as the first, which beats meanwhile, finds out."""
+        """The reply of another server. It may be gone for ever, or know us no more: then so does the first, which is
+        asked by beats meanwhile, and soon tells us to join anew."""
+        deadline: float | None = None
         while True:
-            try:
-                return future.result(LOOK_SECONDS)
-            except TimeoutError:
-                if self._first.forgotten is not None:
-                    self._forsake_others()
-                    raise Forgotten(self._first.forgotten) from None
+            done, _ = wait([future], LOOK_SECONDS)
+            answer = future.result() if done else None
+            if answer is not None or (deadline is not None and time.monotonic() > deadline):
+                return answer
+            if self._first.forgotten is not None:
+                self._forsake_others()
+                raise Forgotten(self._first.forgotten)
+            if done:
+                deadline = deadline or time.monotonic() + FORGOTTEN_SECONDS
+                time.sleep(LOOK_SECONDS)
 
     def _forsake_others(self) -> None:
         """They are of a run that has forgotten us, or is over."""

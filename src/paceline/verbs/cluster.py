@@ -83,12 +83,13 @@ def shard_verb(arguments: list[str]) -> int:
     parser = parser_for("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
     _add_way(parser)
     parser.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [as the server is reached]")
+    parser.add_argument("--once", action="store_true", help="end when the server goes away: do not wait for its return")
     parsed = parser.parse_strictly(arguments)
     from paceline.serving import Visitor, join_as_shard
 
-    listen = vars(parsed).pop("listen")
+    listen, once = vars(parsed).pop("listen"), vars(parsed).pop("once")
     with Console() as console:
-        return 0 if join_as_shard(Visitor(**vars(parsed)), listen, console) else 1
+        return 0 if join_as_shard(Visitor(**vars(parsed)), listen, once, console) else 1
 
 
 def worker_verb(arguments: list[str]) -> int:
