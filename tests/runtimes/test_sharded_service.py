@@ -23,7 +23,8 @@ from paceline.core.messages import Join
 from paceline.crew import identity_of, sizes_of
 from paceline.errors import Forgotten, PacelineError, ServerLost
 from paceline.runs.environment import package_version
-from paceline.runtimes import sharded_server, shards
+from paceline.runs.folder import NOT_COME
+from paceline.runtimes import cluster_server, sharded_server, shards
 from paceline.runtimes.cluster_server import OwnLine
 from paceline.runtimes.sharded_server import ShardedService
 from paceline.runtimes.shards import Shards
@@ -84,7 +85,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
     def make(beats: bool, **seconds: float) -> First:
         for name, value in seconds.items():
-            monkeypatch.setattr(sharded_server if hasattr(sharded_server, name) else shards, name, value)
+            module = next(one for one in (shards, cluster_server, sharded_server) if hasattr(one, name))
+            monkeypatch.setattr(module, name, value)
         made.append(First(tmp_path))
         made[0].start(beats)
         return made[0]
@@ -126,3 +128,20 @@ def test_beats_are_signs_of_life(make: Callable[..., First]) -> None:
     while link.last_heard == before:
         assert time.monotonic() < deadline and first.error is None
         time.sleep(0.01)
+
+
+def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_over(make: Callable[..., First]) -> None:
+    first = make(beats=True, REMIND_SECONDS=0.1)
+    said, deadline = (
+        "0 of 1 workers are here after 0 s: start the others with 'paceline worker --connect",
+        time.monotonic(),
+    )
+    while not any(note.startswith(said) and first.listener.address in note for note in first.notes):
+        assert time.monotonic() < deadline + 20, first.notes
+        time.sleep(0.01)
+    first.service.wait_seconds = 0.2
+    first.thread.join(20)
+    assert (first.run.host.stop_reason, first.error) == (NOT_COME, None)
+    assert first.run.folder.way_on(first.run.config).startswith("'paceline resume")
+    first.run.folder.server_file.write_text('{"by_hand": true}')
+    assert first.run.folder.way_on(first.run.config).startswith("'paceline server --resume")

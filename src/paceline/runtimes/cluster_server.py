@@ -17,11 +17,12 @@ from paceline.core.memory import Sizes
 from paceline.core.messages import Push, Reply
 from paceline.errors import ProtocolError
 from paceline.runs.environment import package_version
-from paceline.runs.folder import ALL_GONE
+from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
 from paceline.runtimes.observers import Observers
 from paceline.runtimes.server_process import Control, Door, Line, Service
+from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
 from paceline.transports.tcp import Heard, TcpServerDoor
@@ -31,6 +32,8 @@ FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0
 LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
 """Time passes even when nobody says anything; a longer look away than this was our own doing."""
 ABANDONED_SECONDS = 120.0
+REMIND_SECONDS, RAREST_SECONDS = 30.0, 1800.0
+"""When the user is first told that workers are still awaited, and how rarely at last."""
 SIGN_SECONDS = 0.5
 """Signs of life that come faster than this teach nothing new."""
 
@@ -65,8 +68,11 @@ class ClusterService(Service):
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
-        self._looked = time.monotonic()
+        self._looked = self._since = time.monotonic()
         self._next_look = 0.0
+        self._remind_after = REMIND_SECONDS
+        self.wait_seconds: float | None = None
+        """Until not all workers have come in vain."""
         self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
@@ -92,10 +98,24 @@ class ClusterService(Service):
         if now >= self._next_look:  # also while nobody pushes
             self._next_look = now + LOOK_SECONDS
             self.host.look_for_requests()
+        if not self.host.server.started:
+            self._await_workers(now - self._since)
         for worker in self._deadlines.due(now):
             self._give_up(worker, now)
         if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
             self.host.stop(ALL_GONE)
+
+    def _await_workers(self, seconds: float) -> None:
+        """Training has not begun: say so now and then, or give up where that was asked for."""
+        if self.wait_seconds is not None and seconds > self.wait_seconds:
+            self.host.stop(NOT_COME)
+        elif seconds > self._remind_after:
+            self._remind_after += min(self._remind_after, RAREST_SECONDS)
+            here, all_of_them = len(self.doors), self.host.server.num_workers
+            host, port = parse_address(self._listener.address)
+            where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._listener.address
+            way = f"'paceline worker --connect {where}'"
+            self._note(f"{here} of {all_of_them} workers are here after {seconds:.0f} s: start the others with {way}")
 
     def _give_up(self, worker: int, now: float) -> None:
         door = self._tcp[worker]

@@ -41,6 +41,10 @@ def server_verb(arguments: list[str]) -> int:
     door.add_argument(
         "--shards-elsewhere", action="store_true", help="wait for S - 1 'paceline shard' instead of starting them here"
     )
+    door.add_argument(
+        "--wait", type=number(float), metavar="SECONDS",
+        help="give up, with exit code 1, when not all workers have come by then [wait for ever]",
+    )  # fmt: skip
     door.add_argument("--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -51,7 +55,10 @@ def server_verb(arguments: list[str]) -> int:
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
     tls = parsed.tls or parsed.certificate is not None
     files = parsed.certificate, parsed.key
-    entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, parsed.servers, parsed.shards_elsewhere)
+    if parsed.wait is not None and parsed.wait <= 0:
+        raise UserError(f"--wait {parsed.wait:g}: give the seconds to wait for all workers, as in --wait 600")
+    others = parsed.servers, parsed.shards_elsewhere
+    entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, *others, parsed.wait)
     with Console() as console:
         if parsed.resume is not None:
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
