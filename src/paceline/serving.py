@@ -263,6 +263,7 @@ class Visitor:
     threads: int | None = None
     worker: int | None = None
     overlap: int = 0
+    device: str = "cpu"
 
 
 def join_server(visitor: Visitor, console: Console) -> bool:
@@ -273,14 +274,28 @@ def join_server(visitor: Visitor, console: Console) -> bool:
         raise UserError(f"--threads {visitor.threads}: a worker needs at least one")
     if visitor.overlap < 0:
         raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
+    _require_device(visitor.device)
     from paceline.runtimes.cluster_worker import Connection, Own, work
 
     connection = Connection(visitor.connect, token, tls_of(visitor), visitor.patience)
-    own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap)
+    own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
     ended = work(connection, own, _load, console.note)
     if not ended:
         console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")
     return ended
+
+
+def _require_device(device: str) -> None:
+    name, _, number = device.partition(":")
+    if device == "cpu":
+        return
+    if name != "cuda" or (number and not number.isdecimal()) or device.endswith(":"):
+        raise UserError(f"--device {device}: a worker computes on cpu, cuda or one of several as in cuda:1")
+    import torch
+
+    if not torch.cuda.is_available() or int(number or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count() if torch.cuda.is_available() else "no"
+        raise UserError(f"--device {device}: this machine has {found} CUDA devices that torch can use")
 
 
 def join_as_shard(visitor: Visitor, listen: str | None, once: bool, console: Console) -> bool:

@@ -21,7 +21,7 @@ from test_shard import connected
 from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Join
 from paceline.crew import identity_of, sizes_of
-from paceline.errors import Forgotten, PacelineError, ServerLost
+from paceline.errors import Forgotten, PacelineError, ServerLost, UserError
 from paceline.runs.environment import package_version
 from paceline.runs.folder import NOT_COME
 from paceline.runtimes import cluster_server, sharded_server, shards
@@ -145,3 +145,10 @@ def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_ov
     assert first.run.folder.way_on(first.run.config).startswith("'paceline resume")
     first.run.folder.server_file.write_text('{"by_hand": true}')
     assert first.run.folder.way_on(first.run.config).startswith("'paceline server --resume")
+
+
+def test_a_worker_on_a_gpu_needs_a_server_that_never_computes_again(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+    with pytest.raises(UserError, match=r"it computes on cuda, .* start the server with --recovery checkpoint"):
+        door.apply({"version": package_version("paceline"), "device": "cuda"})

@@ -185,6 +185,9 @@ class ClusterService(Service):
         least = self.host.first_incarnation
         incarnation = max(least, member.incarnation + 1) if member is not None else least
         known = {"worker": worker, "incarnation": incarnation}
+        device = applicant.fields.get("device", "cpu")
+        if device != "cpu":
+            self._note(f"worker {worker} computes on {device}: 'paceline replay' will depart from its first push on")
         door = applicant.welcome({**self._welcome, **known}, self._largest)
         self._seat(door)
 
@@ -197,6 +200,12 @@ class ClusterService(Service):
         version = package_version("paceline")
         if fields.get("version") != version:
             return f"it has paceline {fields.get('version')}, and this run is served by {version}: install the same"
+        device = fields.get("device", "cpu")
+        if device != "cpu" and self.host.config.recovery != "checkpoint":
+            return (
+                f"it computes on {device}, and what is made there cannot be made again here bit for bit after a crash: "
+                "start the server with --recovery checkpoint"
+            )
         return "training is over" if self.host.server.over else None
 
     def _free_number(self, wanted: Any) -> int | None:

@@ -104,6 +104,10 @@ def worker_verb(arguments: list[str]) -> int:
     _add_way(parser)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set on this machine")
     parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
+    parser.add_argument(
+        "--device", metavar="NAME", default="cpu",
+        help="cuda, or one of several as in cuda:1; the server then needs --recovery checkpoint [%(default)s]",
+    )  # fmt: skip
     parser.add_argument("--worker", type=number(int), metavar="N", help="which worker to be [any that is missing]")
     parser.add_argument(
         "--overlap", type=number(int), default=0, metavar="D",
