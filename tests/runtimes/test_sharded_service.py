@@ -25,7 +25,7 @@ from paceline.errors import Forgotten, PacelineError, ServerLost, UserError
 from paceline.runs.environment import package_version
 from paceline.runs.folder import NOT_COME
 from paceline.runtimes import cluster_server, sharded_server, shards
-from paceline.runtimes.cluster_server import OwnLine
+from paceline.runtimes.cluster_server import ClusterService, OwnLine
 from paceline.runtimes.sharded_server import ShardedService
 from paceline.runtimes.shards import Shards
 from paceline.transports.listener import Applicant, Listener
@@ -152,3 +152,11 @@ def test_a_worker_on_a_gpu_needs_a_server_that_never_computes_again(make: Callab
     door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
     with pytest.raises(UserError, match=r"it computes on cuda, .* start the server with --recovery checkpoint"):
         door.apply({"version": package_version("paceline"), "device": "cuda"})
+
+
+def test_further_servers_are_not_taken_for_workers(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    words = {"version": package_version("paceline"), "shard": True}
+    with pytest.raises(UserError, match="all 2 servers of this run are here"):
+        TcpWorkerDoor(first.listener.address, b"token").apply(words, beats=False)
+    assert "one server has all weights of this run" in ClusterService._no_room_for_servers(first.service)

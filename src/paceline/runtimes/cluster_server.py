@@ -160,10 +160,15 @@ class ClusterService(Service):
             known = self._known(applicant) if applicant.fields.get("again") else None
             if applicant.fields.get("observer"):
                 self.observers.admit(applicant)
+            elif applicant.fields.get("shard"):
+                self._turn_away(applicant, self._no_room_for_servers())
             elif known is not None:
                 self._take_back(applicant, known)
             else:
                 self._consider(applicant)
+
+    def _no_room_for_servers(self) -> str:
+        return "one server has all weights of this run: --servers S makes it several"
 
     def _known(self, applicant: Applicant) -> TcpServerDoor | None:
         """The door of a worker that was here before; None where this server is another than it knew."""

@@ -17,7 +17,7 @@ from paceline.runtimes.host import Host
 from paceline.runtimes.orders import Part, is_finite, spoil
 from paceline.runtimes.server_process import Door
 from paceline.runtimes.shards import Shard, Shards
-from paceline.transports.listener import Applicant, Listener
+from paceline.transports.listener import Listener
 from paceline.transports.shard_link import Message
 from paceline.transports.shared_memory import Hello
 
@@ -65,12 +65,8 @@ class ShardedService(ClusterService):
         for shard in shards.all:
             self._listen(shard.link, functools.partial(self._hear_shard, shard))
 
-    def look_at(self, applicants: list[Applicant]) -> None:
-        """As for one server; no further server is taken on."""
-        late = [applicant for applicant in applicants if applicant.fields.get("shard")]
-        for applicant in late:
-            self._turn_away(applicant, f"all {len(self._shards.all) + 1} servers of this run are here")
-        super().look_at([applicant for applicant in applicants if applicant not in late])
+    def _no_room_for_servers(self) -> str:
+        return f"all {len(self._shards.all) + 1} servers of this run are here"
 
     # what is told to the others
 
