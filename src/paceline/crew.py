@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
+from paceline.tasks.staged import Staged
 from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
@@ -156,13 +158,14 @@ def make_server(
     )
 
 
+def key_of(config: RunConfig) -> Callable[[int], int]:
+    """What a worker's codecs round by."""
+    return lambda worker: mix64(config.seed, worker)
+
+
 def codecs_of(config: RunConfig, layout: Layout) -> Codecs:
     """How pushes and replies are encoded; seats and server of one process share the codecs' scratch."""
-
-    def key(worker: int) -> int:
-        return mix64(config.seed, worker)
-
-    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key)
+    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key_of(config))
 
 
 @functools.lru_cache(maxsize=4)
@@ -193,15 +196,28 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 
 
 def make_seat(
-    config: RunConfig, task: SupervisedTask, work: Work, join: Join, make_memory: MakeMemory | None = None
+    config: RunConfig,
+    task: SupervisedTask,
+    work: Work,
+    join: Join,
+    make_memory: MakeMemory | None = None,
+    staged: bool = False,
 ) -> Seat:
-    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
-    task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
+    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares.
+
+    Where it is `staged` that memory is the host's, whatever the device.
+    """
+    steps, loader = make_steps(config, task, work, join.worker)
+    device = task.train[0].device
 
     def redeal(deal: Deal) -> Loader:
         return task.loader(work.batches(join.worker, config, deal), config.seed, join.worker)
 
-    seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory, redeal)
+    codecs = codecs_of(config, task.layout)
+    if staged:
+        seat = Seat(Staged(steps, device), loader, join, None, codecs, make_memory, redeal)
+    else:
+        seat = Seat(steps, loader, join, device, codecs, make_memory, redeal)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
 

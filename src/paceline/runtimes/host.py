@@ -29,7 +29,7 @@ from paceline.runs.best import Best
 from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
@@ -468,7 +468,7 @@ class Host:
 
     def _worth_scoring(self) -> tuple[str, ...]:
         """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
-        if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, TERMINATED):
+        if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, NOT_COME, TERMINATED):
             return ()
         last = "test" if self.config.fold is None else "validation"
         if self.config.score == "none":

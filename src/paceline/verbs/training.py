@@ -77,13 +77,16 @@ def _add_hosts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     places = parser.add_argument_group("places")
     places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
     places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
-    places.add_argument("--tls", action="store_true", help="of --hosts: encrypt what workers send and get")
+    places.add_argument(
+        "--tls", action="store_true", help="of --hosts, Ray, torchrun and srun: encrypt what workers send"
+    )
     return places
 
 
 def _refuse_without_hosts(parsed: argparse.Namespace) -> None:
+    placed = getattr(parsed, "engine", None) is not None or rank_here() is not None
     for flag in ("skip_failed", "listen", "tls"):
-        if getattr(parsed, flag, None):
+        if getattr(parsed, flag, None) and not (flag == "tls" and placed):
             raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
 
 
@@ -101,10 +104,10 @@ def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> t
     if parsed.engine is not None:
         from paceline.runtimes.ray_engine import train_on_ray
 
-        return train_on_ray(config, console)
+        return train_on_ray(config, console, parsed.tls)
     from paceline.launch import train
 
-    return train(config, console)
+    return train(config, console, parsed.tls)
 
 
 def run_verb(arguments: list[str]) -> int:
