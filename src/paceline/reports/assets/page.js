@@ -98,6 +98,7 @@ function openAddressed() {
 
 window.addEventListener("hashchange", openAddressed);
 openAddressed();
+drawWaiting();
 
 // Digests that come faster than frames are drawn once.
 let changed = false;
