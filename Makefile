@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench tour docs clean
+.PHONY: help setup demo test check bench tour docs clean screenshots
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 setup: $(STAMP) ## make .venv and install Paceline with everything to develop it
 
@@ -52,6 +52,8 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	@$(DOCS)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS)/needs.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(DOCS)/needs.txt
 	@touch $@
+screenshots: setup ## the pictures of docs/figures, of real short runs in a real browser; needs Chromium
+	$(BIN)/python tools/screenshots.py
 
 clean: ## remove .venv and caches, never runs
 	rm -rf $(VENV) $(DOCS) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

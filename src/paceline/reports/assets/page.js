@@ -32,7 +32,7 @@ class Page {
       this.several.update(all);
       this.pick(all);
     } else this.head(all[0]);
-    this.one.update(runs.get(this.chosen) || all[0]);
+    this.one.update((this.several && runs.get(this.chosen)) || all[0]);
   }
 
   head(run) {
@@ -43,14 +43,24 @@ class Page {
 
   build(several) {
     this.body.replaceChildren();
-    this.several = several ? new SeveralRuns(this.body, (id) => { this.chosen = id; this.update(); }) : null;
-    const box = el("div", several ? { id: "one-run", class: "inner" } : {});
+    this.several = several ? new SeveralRuns(this.body, (name) => this.open(name)) : null;
+    const box = el("div", several ? { class: "inner" } : {});
+    this.box = box;
     this.body.append(box);
     if (several) {
-      this.select = el("select", { "aria-label": "which run", onchange: () => { this.chosen = this.select.value; this.update(); } });
+      this.select = el("select", { "aria-label": "which run", onchange: () => { location.hash = encodeURIComponent(runs.get(this.select.value).name); } });
       box.append(el("div", { class: "heading" }, el("h2", {}, "One run in full"), this.select));
     }
     this.one = new OneRun(box, "one");
+  }
+
+  // One of several, by its name: the address keeps it, so that it can be linked to.
+  open(name) {
+    const run = [...runs.values()].find((one) => one.name === name);
+    if (!run || !this.several) return;
+    this.chosen = run.id;
+    this.update();
+    this.box.scrollIntoView();
   }
 
   pick(all) {
@@ -81,6 +91,14 @@ function tellApart(all) {
 
 const page = new Page(document.getElementById("page"));
 page.update();
+
+function openAddressed() {
+  if (location.hash) page.open(decodeURIComponent(location.hash.slice(1)));
+}
+
+window.addEventListener("hashchange", openAddressed);
+openAddressed();
+drawWaiting();
 
 // Digests that come faster than frames are drawn once.
 let changed = false;
