@@ -184,6 +184,13 @@ class RunConfig:
     epochs: float = setting(6.0, "length", "data-set passes, shared by all workers", _sensible)
     epoch_mode: str = setting("shared", "length", "shared (one budget) or own (each worker passes over its own data)")
     steps: int | None = setting(None, "length", "stop after this many updates instead of epochs", _at_least_one)
+    max_seconds: float | None = setting(
+        None,
+        "length",
+        "stop after so many seconds of training, if epochs or steps have not ended it before; loading and evaluation "
+        "do not count (simulate: virtual seconds)",
+        _sensible,
+    )
     target_accuracy: float | None = setting(
         None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
     )

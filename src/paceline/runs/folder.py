@@ -19,7 +19,7 @@ SCHEMA = 1
 SCRIPT = "script"
 GLANCE_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
-INTERRUPTED, TERMINATED = "interrupted", "terminated"
+INTERRUPTED, TERMINATED, TIME_IS_UP = "interrupted", "terminated", "time is up"
 """Reasons for an early end, as the result gives them."""
 
 

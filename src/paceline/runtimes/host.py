@@ -29,7 +29,7 @@ from paceline.runs.best import Best
 from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
@@ -269,10 +269,27 @@ class Host:
             self.stop_reason = reason
             self.handle(Stop())
 
+    @property
+    def seconds_left(self) -> float:
+        """Until --max-seconds are over, while the clock runs."""
+        limit = self.config.max_seconds
+        return math.inf if limit is None or self.server.over else max(0.0, limit - self.clock.now())
+
+    def look_at_the_clock(self) -> None:
+        """Whoever brings inputs asks for this between two of them: the stop is an input like any other, and logged."""
+        if not self.seconds_left:
+            self.stop(TIME_IS_UP)
+
+    def _fraction(self) -> float:
+        """How much of the run is done, by whichever of its budgets is nearer to its end."""
+        server, limit = self.server, self.config.max_seconds
+        done = server.budget.fraction(server.samples, server.version)
+        return done if limit is None else max(done, min(1.0, self.clock.now() / limit))
+
     def _virtual_progress_is_due(self) -> bool:
         """A simulated run tells of every hundredth of its budget: virtual seconds say nothing about ours."""
         assert self._virtual is not None
-        fraction = self.server.budget.fraction(self.server.samples, self.server.version)
+        fraction = self._fraction()
         if fraction < self._virtual:
             return False
         self._virtual = fraction + VIRTUAL_PROGRESS
@@ -285,7 +302,7 @@ class Host:
         row = {
             "updates": server.version,
             "samples": server.samples,
-            "fraction": round(server.budget.fraction(server.samples, server.version), 6),
+            "fraction": round(self._fraction(), 6),
             "loss": round(self._loss_sum / self._loss_count, 6) if self._loss_count else None,
             "rate": round((server.samples - self._last_samples) / span, 1) if span > 0 else None,
             "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
@@ -433,8 +450,8 @@ class Host:
         """How the run ended: finished, diverged or stopped."""
         if self.server.divergence is not None or not torch.isfinite(self.server.weights).all():
             return "diverged"
-        on_target = self.stop_reason is not None and self.stop_reason.startswith("target")
-        return "finished" if self.stop_reason is None or on_target else "stopped"
+        as_asked = self.stop_reason is not None and self.stop_reason.startswith(("target", TIME_IS_UP))
+        return "finished" if self.stop_reason is None or as_asked else "stopped"
 
     def why_diverged(self) -> str:
         """What happened, the likely cause, and what to change."""

@@ -128,9 +128,11 @@ class Service:
                     self._tell_clock()
                 if self._all_know(deadline):
                     break
-            for line, _ in self._poll.poll(0.5 if deadline is not None else self._patience()):
+            patience = min(self._patience(), self.host.seconds_left)
+            for line, _ in self._poll.poll(0.5 if deadline is not None else patience):
                 if line in self._callbacks:  # else it was hung up on meanwhile
                     self._callbacks[line]()
+            self.host.look_at_the_clock()
             self._look_around()
             self.host.tick()
         for door in self.doors.values():

@@ -56,6 +56,7 @@ def plan_verb(arguments: list[str]) -> int:
         "faults",
         "name",
         "runs",
+        "max_seconds",
         "target_accuracy",
         "eval_every",
         "snapshots",
