@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import refuse_codecs, refuse_newcomers, require_gradients, resolve
-from paceline.config import RunConfig
+from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
@@ -25,6 +25,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     script = Path(command[0])
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
+    typed = given(config, SCRIPT_MAY_DECIDE)
     config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     require_gradients(config)
     refuse_codecs(config)
@@ -33,7 +34,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     folder = RunFolder.create(config)
     with holding(folder), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
-        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]]}
+        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]], "typed": typed}
         processes = Processes(spec, [], server_role="script server", worker_role="script", faults=faults)
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)

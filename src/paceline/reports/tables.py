@@ -45,16 +45,37 @@ def _number(value: float | None, form: str) -> str:
 
 def compare(paths: list[Path]) -> str:
     """One row a run: how it kept pace, how long it took, how good it got."""
-    rows = []
+    rows: list[tuple[list[str], dict[str, Any] | None, list[str]]] = []
     for path in paths:
         folder = RunFolder.open(path)
         config, result = folder.config(), folder.result()
         name = f"{config.strategy} {config.workers}w"
         if result is None:
-            rows.append([name, "-", "-", "-", "-", "-", "unfinished", path.name])
+            rows.append(([name, "-", "-", "-", "-", "-"], None, ["unfinished", path.name]))
             continue
-        rows.append([name, *_measured(result), result["status"], path.name])
-    return table(["pace", "seconds", "samples/s", "train %", "test %", "stale", "status", "run"], rows)
+        rows.append(([name, *_measured(result)], result, [result["status"], path.name]))
+    others = _others([result for _, result, _ in rows if result is not None])
+    header = ["pace", "seconds", "samples/s", "train %", "test %", "stale", *others, "status", "run"]
+    cells = [
+        [*first, *(_number(_other(result, name), ".4g") for name in others), *last] for first, result, last in rows
+    ]
+    return table(header, cells)
+
+
+def _others(results: list[dict[str, Any]]) -> list[str]:
+    """What runs measured beside accuracies: the loss where something is not classified, metrics, reported figures."""
+    names = {"test loss": None} if any(result["test_accuracy"] is None for result in results) else {}
+    for result in results:
+        names |= dict.fromkeys(result.get("test_metrics") or {})
+        names |= dict.fromkeys(name for row in (result.get("reported") or {}).values() for name in row)
+    return [name for name in names if any(_other(result, name) is not None for result in results)]
+
+
+def _other(result: dict[str, Any] | None, name: str) -> float | None:
+    if result is None or name == "test loss":
+        return result["test_loss"] if result is not None else None
+    rows = [result.get("test_metrics") or {}, *(result.get("reported") or {}).values()]
+    return next((row[name] for row in rows if name in row), None)
 
 
 def _measured(result: dict[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ class RunFolder:
         self.weights_file = path / "weights.safetensors"
         self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
+        self.frozen_file = path / "frozen.safetensors"
         self.checkpoints = path / "checkpoints"
         self.best_file = self.checkpoints / "best.safetensors"
         self.snapshots = path / "snapshots"
@@ -131,6 +132,7 @@ class RunFolder:
         if not self.events_file.exists() and not self.arrivals_file.exists():
             self.config_file.unlink(missing_ok=True)
             self.script_file.unlink(missing_ok=True)
+            self.frozen_file.unlink(missing_ok=True)
             self.faults_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else lies there: it stays
                 self.path.rmdir()

@@ -19,10 +19,11 @@ from torch import Tensor
 from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Steps, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
+from paceline.goals import goal_of, measure_of
 from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.best import Best
@@ -31,7 +32,7 @@ from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
-from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
+from paceline.runs.result import finite, shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
 from paceline.runs.snapshots import snapshots_of
 from paceline.runs.writing import Writer
@@ -39,6 +40,7 @@ from paceline.runtimes.accounts import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTU
 from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.timekeeping import Timekeeper
 from paceline.tasks.script_model import ScriptModel
+from paceline.tasks.structure import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
 
@@ -48,8 +50,9 @@ VIRTUAL_PROGRESS = 0.01
 Report = Callable[[dict[str, Any]], None]
 
 
-def _named(part: str, scores: Scores) -> dict[str, float | None]:
-    return {f"{part}_accuracy": scores.accuracy if scores.per_class else None, f"{part}_loss": scores.loss}
+def _named(part: str, scores: Scores) -> dict[str, Any]:
+    named: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), f"{part}_loss": scores.loss}
+    return named | ({f"{part}_metrics": finite(scores.metrics)} if scores.metrics else {})
 
 
 def _nobody(reply: Reply) -> None:
@@ -100,7 +103,9 @@ class Host:
         self._writer = Writer(background=source is None)
         self._snapshots = snapshots_of(config, folder, server, task, self._writer)
         scored = config.eval_every is not None and source is None
-        self._best = Best(folder, task, self._writer) if scored and isinstance(task, SupervisedTask) else None
+        kept = scored and isinstance(task, SupervisedTask)
+        self._best = Best(folder, task, self._writer, measure_of(config)) if kept else None
+        self._goal = goal_of(config)
         self.in_groups = False
         """Whether whoever brings inputs calls `commit` after several of them, not this host after each."""
         self._unsent: list[Reply] = []
@@ -226,6 +231,8 @@ class Host:
                 self._report({"kind": "lost", "worker": message.worker, "live": self.server.num_live, "pushes": pushes})
         elif isinstance(message, Steps):
             self.events.write("local_steps", now, worker=message.worker, steps=message.steps)
+        elif isinstance(message, Rate):
+            self.events.write("lr_factor", now, worker=message.worker, factor=message.factor)
         elif isinstance(message, Drain):
             self.events.write("worker_draining", now, worker=message.worker)
             self._report({"kind": "note", "text": f"worker {message.worker} is drained: it leaves after its push"})
@@ -414,13 +421,21 @@ class Host:
         self.events.write("evaluation", self.clock.now(), samples=self.server.samples, **found, **seconds)
         epochs = self.server.samples / self.server.budget.epoch_samples
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
-        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
+        metrics = "".join(f", {name} {value:.4g}" for name, value in scores.metrics.items())
+        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}{metrics}"
         self._report({"kind": "note", "text": text})
         self.accounts.deadlines.excuse(self.clock.source() - halted)
         self.clock.go()
-        target = self.config.target_accuracy
-        if target is not None and scores.accuracy >= target:
-            self.stop(f"target accuracy {target:g} % reached")
+        if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
+            self.stop(self._goal.reason)
+
+    def note_figures(self, worker: int, figures: dict[str, float]) -> None:
+        """What a user's own loop measured: for the result and the events, and perhaps what the run was to reach."""
+        self.figures.setdefault(str(worker), {}).update(figures)
+        row = {"samples": self.server.samples, "figures": finite(figures)}
+        self.events.write("reported", self.clock.now(), worker=worker, **row)
+        if self._goal is not None and self._goal.is_met(figures.get(self._goal.metric)):
+            self.stop(self._goal.reason)
 
     def _score(self, which: str) -> Scores | None:
         assert self.task is not None
@@ -430,7 +445,8 @@ class Host:
             rows = self.work.train if which == "train" else self.work.validation
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
-        indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
+        part = rows is not None and len(rows) < num_samples(data[0])
+        indices = torch.from_numpy(rows).to(device_of(data)) if rows is not None and part else None
         self.events.write("scoring", self.clock.now(), which=which)
         os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
         before = torch.get_num_threads()
@@ -519,7 +535,7 @@ class Host:
                 "lost_workers": self.lost,
                 **({"deals": self._generation} if self.server.deals is not None else {}),
                 **self._upkeep(),
-                **({"reported": self.figures} if self.figures else {}),
+                **({"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {}),
                 **(found or {}),
                 **self._facts,
                 "environment": environment(),

@@ -19,7 +19,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runtimes.host import Host
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.server_process import Control, Service, reporting
-from paceline.tasks.script_model import ScriptModel
+from paceline.tasks.script_model import ScriptModel, load_kept
 from paceline.transports.shared_memory import Hello, ServerDoor
 
 Introductions = list[tuple[ServerDoor, Hello]]
@@ -34,8 +34,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         first = introductions[0][1]
         expected = _expected(first)
         num_fitting = sum(_expected(hello) == expected for _, hello in introductions)
-        resolved, model, server = learn(config, first, num_fitting)
         folder = RunFolder(Path(spec["folder"]))
+        resolved, model, server = learn(config, first, num_fitting, folder)
         folder.settle_config(resolved)
         host = Host(server, model, None, resolved, folder, control.send, 0.0, spec["facts"])
         service = Service(host, control, expected, patient=True)
@@ -89,11 +89,13 @@ def _gather(control: Control, num_workers: int) -> Introductions:
     return sorted(found, key=lambda pair: pair[0].worker)
 
 
-def learn(config: RunConfig, first: Hello, num_workers: int) -> tuple[RunConfig, ScriptModel, Server]:
+def learn(
+    config: RunConfig, first: Hello, num_workers: int, folder: RunFolder
+) -> tuple[RunConfig, ScriptModel, Server]:
     """The server starts from the first worker's weights; its data set's size, and how many came, set the budget."""
     facts = first.facts
-    config = dataclasses.replace(config, batch_size=int(facts["batch_size"]))
-    model = ScriptModel(facts["layout"], facts["state_layout"])
+    config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
+    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_kept(folder.frozen_file))
     torch.set_num_threads(server_threads(config, model.layout))
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"

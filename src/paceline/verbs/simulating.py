@@ -58,6 +58,8 @@ def plan_verb(arguments: list[str]) -> int:
         "runs",
         "max_seconds",
         "target_accuracy",
+        "target",
+        "best",
         "eval_every",
         "snapshots",
     )
