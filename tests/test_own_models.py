@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -223,3 +224,15 @@ def test_a_reported_figure_that_is_the_target_ends_the_loop() -> None:
         session.step()
         steps += 1
     assert steps == 4
+
+
+def test_a_build_in_a_notebooks_cell_trains_there_or_is_told_where_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = ModuleType("__main__")  # of a kernel: it is no file
+    exec("def build():\n    import odd_models\n    return odd_models.tied()", cell.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    settings: dict[str, Any] = {"runs": str(tmp_path), "quiet": True, "steps": 2, "batch_size": 8}
+    assert paceline.train(cell.build, strategy="classic", **settings)["updates"] == 2
+    with pytest.raises(paceline.UserError, match=r"%%writefile my_task.py.*from my_task import build"):
+        paceline.train(cell.build, strategy="async", **settings)
