@@ -155,8 +155,12 @@ def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: fro
             raise UserError(f"{flag}, and the script itself says {value}: leave out one of the two")
 
 
-def take_over(optimizer: Optimizer, push: Callable[[Any], None]) -> None:
-    """From now on `optimizer.step()` pushes; whoever holds the optimizer (a schedule, a scaler) goes on using it."""
+def take_over(optimizer: Optimizer, push: Callable[[Any], None], begun: bool) -> None:
+    """From now on `optimizer.step()` pushes; whoever holds the optimizer (a schedule, a scaler) goes on using it.
+
+    In a run that has `begun` before, a schedule catches up with epochs in which nothing is left to do.
+    """
+    optimizer._opt_called = begun  # type: ignore[attr-defined]  # what a schedule looks at
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -164,7 +168,7 @@ def take_over(optimizer: Optimizer, push: Callable[[Any], None]) -> None:
             with torch.enable_grad():
                 loss = closure()
         push(loss)
-        self._opt_called = True  # type: ignore[attr-defined]  # what a schedule looks at
+        self._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule complains, or wraps it once more

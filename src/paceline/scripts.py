@@ -11,6 +11,7 @@ from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
+from paceline.runs.arrivals import next_life
 from paceline.runs.folder import SCRIPT, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.fault_injection import faults_for_processes
@@ -39,3 +40,21 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return folder, result
+
+
+def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
+    """Start the script again where it was first started; its server goes on from the newest checkpoint.
+
+    What was pushed since is lost, and counted: only the script itself could compute it again.
+    """
+    folder.require_unfinished()
+    call = ScriptCall.load(folder)
+    if call.changed:
+        console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
+    incarnation, _ = next_life(folder.arrivals_file, config)
+    spec = {"facts": facts_of(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
+    with ForkServer() as forks:
+        processes = Processes(spec, [], incarnation, server_role="script server", worker_role="script")
+        result = run_local(config, folder, forks, processes, console.report)
+    require_survivors(result, folder)
+    return result

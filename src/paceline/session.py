@@ -125,7 +125,7 @@ class Session:
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
         self._loss = math.nan
-        self._factor = 1.0
+        self._factor = 1.0 if not incarnation else math.nan  # where others were before, nobody knows what they told
         self._delays = parse_delays(config.delay or [], self.num_workers)
 
     def __enter__(self) -> Session:
@@ -164,7 +164,7 @@ class Session:
         batches = work.batches(self.worker, self.config)
         dealt = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
         if handed.optimizer is not None:
-            take_over(handed.optimizer, self._step_of_optimizer)
+            take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
         return model, *(thing if isinstance(thing, (Optimizer, *SCHEDULES)) else dealt for thing in things)
 
     def _refuse_misfits(self, handed: Handed, epochs: float | None, accumulate: int) -> None:

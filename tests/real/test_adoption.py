@@ -6,14 +6,18 @@ import difflib
 import json
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import result_of, run
+from commands import Command, result_of, run, wait_for_records
 from safetensors.torch import load_file
+
+from paceline.runs.events import read_events
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_LINES = 6
@@ -42,31 +46,55 @@ def python(source: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_plain_script_is_distributed_by_six_lines(tmp_path: Path) -> None:
-    plain, joined = EXAMPLES / "plain_script.py", EXAMPLES / "plain_script_joined.py"
-    changes = difflib.ndiff(plain.read_text().splitlines(), joined.read_text().splitlines())
+PLAIN, JOINED = EXAMPLES / "plain_script.py", EXAMPLES / "plain_script_joined.py"
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain script on two workers: its run folder."""
+    cwd = tmp_path_factory.mktemp("joined")
+    command = run("run", "-n", "2", "--strategy", "sync", "--name", "joined", str(JOINED), cwd=cwd)
+    assert command.process.returncode == 0, command.err
+    return cwd / "runs" / "joined"
+
+
+def test_a_plain_script_is_distributed_by_six_lines(joined: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = difflib.ndiff(PLAIN.read_text().splitlines(), JOINED.read_text().splitlines())
     changed = [line for line in changes if line.startswith("+ ") and line[2:].strip() and not line.startswith('+ """')]
     assert len(changed) <= MOST_LINES, changed
-    alone = python(plain.read_text(), tmp_path)
-    assert alone.returncode == 0 and "test accuracy 9" in alone.stdout, alone.stderr
-    command = run("run", "-n", "2", "--strategy", "sync", "--name", "joined", str(joined), cwd=tmp_path)
-    assert command.process.returncode == 0, command.err
-    result = result_of(tmp_path / "runs" / "joined")
+    runpy.run_path(str(PLAIN), run_name="__main__")
+    assert re.search(r"test accuracy (9\d|100)", capsys.readouterr().out)
+    result = result_of(joined)
     assert (result["status"], result["optimizer"], result["lr"]) == ("finished", "sgd", 0.02)
     assert result["samples"] == 6 * 2500 and result["reported"]["0"]["test_accuracy"] > 90.0
-    assert "identical to the run" in run("replay", "runs/joined", cwd=tmp_path).out, "with the script's own schedule"
+    factors = [row["factor"] for row in read_events(joined / "events.jsonl") if row["kind"] == "lr_factor"]
+    assert factors == sorted(factors, reverse=True) and len(factors) == 5, "the script's own schedule"
 
 
-@pytest.mark.parametrize(
-    ("example", "figure", "most"), [("huggingface_style", "perplexity", 2.0), ("fabric_style", "mae", 0.4)]
-)
-def test_loops_written_for_others_learn_on_two_workers(example: str, figure: str, most: float, tmp_path: Path) -> None:
-    command = run(
-        "run", "-n", "2", "--strategy", "sync", "--name", "run", str(EXAMPLES / f"{example}.py"), cwd=tmp_path
-    )
+def test_a_script_that_was_interrupted_and_resumed_comes_to_the_same_weights(tmp_path: Path, joined: Path) -> None:
+    flags = ("run", "-n", "2", "--strategy", "sync", "--delay", "5ms", "--name", "cut")
+    with Command(*flags, str(JOINED), cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs" / "cut", 100)  # in the second epoch: the schedule has moved on
+        os.kill(command.process.pid, signal.SIGINT)
+        assert command.finish() == 130, command.err
+    assert 40 < result_of(tmp_path / "runs" / "cut")["updates"] < 240
+    resumed = run("resume", "runs/cut", cwd=tmp_path)
+    assert resumed.process.returncode == 0 and "UserWarning" not in resumed.err, resumed.err
+    assert result_of(tmp_path / "runs" / "cut")["weights_sha256"] == result_of(joined)["weights_sha256"]
+
+
+def test_a_hugging_face_style_loop_learns_on_two_workers(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "huggingface_style.py")
+    command = run("run", "-n", "2", "--strategy", "sync", "--name", "run", script, cwd=tmp_path)
     assert command.process.returncode == 0, command.err
-    assert result_of(tmp_path / "runs" / "run")["reported"]["0"][figure] < most
-    assert "reported by worker 0: " in command.out and figure in command.out
+    assert result_of(tmp_path / "runs" / "run")["reported"]["0"]["perplexity"] < 2.0
+    assert "reported by worker 0: test_loss" in command.out
+
+
+def test_a_fabric_style_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "fabric_style.py"), run_name="__main__")
+    (error,) = re.findall(r"mean absolute error (0\.\d+)", capsys.readouterr().out)
+    assert float(error) < 0.25
 
 
 SAVED = """

@@ -93,8 +93,6 @@ class RunFolder:
 
     def way_on(self, config: RunConfig) -> str:
         """What to do after an early end."""
-        if is_script(config):
-            return "start the script again to train on"
         if is_simulated(config):
             return "simulate again: it will come out the same"
         return f"'paceline resume {self.path}' goes on from there"

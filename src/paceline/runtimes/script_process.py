@@ -31,7 +31,11 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     typed = frozenset(spec.get("typed", ()))
     session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], door, typed, folder)
     seed_generators(initial_seed(config))
-    return _run_again(spec) if spec.get("replay") else _run(spec["script"])
+    if spec.get("replay"):
+        return _run_again(spec)
+    if "cwd" in spec:
+        os.chdir(spec["cwd"])
+    return _run(spec["script"])
 
 
 def _run(command: list[str]) -> int:

@@ -12,10 +12,13 @@ import torch
 
 from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, from_dict
+from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
+from paceline.core.worker import Seat
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
+from paceline.runs.resume import rebuild
 from paceline.runtimes.host import Host
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.server_process import Control, Service, reporting
@@ -36,8 +39,9 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         num_fitting = sum(_expected(hello) == expected for _, hello in introductions)
         folder = RunFolder(Path(spec["folder"]))
         resolved, model, server = learn(config, first, num_fitting, folder)
-        folder.settle_config(resolved)
-        host = Host(server, model, None, resolved, folder, control.send, 0.0, spec["facts"])
+        if not spec.get("resume"):
+            folder.settle_config(resolved)
+        host = _make_host(spec, server, model, resolved, folder, control)
         service = Service(host, control, expected, patient=True)
         for door, _ in introductions:
             service.admit(door)
@@ -51,6 +55,23 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         host.close()
 
     return reporting(serve, fds[0])
+
+
+def _make_host(
+    spec: dict[str, Any], server: Server, model: ScriptModel, config: RunConfig, folder: RunFolder, control: Control
+) -> Host:
+    """The host of a new run, or of one that goes on from its newest checkpoint."""
+    if not spec.get("resume"):
+        return Host(server, model, None, config, folder, control.send, 0.0, spec["facts"])
+    skipping = dataclasses.replace(config, recovery="checkpoint")
+    rebuilt = rebuild(server, _no_seat, model, skipping, folder, control.send)
+    host = Host(server, model, None, config, folder, control.send, rebuilt.now, spec["facts"])
+    host.go_on(rebuilt)
+    return host
+
+
+def _no_seat(join: Join) -> Seat:
+    raise AssertionError("only a script computes its pushes")
 
 
 def _expected(first: Hello) -> dict[str, Any]:
