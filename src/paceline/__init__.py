@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from paceline.session import Session, join
     from paceline.tasks.metrics import Perplexity
     from paceline.tasks.supervised import SupervisedTask as Task
+    from paceline.tracking.tracker import Tracker
 
-__all__ = ["PacelineError", "Perplexity", "RunConfig", "Session", "Task", "UserError", "join", "train"]
+__all__ = ["PacelineError", "Perplexity", "RunConfig", "Session", "Task", "Tracker", "UserError", "join", "train"]
 
 _HOMES = {
     "PacelineError": "paceline.errors:PacelineError",
@@ -20,6 +21,7 @@ _HOMES = {
     "RunConfig": "paceline.config:RunConfig",
     "Session": "paceline.session:Session",
     "Task": "paceline.tasks.supervised:SupervisedTask",
+    "Tracker": "paceline.tracking.tracker:Tracker",
     "UserError": "paceline.errors:UserError",
     "join": "paceline.session:join",
     "train": "paceline.api:train",

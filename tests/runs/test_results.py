@@ -17,9 +17,10 @@ from torch import Tensor
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.reports.console import closing_lines
-from paceline.reports.tables import compare
+from paceline.reports.run_tables import compare
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.listing import runs_of
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
 
 
@@ -100,7 +101,7 @@ def test_metrics_of_a_task_are_shown_kept_and_end_a_run(record: Record) -> None:
     assert "test loss" in run.notes[0] and "distance 2" in run.notes[0]
     lines = closing_lines(result, None, "here")
     assert "Test distance: 0" in lines and any(line.startswith("Train distance: 1") for line in lines)
-    assert "distance" in compare([run.folder.path]).splitlines()[0]
+    assert "distance" in compare(runs_of([run.folder.path])[0], 120).splitlines()[0]
 
 
 def test_a_diverged_run_says_so_and_what_to_change(record: Record) -> None:
