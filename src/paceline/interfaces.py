@@ -6,8 +6,8 @@ A worker turns weights into a push. A server turns pushes into weights. A reply 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -89,6 +89,14 @@ class Scores:
     correct: int
     total: int
     per_class: tuple[float | None, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the task measures, by name."""
+
+    def value(self, metric: str) -> float | None:
+        """Of a metric, the loss or the accuracy, by name; None where it was not measured."""
+        if metric == "accuracy":
+            return self.accuracy if self.per_class else None
+        return self.loss if metric == "loss" else self.metrics.get(metric)
 
     @property
     def accuracy(self) -> float:

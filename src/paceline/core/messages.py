@@ -53,6 +53,16 @@ class Steps(NamedTuple):
     steps: int
 
 
+class Rate(NamedTuple):
+    """A setting that changed: from now on the learning rate is `factor` times what the schedule says.
+
+    The schedule of a user's own loop, as worker 0 follows it.
+    """
+
+    worker: int
+    factor: float
+
+
 class Drain(NamedTuple):
     """Somebody outside asks that `worker` finishes the push it is making, and is then told that it is over for it."""
 
@@ -76,7 +86,7 @@ class Resume:
     lost: int = 0
 
 
-Input: TypeAlias = Join | Push | Leave | Steps | Drain | Stop | Resume
+Input: TypeAlias = Join | Push | Leave | Steps | Rate | Drain | Stop | Resume
 
 
 class Deal(NamedTuple):

@@ -269,7 +269,7 @@ class ClusterService(Service):
         elif isinstance(message, Hello):
             self.welcome(door, message)
         elif not isinstance(message, Heard):
-            self.host.figures[str(message.worker)] = message.values
+            self.host.note_figures(message.worker, message.values)
         self._watch(door)
 
     def _lose(self, door: TcpServerDoor) -> None:

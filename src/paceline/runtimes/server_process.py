@@ -17,7 +17,7 @@ import torch
 
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.memory import Sizes
-from paceline.core.messages import Join, Leave, Push, Reply
+from paceline.core.messages import Join, Leave, Push, Rate, Reply
 from paceline.core.worker import Seat
 from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset
@@ -128,9 +128,11 @@ class Service:
                     self._tell_clock()
                 if self._all_know(deadline):
                     break
-            for line, _ in self._poll.poll(0.5 if deadline is not None else self._patience()):
+            patience = min(self._patience(), self.host.seconds_left)
+            for line, _ in self._poll.poll(0.5 if deadline is not None else patience):
                 if line in self._callbacks:  # else it was hung up on meanwhile
                     self._callbacks[line]()
+            self.host.look_at_the_clock()
             self._look_around()
             self.host.tick()
         for door in self.doors.values():
@@ -196,12 +198,14 @@ class Service:
             message = None
         if isinstance(message, Push):
             self._take(door, message)
+        elif isinstance(message, Rate):
+            self.host.handle(message)
         elif message is None:
             self._send_off(door)
         elif isinstance(message, Hello):
             self.welcome(door, message)
         else:
-            self.host.figures[str(message.worker)] = message.values
+            self.host.note_figures(message.worker, message.values)
 
     def _keep_time(self, worker: int, timing: Timing) -> None:
         """Before a push counts: what it took, and whether its worker should make fewer local steps from now on."""

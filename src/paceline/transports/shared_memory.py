@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from paceline.core.memory import Memory, Sizes
-from paceline.core.messages import Deal, Join, Push, Reply
+from paceline.core.messages import Deal, Join, Push, Rate, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
 _REPLY = struct.Struct("<BBxxIQQdII")
 MEMBER_NBYTES = 2
-_HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
+_RATE = struct.Struct("<Bd")
+_HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
 _LARGEST = 1 << 20
 
 
@@ -121,6 +122,13 @@ class WorkerDoor:
         except (BrokenPipeError, ConnectionResetError):
             return
 
+    def set_rate(self, rate: Rate) -> None:
+        """Before the push it is meant for: the learning rate is another from now on."""
+        try:
+            self._connection.send(_RATE.pack(_RATED, rate.factor))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
     def close(self) -> None:
         """Say good-bye."""
         self._connection.close()
@@ -185,7 +193,7 @@ class ServerDoor:
         """Hang up."""
         self.connection.close()
 
-    def receive(self) -> Hello | Push | Figures | None:
+    def receive(self) -> Hello | Push | Rate | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
         if self.slot is not None:
             try:
@@ -194,6 +202,8 @@ class ServerDoor:
                 return None
             if packet and packet[0] == _REPORTED:
                 return self._figures(packet)
+            if len(packet) == _RATE.size and packet[0] == _RATED:
+                return Rate(self.worker, _RATE.unpack(packet)[1])
             return self._push(packet, self.slot) if packet else None
         try:
             packet, fds, _, _ = socket.recv_fds(self.connection, _LARGEST, 1)
