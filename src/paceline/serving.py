@@ -183,6 +183,7 @@ def _serve(
 
     from paceline.runtimes.allocator import keep_freed_memory
     from paceline.runtimes.cluster_server import OwnLine
+    from paceline.runtimes.recomputing import ClusterCompany
     from paceline.runtimes.server_process import allow_many_files, make_host
     from paceline.transports.listener import Listener
 
@@ -194,7 +195,9 @@ def _serve(
     dataset = load(location, report=console.report) if location is not None else None
     line = OwnLine(console.report)
     facts = {**facts_of(config, location), "servers": entrance.num_servers}
-    host = make_host(config, dataset, folder, console.report, facts, resume)
+    alone = entrance.num_servers == 1
+    company = ClusterCompany(listener, console.report) if resume and alone else None
+    host = make_host(config, dataset, folder, console.report, facts, resume, company)
     assert host.work is not None
     if not resume:
         hint(config, location, console, host.work.skew)
@@ -207,6 +210,8 @@ def _serve(
             if tell is not None:
                 tell(Opened(listener.address, line.stop))
             with torch.inference_mode():
+                if company is not None:
+                    company.hand_over(service)
                 service.run()
             result = host.finish()
         retinue.end()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.config import to_dict
 from paceline.core.memory import Sizes
 from paceline.core.messages import Push, Reply
 from paceline.errors import ProtocolError
@@ -20,7 +19,7 @@ from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
-from paceline.runtimes.server_process import Control, Door, Line, Service
+from paceline.runtimes.server_process import Control, Door, Line, Service, welcome_of
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
 from paceline.transports.tcp import Heard, TcpServerDoor
@@ -65,7 +64,7 @@ class ClusterService(Service):
         self._empty_since: float | None = None
         self._looked = time.monotonic()
         self._next_look = 0.0
-        self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
+        self._welcome = welcome_of(host.config, host.folder)
         if largest.own:
             host.may_be_cut = self._own_states_are_here
         self._listen(listener, self._let_in)
@@ -139,7 +138,9 @@ class ClusterService(Service):
     def _known(self, applicant: Applicant) -> TcpServerDoor | None:
         """The door of a worker that was here before; None where this server is another than it knew."""
         door = self._tcp.get(applicant.fields.get("worker", -1))
-        return door if door is not None and door.incarnation == applicant.fields.get("incarnation") else None
+        if door is None or door.incarnation != applicant.fields.get("incarnation") or door.anew or door.began_anew:
+            return None
+        return door
 
     def _consider(self, applicant: Applicant) -> None:
         wanted = applicant.fields.get("worker")
@@ -198,6 +199,13 @@ class ClusterService(Service):
         self._note(f"worker {door.worker} is back after its connection broke")
 
     # workers
+
+    def adopt(self, door: Door, hello: Hello | None) -> None:
+        """Go on with a worker that was here before this service."""
+        assert isinstance(door, TcpServerDoor)
+        self._seat(door)
+        if hello is not None:
+            self.welcome(door, hello)
 
     def _seat(self, door: TcpServerDoor) -> None:
         """One more worker."""

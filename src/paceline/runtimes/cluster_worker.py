@@ -19,11 +19,11 @@ import torch
 from paceline.assemble import cores
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
-from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
+from paceline.crew import begin_anew, identity_of, make_join, make_seat, make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.delays import parse_delays
 from paceline.errors import Forgotten
-from paceline.runs.environment import package_version
+from paceline.runs.environment import machine_kind, package_version
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.timekeeping import Stopwatch
 from paceline.transports.shard_doors import ShardDoors
@@ -119,7 +119,7 @@ class Workbench:
     def apply(self, door: ShardDoors, number: int) -> dict[str, Any]:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
-        words = {"worker": wanted, "version": package_version("paceline"), "torch": torch.__version__}
+        words = {"worker": wanted, "version": package_version("paceline"), "kind": machine_kind()}
         return door.apply(words, KNOCKING_SECONDS)
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
@@ -152,11 +152,11 @@ class Lane:
     def _begin(self, welcome: dict[str, Any]) -> None:
         """A new incarnation: everything but the data is made anew."""
         config, dataset = self._bench.prepare(from_dict(welcome["config"]))
-        self._config, worker = config, int(welcome["worker"])
+        self._config, self._dataset, worker = config, dataset, int(welcome["worker"])
         torch.set_num_threads(config.threads or 1)
         task = make_task(config, dataset)
         self._door.reach(welcome, task.layout.size)
-        division = work_of(task, config)
+        self._division = division = work_of(task, config)
         self._seat = make_seat(config, task, division, make_join(config, division, worker, int(welcome["incarnation"])))
         self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
         self._bench.say(worker, config)
@@ -180,6 +180,8 @@ class Lane:
 
     def _compute(self, reply: Reply) -> None:
         self._stopwatch.replied()
+        if reply.anew:
+            self._seat = begin_anew(self._config, self._dataset, self._division, self._seat, reply)
         self._seat.pending = reply
         push = self._seat.push()
         assert push is not None, "a reply that was not the last is worth a push"

@@ -145,6 +145,8 @@ class Host:
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
+        if self._virtual is None:
+            row["by_workers"] = rebuilt.by_workers
         seconds = {} if self._virtual is not None else {"seconds": round(rebuilt.seconds, 3)}
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 

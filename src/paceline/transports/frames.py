@@ -20,9 +20,10 @@ _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff")
 """seq, reply, samples, bytes of update, of state, of the worker's own state, loss, seconds: cpu, wall, waited."""
-REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ")
-"""over, encoded, asks for the own state, serial, version, batch, lr, steps, generation of the deal, bytes of its
-members (none where the worker knows them), bytes of weights (or of the encoded)."""
+REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQ")
+"""over, encoded, asks for the own state, says to begin anew, serial, version, batch, lr, steps, generation of the deal,
+bytes of its members (none where the worker knows them), bytes of weights (or of the encoded) and of states sent along.
+"""
 MOST_AT_ONCE = 64
 """Places that one call sends from: the system takes no more than 1,024."""
 
