@@ -62,6 +62,8 @@ class ClusterService(Service):
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
+        self._line_since: float | None = None
+        """Since when somebody waits at the starting line of a run that goes on."""
         self._looked = time.monotonic()
         self._next_look = 0.0
         self._welcome = welcome_of(host.config, host.folder)
@@ -91,8 +93,26 @@ class ClusterService(Service):
             self.host.look_for_requests()
         for worker in self._deadlines.due(now):
             self._give_up(worker, now)
+        self._begin_without_the_lost(now)
         if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
             self.host.stop(ALL_GONE)
+
+    def _begin_without_the_lost(self, now: float) -> None:
+        """After a restart nobody is waited for longer than for a worker that fell silent; it may join later."""
+        server = self.host.server
+        if server.started or not self.host.first_incarnation:  # a new run waits for all that it was promised
+            self._line_since = None
+            return
+        if self._line_since is None and server.num_live:
+            self._line_since = now
+        if self._line_since is None or now < self._line_since + CEILING_SECONDS:
+            return
+        for worker in server.awaited:
+            if worker not in self.doors:
+                self._note(
+                    f"worker {worker} did not come back within {CEILING_SECONDS:g} s: the run goes on without it"
+                )
+                self.miss(worker)
 
     def _give_up(self, worker: int, now: float) -> None:
         door = self._tcp[worker]

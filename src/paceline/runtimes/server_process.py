@@ -252,7 +252,8 @@ class Service:
 
     def miss(self, worker: int) -> None:
         """A worker that was awaited will never come."""
-        self.host.handle(Leave(worker, 0))
+        member = self.host.server.members.get(worker)
+        self.host.handle(Leave(worker, member.incarnation + 1 if member is not None else 0))
 
     def _stop_listening(self, line: Line) -> None:
         self._poll.unregister(line.fileno())
