@@ -161,7 +161,7 @@ def _keep_serving(
 
     def lost(what: str) -> ServerLost | None:
         way_on = f"'paceline server --resume {folder.path}' goes on from there"
-        return ServerLost(what, way_on) if folder.arrivals_file.exists() else None
+        return ServerLost(what, way_on) if folder.has_log else None
 
     for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
         console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")

@@ -114,8 +114,7 @@ def rebuild(
     if company is not None:
         company.end()
         incarnation = company.first_incarnation
-    for what, error in writer.failures():
-        report({"kind": "note", "text": f"{what} could not be written again ({error.strerror or error})"})
+    _complain(writer, report)
     torch.set_num_threads(before)
     if replay.departure is not None:
         what = f"first worker {replay.departure.worker}'s push {replay.departure.push}"
@@ -126,6 +125,12 @@ def rebuild(
     now = log.records[-1].now if log.records else (cut.now if cut is not None else 0.0)
     version, helped = cut.version if cut is not None else None, company.num_pushes if company is not None else 0
     return Rebuilt(now, resume, version, pushes, time.perf_counter() - began, incarnation, helped)
+
+
+def _complain(writer: Writer, report: Report) -> None:
+    for what, error in writer.changes():
+        if error is not None:
+            report({"kind": "note", "text": f"{what} could not be written again ({error.strerror or error})"})
 
 
 def _sharing(make_seat: Callable[[Join], Seat], company: Company) -> Callable[[Join], Chair]:

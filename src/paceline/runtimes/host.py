@@ -369,7 +369,11 @@ class Host:
         }
 
     def _complain(self) -> None:
-        for what, failure in self._writer.failures():
+        for what, failure in self._writer.changes():
+            if failure is None:
+                self.events.write("writing_works", self.clock.now(), what=what)
+                self._report({"kind": "note", "text": f"{what} could be written again"})
+                continue
             text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
             self.events.write("writing_failed", self.clock.now(), what=what, error=str(failure))
             self._report({"kind": "note", "text": text})
