@@ -32,6 +32,7 @@ from processes import ended
 PADDING = 600.0
 """Seconds that training may last when nothing happens to it any more."""
 QUIET_SECONDS = (0.5, 3.0)
+ENDING_SECONDS = 3.0
 CEILING_SECONDS = 60.0
 """The longest that an adaptive deadline can be: nobody may be waited for longer."""
 COMMON = ["--dataset", "fashion-mnist-sample", "--split", "iid", "--epochs", "2000", "--eval-every", "2",
@@ -157,6 +158,16 @@ class Cluster:
         self.server.wait()
         self.server = self._start(["server", "--resume", str(self.folder / "run")])
 
+    def see_off(self) -> list[int | None]:
+        """What the workers ended with, once the server has; None: cut off at the end, it knocks there still."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        codes = [worker.poll() for worker in self.workers]
+        for worker in self.workers:
+            worker.kill()
+        return codes
+
     def drain(self, worker: int) -> None:
         """Ask that a worker leaves; nobody of that number may be there, and that is said."""
         self._start(["drain", str(self.folder / "run"), str(worker)])
@@ -264,7 +275,7 @@ def live_through(
         if all(worker.poll() is not None for worker in cluster.workers):  # all were drained
             cluster.workers.append(cluster.start_worker())
         code = cluster.server.wait(PADDING)
-        late = [worker.wait(PADDING) for worker in cluster.workers]
+        codes = cluster.see_off()
         cluster.link.close()
     left = left_behind(folder)
     run = folder / "run"
@@ -274,7 +285,7 @@ def live_through(
     result = json.loads((run / "result.json").read_text())
     return {
         "exit_code": code,
-        "workers_exit_codes": late,
+        "workers_exit_codes": codes,
         "happened": dict(misfortune.happened),
         "status": result["status"],
         "test_accuracy": result["test_accuracy"],
