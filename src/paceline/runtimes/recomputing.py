@@ -313,7 +313,7 @@ class ClusterCompany(Company):
         """Its old number where that is free, else one that is needed; None for who cannot help."""
         again = bool(fields.get("again"))
         alike = again or fields.get("kind") == machine_kind()
-        if fields.get("version") != package_version("paceline") or not alike or "shard" in fields:
+        if fields.get("version") != package_version("paceline") or not alike or {"shard", "observer"} & set(fields):
             return None
         free = [worker for worker in range(self.server.places) if worker not in self._stand_ins]
         asked = fields.get("worker")

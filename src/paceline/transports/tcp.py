@@ -26,6 +26,7 @@ from paceline.transports.frames import (
     Outbox,
     Reading,
     header,
+    padding,
     read_bytes,
     read_fields,
     read_header,
@@ -46,6 +47,15 @@ HEARD = Heard()
 def view(tensor: Tensor) -> memoryview:
     """The bytes of a flat tensor, as they lie in memory."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class Views:
+    """The bytes of a memory's parts, looked up once: a push and its reply are too short-lived to ask each time."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.update, self.state, self.weights = view(memory.update), view(memory.state), view(memory.weights)
+        self.source = memory.weights
+        """Where `weights` lie: one server of several moves them."""
 
 
 def _within(asked: int | None, most: int | None) -> bool:
@@ -80,6 +90,8 @@ class TcpServerDoor:
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
         self.slot: Memory | None = None
+        self._views: Views | None = None
+        """Of the slot's parts."""
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
         self.left = False
@@ -145,16 +157,16 @@ class TcpServerDoor:
 
     def _message(self) -> Reading[Hello | Push | Figures | Heard]:
         """Read one frame, whichever it is."""
-        slot = self.slot
+        slot, views = self.slot, self._views
         most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
         if slot is not None:
             bodies = slot.update.nbytes + slot.state.nbytes + slot.sizes.own
-            most[Kind.PUSH] = PUSH_HEAD.size + bodies
+            most[Kind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         try:
             kind, nbytes = yield from read_header(most)
             if kind is Kind.PUSH:
-                assert slot is not None
-                return (yield from self._push(nbytes, slot))
+                assert slot is not None and views is not None
+                return (yield from self._push(nbytes, slot, views))
             if kind in (Kind.BEAT, Kind.BYE):
                 self.left = kind is Kind.BYE
                 return HEARD
@@ -176,6 +188,7 @@ class TcpServerDoor:
                 self.answer(self._greeted)
             return HEARD
         self.slot = Memory.private(sizes)
+        self._views = Views(self.slot)
         return Hello(join, self.slot, fields)
 
     def _figures(self, fields: Mapping[str, Any]) -> Figures:
@@ -184,25 +197,26 @@ class TcpServerDoor:
         except (ValueError, TypeError):
             raise ProtocolError("figures that are none") from None
 
-    def _push(self, nbytes: int, slot: Memory) -> Reading[Push]:
+    def _push(self, nbytes: int, slot: Memory, views: Views) -> Reading[Push]:
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from read_bytes(PUSH_HEAD.size)
         seq, reply, samples, num_update, num_state, num_own, loss, *seconds = PUSH_HEAD.unpack(packed)
-        if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + sum(
-            (num_update, num_state, num_own)
-        ):
+        bodies = num_update + num_state + num_own
+        pad = len(padding(bodies))
+        if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + bodies + pad:
             parts = f"{num_update} bytes of update, {num_state} of state and {num_own} of its own"
             raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its memory")
         update = slot.update if slot.sizes.payload is None else slot.update[:num_update]
         if seq == self._seq:  # again, after a reconnect: the server may still hold these very bytes, so they stay
-            yield from self._throw_away(num_update + num_state + num_own)
+            yield from self._throw_away(bodies)
         else:
-            yield view(update)
-            yield view(slot.state)
+            yield views.update[:num_update]
+            yield views.state
             if num_own:
                 yield view(slot.kept(seq))
                 self.own_seq, self.wants_own = seq, False
+        yield from read_bytes(pad)
         self._seq, self._greeted = seq, None
         self.began_anew = False
         self.timing = Timing(*seconds)
@@ -227,23 +241,26 @@ class TcpServerDoor:
         A worker that is gone is noticed when its connection is read next; what it missed it will ask for again. The
         memory is sent from as it lies: nobody changes it before the worker's next push, which comes after all of it.
         """
-        slot = self.slot
-        assert slot is not None, "a worker that has not said hello cannot be answered"
+        slot, views = self.slot, self._views
+        assert slot is not None and views is not None, "a worker that has not said hello cannot be answered"
         anew, self.anew = self.anew, False
         if anew:
             self._seq = self.own_seq = -1
             self.began_anew = True
         if self._seq < 0:
             self._greeted = reply
+        if views.source is not slot.weights:
+            views = self._views = Views(slot)
         encoded = slot.sizes.pulled is not None and reply.serial > 0 and not anew
-        body = [view(slot.pulled[: slot.num_pulled] if encoded else slot.weights)]
+        body = [view(slot.pulled[: slot.num_pulled]) if encoded else views.weights]
         if anew and reply.serial:
             body += [view(slot.state), view(slot.kept(reply.serial - 1))]
         nbytes = sum(map(len, body))
         generation, members = self._news(reply.deal)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
         head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, anew, *facts, len(members), nbytes)
-        self.send(header(Kind.REPLY, len(head) + len(members) + nbytes) + head + members, *body)
+        pad = padding(len(members) + nbytes)
+        self.send(header(Kind.REPLY, len(head) + len(members) + nbytes + len(pad)) + head + members, *body, pad)
 
     def _news(self, deal: Deal | None) -> tuple[int, bytes]:
         """The generation of a deal, and its members where this connection has not carried them yet."""
