@@ -68,7 +68,7 @@ class StandIns:
         if self._transport == "tcp":
             connection.close()
             door = TcpWorkerDoor(self._listener.address, b"", patience=0.1)  # type: ignore[assignment]
-            words = {"worker": number, "version": package_version("paceline"), "kind": machine_kind()}
+            words = {"worker": number, "version": package_version("paceline"), "kind": f"{machine_kind()}, cpu"}
             incarnation = door.apply(words)["incarnation"]  # type: ignore[attr-defined]
         task = small_task()
         join = make_join(run.config, run.work, number, incarnation)._replace(threads=self._count)

@@ -312,7 +312,7 @@ class ClusterCompany(Company):
     def _number_for(self, fields: dict[str, Any]) -> int | None:
         """Its old number where that is free, else one that is needed; None for who cannot help."""
         again = bool(fields.get("again"))
-        alike = again or fields.get("kind") == machine_kind()
+        alike = again or fields.get("kind") == f"{machine_kind()}, cpu"
         if fields.get("version") != package_version("paceline") or not alike or {"shard", "observer"} & set(fields):
             return None
         free = [worker for worker in range(self.server.places) if worker not in self._stand_ins]
