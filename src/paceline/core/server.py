@@ -170,6 +170,11 @@ class Server:
         return not self._awaited
 
     @property
+    def awaited(self) -> list[int]:
+        """Who has not come yet, and is not known never to come."""
+        return sorted(self._awaited)
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next update."""
         return self._lr_by(self.schedule)

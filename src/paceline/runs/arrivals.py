@@ -220,7 +220,10 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: this run has no log to replay") from None
     if not content:
-        raise UserError(f"{path} is empty: the run never started, or its log was lost")
+        raise UserError(
+            f"{path} is empty: the run never started, or its log was lost; "
+            f"'paceline train {path.parent / 'config.toml'} --name NAME' starts it again"
+        )
     length = content.find(b"\n") + 1
     header = content[:length]
     if not header.startswith(MAGIC):

@@ -48,6 +48,11 @@ class RunFolder:
         self.server_file = path / "server.json"
         self.token_file = path / "token"
 
+    @property
+    def has_log(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self.arrivals_file.exists() and self.arrivals_file.stat().st_size > 0
+
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
         """Make a new folder with the resolved config in it, and its faults; one that exists is never touched."""

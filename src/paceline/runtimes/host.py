@@ -158,6 +158,8 @@ class Host:
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
+        if self._virtual is None:
+            row["by_workers"] = rebuilt.by_workers
         seconds = {} if self._virtual is not None else {"seconds": round(rebuilt.seconds, 3)}
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 
@@ -402,7 +404,11 @@ class Host:
         }
 
     def _complain(self) -> None:
-        for what, failure in self._writer.failures():
+        for what, failure in self._writer.changes():
+            if failure is None:
+                self.events.write("writing_works", self.clock.now(), what=what)
+                self._report({"kind": "note", "text": f"{what} could be written again"})
+                continue
             text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
             self.events.write("writing_failed", self.clock.now(), what=what, error=str(failure))
             self._report({"kind": "note", "text": text})
