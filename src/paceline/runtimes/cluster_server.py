@@ -20,7 +20,7 @@ from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
 from paceline.runtimes.observers import Observers
-from paceline.runtimes.server_process import Control, Door, Line, Service, welcome_of
+from paceline.runtimes.server_process import GRACE_SECONDS, Control, Door, Line, Service, welcome_of
 from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
@@ -86,6 +86,14 @@ class ClusterService(Service):
 
     def _patience(self) -> float:
         return LOOK_SECONDS
+
+    def _all_know(self, deadline: float) -> bool:
+        """Until all have hung up: what is still on its way to a worker would be lost with us."""
+        here = [door for door in self._tcp.values() if door.fileno() >= 0]
+        patience = max((door.last_heard + GRACE_SECONDS for door in here), default=deadline)
+        if time.monotonic() > max(deadline, patience):
+            return True
+        return not here and super()._all_know(deadline)
 
     def _look_around(self) -> None:
         now = time.monotonic()
