@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,35 @@ from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 
 
+def run_folders(path: Path) -> list[Path]:
+    """Each run folder below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first."""
+    found = {*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")}
+    return [config.parent for config in sorted(found, key=lambda config: (-changed_at(config.parent), config))]
+
+
+def changed_at(path: Path) -> float:
+    """When anything was last written down of the run; 0 where nothing is there any more."""
+    dates = []
+    for name in ("config.toml", "events.jsonl"):
+        with contextlib.suppress(OSError):
+            dates.append((path / name).stat().st_mtime)
+    return max(dates, default=0.0)
+
+
 def runs_in(path: Path) -> list[dict[str, Any]]:
-    """Each run below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first.
+    """Each run below `path`, newest first.
 
     A run whose files cannot be read is listed as damaged.
     """
     if not path.is_dir():
         raise UserError(f"{path} is no folder: give the one that holds your runs, as in 'paceline list runs'")
-    configs = sorted({*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")})
-    rows = [_row(RunFolder(config.parent), path) for config in configs]
-    return sorted(rows, key=lambda row: (-row["changed"], row["run"]))
+    return [_row(RunFolder(found), path) for found in run_folders(path)]
 
 
 def _row(folder: RunFolder, above: Path) -> dict[str, Any]:
     name = str(folder.path.relative_to(above)) if folder.path != above else folder.path.name
-    changed = max(file.stat().st_mtime for file in (folder.config_file, folder.events_file) if file.exists())
     row: dict[str, Any] = {"run": name, "strategy": None, "model": None, "workers": None, "status": "damaged"}
-    row |= {"test_accuracy": None, "changed": changed, "path": str(folder.path)}
+    row |= {"test_accuracy": None, "changed": changed_at(folder.path), "path": str(folder.path)}
     try:
         config, result = folder.config(), folder.result()
     except UserError:

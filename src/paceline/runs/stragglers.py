@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from paceline.runs.status import WorkerStatus
 
@@ -71,6 +71,14 @@ def _slower(cause: str, measured: Sequence[tuple[WorkerStatus, float | None]]) -
 
 
 def _median_of_others(ranked: list[float], own: float) -> float:
-    others = ranked.copy()
-    others.remove(own)
-    return median(others)
+    """Without a copy: ten thousand workers are each compared with the others.
+
+    >>> _median_of_others([1.0, 2.0, 4.0, 9.0], 2.0), _median_of_others([1.0, 2.0, 9.0], 9.0)
+    (4.0, 1.5)
+    """
+    place, middle = bisect_left(ranked, own), (len(ranked) - 1) // 2
+
+    def other(number: int) -> float:
+        return ranked[number + (number >= place)]
+
+    return other(middle) if len(ranked) % 2 == 0 else (other(middle - 1) + other(middle)) / 2
