@@ -210,6 +210,7 @@ def _serve(
                 service.run()
             result = host.finish()
         retinue.end()
+        service.observers.end()
     host.close()
     listener.close()
     require_survivors(result, folder)
@@ -272,14 +273,14 @@ class Visitor:
 def join_server(visitor: Visitor, console: Console) -> bool:
     """Work for a server until it is over; False where it went away before."""
     parse_address(visitor.connect)
-    token = _read_token(visitor.token_file) or b""
+    token = token_of(visitor)
     if visitor.threads is not None and visitor.threads < 1:
         raise UserError(f"--threads {visitor.threads}: a worker needs at least one")
     if visitor.overlap < 0:
         raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
     from paceline.runtimes.cluster_worker import Connection, Own, work
 
-    connection = Connection(visitor.connect, token, _tls_of(visitor), visitor.patience)
+    connection = Connection(visitor.connect, token, tls_of(visitor), visitor.patience)
     own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap)
     ended = work(connection, own, _load, console.note)
     if not ended:
@@ -289,11 +290,17 @@ def join_server(visitor: Visitor, console: Console) -> bool:
 
 def join_as_shard(visitor: Visitor, listen: str | None, console: Console) -> bool:
     """Be a further server of a run until it is over; False where its first server went away before."""
-    token = _read_token(visitor.token_file) or b""
-    return serve_part(visitor.connect, listen, token, _tls_of(visitor), visitor.patience, console)
+    token = token_of(visitor)
+    return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, console)
 
 
-def _tls_of(visitor: Visitor) -> Tls | None:
+def token_of(visitor: Visitor) -> bytes:
+    """What it shows: from its file, or the variable; nothing where there is neither."""
+    return _read_token(visitor.token_file) or b""
+
+
+def tls_of(visitor: Visitor) -> Tls | None:
+    """How it encrypts, if it was asked to."""
     authorities = Path(visitor.ca) if visitor.ca is not None else None
     asked = visitor.tls or visitor.fingerprint or authorities
     return worker_tls(visitor.fingerprint, authorities) if asked else None

@@ -121,6 +121,9 @@ def test_strangers_and_misfits_are_told_in_one_line(tmp_path: Path) -> None:
             and "another program listens there" in busy.err
             and len(busy.err.splitlines()) == 1
         )
+        look = run("status", address_of(tmp_path / "runs/it"), "--token-file", "token", "--json", cwd=tmp_path)
+        assert look.process.returncode == 0, look.err
+        assert [worker["state"] for worker in json.loads(look.out)["workers"]] == ["awaited"] * 2
         right = workers(stack, tmp_path, 2, "--token-file", "token")
         assert server.finish() == 0, server.err
         assert "turned away" in server.err

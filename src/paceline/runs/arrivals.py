@@ -22,7 +22,9 @@ _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 _JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN = 1, 2, 3, 4, 5, 6, 7
 _NO_QUOTA = 0xFFFFFFFF
-_MAGIC = b"paceline arrivals 1 "
+PUSH_KIND, RESUME_KIND = _PUSH, _RESUME
+"""As the first byte of a record has them."""
+MAGIC = b"paceline arrivals 1 "
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class ArrivalLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.nbytes = os.fstat(self._fd).st_size
         if not self.nbytes:
-            self.nbytes += os.write(self._fd, _MAGIC + fingerprint(config).encode() + b"\n")
+            self.nbytes += os.write(self._fd, MAGIC + fingerprint(config).encode() + b"\n")
 
     def append(self, message: Input, verdict: Verdict, now: float) -> None:
         """One record, handed to the system before this returns."""
@@ -216,9 +218,9 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
         raise UserError(f"{path} is empty: the run never started, or its log was lost")
     length = content.find(b"\n") + 1
     header = content[:length]
-    if not header.startswith(_MAGIC):
-        raise UserError(f"{path} is not an arrivals log of this version ({_MAGIC.decode().strip()})")
-    if header[len(_MAGIC) :].strip() != fingerprint(config).encode():
+    if not header.startswith(MAGIC):
+        raise UserError(f"{path} is not an arrivals log of this version ({MAGIC.decode().strip()})")
+    if header[len(MAGIC) :].strip() != fingerprint(config).encode():
         raise UserError(f"{path} belongs to another config than the config.toml beside it")
     return content, length
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +55,7 @@ class RunFolder:
         folder = RunFolder(Path(config.runs) / name)
         try:
             folder.path.mkdir(parents=True)
-            write_atomically(folder.config_file, f"schema = {SCHEMA}\n{to_toml(config)}".encode())
+            write_atomically(folder.config_file, _config_text(config, _heading()))
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
         except FileExistsError:
@@ -101,9 +104,22 @@ class RunFolder:
 
     def settle_config(self, config: RunConfig) -> None:
         """Write the config over with what was only learned at the start; in place, since the file is the lock too."""
+        heading = "".join(f"# {name} = {json.dumps(text)}\n" for name, text in self.origin().items())
         with self.config_file.open("r+b") as file:
-            file.write(f"schema = {SCHEMA}\n{to_toml(config)}".encode())
+            file.write(_config_text(config, heading))
             file.truncate()
+
+    def origin(self) -> dict[str, str]:
+        """When the run was `made` and by which `command`, as far as the head of its config says."""
+        with self.config_file.open(encoding="utf-8", errors="replace") as file:
+            lines = [
+                line[2:].partition(" = ") for line in itertools.takewhile(lambda line: line.startswith("# "), file)
+            ]
+        found = {}
+        for name, _, text in lines:
+            with contextlib.suppress(ValueError):
+                found[name] = str(json.loads(text))
+        return found
 
     def result(self) -> dict[str, Any] | None:
         """The result, or None while there is none."""
@@ -135,6 +151,19 @@ class RunFolder:
             with contextlib.suppress(OSError):  # something else lies there: it stays
                 self.path.rmdir()
                 self.path.parent.rmdir()
+
+
+def _config_text(config: RunConfig, heading: str) -> bytes:
+    return f"{heading}schema = {SCHEMA}\n{to_toml(config)}".encode()
+
+
+def _heading() -> str:
+    """Comments that say where a run comes from: not settings, so that equal runs have equal ones."""
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    command = " ".join([name, *map(shlex.quote, sys.argv[1:])])
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return f"# made = {json.dumps(made)}\n# command = {json.dumps(command)}\n"
 
 
 def _take(lock: BinaryIO, how: int) -> bool:

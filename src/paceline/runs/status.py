@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class WorkerStatus:
 
     worker: int
     state: str
-    """live, held (by the server), paused, lost, awaited or done."""
+    """live, held (by the server), draining, paused, lost, awaited or done."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of its time, by part."""
     step_seconds: float | None = None
@@ -67,6 +68,8 @@ class RunStatus:
     seconds_left: float | None = None
     quiet_seconds: float | None = None
     """While it runs: since anything was written down."""
+    deals: int = 0
+    """How often the data was dealt anew, because other workers were at work."""
     span: float | None = None
     """Seconds of training that the workers' figures are about; None: all since the server began."""
     workers: tuple[WorkerStatus, ...] = ()
@@ -118,8 +121,9 @@ def _status_of(folder: RunFolder, events: list[dict[str, Any]], quiet: float | N
         fraction=1.0 if status == "finished" and not reason else last.get("fraction"),
         rate=row.get("rate", row.get("samples_per_second")),
         seconds=row.get("train_seconds") or max((one.get("now", 0.0) for one in events), default=0.0),
-        seconds_left=None if simulated or status != "running" else _seconds_left(events),
+        seconds_left=None if simulated or status != "running" else seconds_left(events),
         quiet_seconds=quiet if status in UNDER_WAY else None,
+        deals=(result or {}).get("deals", (_last(events, "workers") or {}).get("deal", 0)),
         span=span,
         workers=tuple(workers),
         samples=row.get("samples", 0),
@@ -145,14 +149,20 @@ def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
 
 
 def _status(folder: RunFolder, events: list[dict[str, Any]]) -> str:
+    progressed = any(row.get("kind") == "progress" for row in events)
+    return status_without_result(folder, progressed, events[-1].get("kind") if events else None)
+
+
+def status_without_result(folder: RunFolder, progressed: bool, last_kind: str | None) -> str:
+    """Of a run that has none yet or never will: whether its server got anywhere, and what it wrote last."""
     if not folder.is_locked():
         return "killed"
-    if not any(row.get("kind") == "progress" for row in events):
+    if not progressed:
         return "starting"
-    return "evaluating" if events[-1].get("kind") == "scoring" else "running"
+    return "evaluating" if last_kind == "scoring" else "running"
 
 
-def _seconds_left(events: list[dict[str, Any]]) -> float | None:
+def seconds_left(events: Iterable[dict[str, Any]]) -> float | None:
     """If it goes on as in the latest rows."""
     rows = [(row["now"], row["fraction"]) for row in events if row.get("kind") == "progress"]
     latest = [row for row in rows if row[0] >= rows[-1][0] - WINDOW_SECONDS]
@@ -165,7 +175,7 @@ def _seconds_left(events: list[dict[str, Any]]) -> float | None:
 def _workers(
     events: list[dict[str, Any]], result: dict[str, Any] | None, whole: bool
 ) -> tuple[list[WorkerStatus], float | None]:
-    rows = [row for row in events if row.get("kind") == "workers" and _is_whole(row)]
+    rows = [row for row in events if row.get("kind") == "workers" and is_whole(row)]
     if not rows:
         return _from_result(result), None
     last = rows[-1]
@@ -175,7 +185,7 @@ def _workers(
     return workers_of(last, earlier[0]), round(last["now"] - earlier[0]["now"], 3)
 
 
-def _is_whole(row: dict[str, Any]) -> bool:
+def is_whole(row: dict[str, Any]) -> bool:
     """Whether all columns are there, as many values as workers each."""
     columns = [row.get(name) for name in COLUMNS] + [row[name] for name in (*PARTS, "step", "send") if name in row]
     return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)

@@ -7,7 +7,7 @@ The server sees when a push comes and when its reply leaves; workers tell how lo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,10 @@ BYTES_A_SECOND = 4096.0
 """At most, on average: rows are the rarer the longer they are. 1,000 workers take 80 kB, so one every 20 s."""
 OFTEN_VIRTUAL, MANY_VIRTUAL = 0.1, 100
 """A simulated run tells of every tenth of its budget; with more workers than this at its end alone."""
+
+
+MOST_COUNTS = 100
+"""That a row has of how stale pushes were."""
 
 
 class Spent(NamedTuple):
@@ -71,6 +75,19 @@ class Account:
         self.new = False
         self.pushes += 1
         self.staleness += staleness
+
+
+def stale_counts(counts: Mapping[int, int], most: int = MOST_COUNTS) -> list[list[int]]:
+    """How many pushes were how stale; of more than `most` values, neighbours are counted together under the least.
+
+    >>> stale_counts({0: 2, 1: 5, 2: 1, 3: 1}, most=2)
+    [[0, 7], [2, 2]]
+    """
+    width = max(counts, default=0) // most + 1
+    found: dict[int, int] = {}
+    for value, count in sorted(counts.items()):
+        found[value // width * width] = found.get(value // width * width, 0) + count
+    return [list(pair) for pair in found.items()]
 
 
 class Accounts:
@@ -135,8 +152,8 @@ class Accounts:
     def row(self, server: Server, now: float) -> dict[str, Any]:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.
 
-        `ago` is how long ago a worker was last heard, `paused` who is silent on its turn: for how long, and how
-        long would be normal.
+        `ago` is how long ago a worker was last heard, `stale` counts pushes by staleness, `paused` says who is silent
+        on its turn: for how long, and how long would be normal.
         """
         workers = sorted(set(range(server.num_workers)) | set(server.members))
         late = self.deadlines.due(now) if not server.over else []
@@ -154,6 +171,9 @@ class Accounts:
         row["staleness"] = [round(one.staleness / one.pushes, 2) if one.pushes else None for one in accounts]
         row["ago"] = [round(max(0.0, now - one.seen), 3) if one.seen is not None else None for one in accounts]
         silent, limit = self.deadlines.silence, self.deadlines.limit
+        row["stale"] = stale_counts(server.staleness)
+        if server.deals is not None and server.deals.now.generation:
+            row["deal"] = server.deals.now.generation
         row["paused"] = {str(worker): [round(silent(worker, now), 3), round(limit(worker), 3)] for worker in late}
         return row
 
@@ -165,4 +185,8 @@ class Accounts:
             return "lost"
         if member is None or not member.live:
             return "done" if server.over else "awaited"
-        return "done" if server.over else "held" if member.waiting else "paused" if late else "live"
+        if server.over:
+            return "done"
+        if late:
+            return "paused"
+        return "draining" if member.draining else "held" if member.waiting else "live"

@@ -20,6 +20,7 @@ from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
+from paceline.runtimes.observers import Observers
 from paceline.runtimes.server_process import Control, Door, Line, Service
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
@@ -58,6 +59,7 @@ class ClusterService(Service):
     def __init__(self, host: Host, line: OwnLine, expected: dict[str, Any], largest: Sizes, listener: Listener) -> None:
         super().__init__(host, line, expected)
         self._listener, self._largest = listener, largest
+        self.observers = Observers(host.folder)
         host.accounts.way = "sending"
         self._tcp: dict[int, TcpServerDoor] = {}
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
@@ -131,7 +133,9 @@ class ClusterService(Service):
         """Give each a place, its old one or a new one, or tell it why not."""
         for applicant in applicants:
             known = self._known(applicant) if applicant.fields.get("again") else None
-            if known is not None:
+            if applicant.fields.get("observer"):
+                self.observers.admit(applicant)
+            elif known is not None:
                 self._take_back(applicant, known)
             else:
                 self._consider(applicant)

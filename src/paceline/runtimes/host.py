@@ -38,6 +38,7 @@ from paceline.runs.writing import Writer
 from paceline.runtimes.accounts import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
 from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.timekeeping import Timekeeper
+from paceline.runtimes.weighing import Weighing
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
@@ -50,6 +51,10 @@ Report = Callable[[dict[str, Any]], None]
 
 def _named(part: str, scores: Scores) -> dict[str, float | None]:
     return {f"{part}_accuracy": scores.accuracy if scores.per_class else None, f"{part}_loss": scores.loss}
+
+
+def _all_is_here() -> None:
+    """One server holds all weights."""
 
 
 def _nobody(reply: Reply) -> None:
@@ -82,7 +87,7 @@ class Host:
         """Whether workers' memories hold all that belongs into a checkpoint."""
         self.announce: Callable[[Input], None] = lambda message: None
         """Told of every input before it is handled."""
-        self.gather: Callable[[], None] = lambda: None
+        self.gather: Callable[[], None] = _all_is_here
         """Brings all weights and rule state here, where other servers have parts of them."""
         self.stop_reason: str | None = None
         self.lost: list[int] = []
@@ -105,6 +110,7 @@ class Host:
         """Whether whoever brings inputs calls `commit` after several of them, not this host after each."""
         self._unsent: list[Reply] = []
         self._room = Room()
+        self._weighing = Weighing(server, virtual=source is not None)
         self.first_incarnation = 0
         """Of a worker that joins: those before may have been somebody's whose join was taken back."""
         self._next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
@@ -297,7 +303,9 @@ class Host:
         self._report({"kind": "progress", "now": round(now, 3), **row})
         self._next_progress = now + PROGRESS_SECONDS
         if now >= self._next_event and self._loss_count:
-            self.events.write("progress", now, **row)
+            norm = self._weighing.norm() if self.gather is _all_is_here else None
+            row |= {"bytes_pushed": server.bytes_pushed, "bytes_pulled": server.bytes_pulled}
+            self.events.write("progress", now, **row, **({"norm": norm} if norm is not None else {}))
             self._next_event = now + EVENT_SECONDS
             self._last_now, self._last_samples = now, server.samples
             self._loss_sum, self._loss_count = 0.0, 0

@@ -167,7 +167,7 @@ class ShardService:
     def _consider(self, applicant: Applicant) -> None:
         key = applicant.fields.get("worker"), applicant.fields.get("incarnation")
         if self._server is None or not all(type(number) is int and number >= 0 for number in key):
-            applicant.refuse("workers apply to the first server of a run, which sends them here")
+            applicant.refuse("a part of a run is served here: workers and observers apply to its first server")
             return
         worker, incarnation = int(key[0] or 0), int(key[1] or 0)
         known = self._doors.get((worker, incarnation))

@@ -16,8 +16,8 @@ from paceline.transports.frames import MAGIC, VERSION
 
 VARIABLE = "PACELINE_TOKEN"
 _NONCE_NBYTES = 32
-_CHALLENGE = struct.Struct("<4sBxxx32s")
-_ANSWER = struct.Struct("<4sBxxx32s32s")
+_CHALLENGE = struct.Struct("<4sB11x32s")
+_ANSWER = struct.Struct("<4sB11x32s32s")
 CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = _CHALLENGE.size, _ANSWER.size, 32
 DENIAL = bytes(PROOF_NBYTES)
 """In place of a proof: so that a wrong token is told from a connection that broke."""

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Sequence
 
 from paceline.errors import UserError
+from paceline.transports.frames import MAGIC
 from paceline.transports.tls import Tls, fingerprint
 
 SILENT_MILLISECONDS = 20_000
@@ -186,9 +187,20 @@ def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection
         raise UserError(f"{address}: its certificate is not trusted ({error.verify_message})") from None
     except OSError as error:
         sock.close()
+        if _speaks_plainly((host, port), min(seconds, 1.0)):
+            raise UserError(f"{address} does not speak TLS: leave --tls out, or start its server with it") from None
         raise ConnectionError(f"no TLS: {getattr(error, 'reason', None) or error}") from None
     found = fingerprint(wrapped.getpeercert(binary_form=True) or b"")
     if tls.fingerprint not in (None, found):
         wrapped.close()
         raise UserError(f"{address} has the certificate {found}, not {tls.fingerprint}: is it the right server?")
     return TlsConnection(wrapped, address), found.encode()
+
+
+def _speaks_plainly(place: tuple[str, int], seconds: float) -> bool:
+    """Whether a server of ours is there that speaks first, as it does without TLS."""
+    try:
+        with socket.create_connection(place, seconds) as sock:
+            return sock.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
+    except OSError:
+        return False

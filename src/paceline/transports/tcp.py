@@ -26,6 +26,7 @@ from paceline.transports.frames import (
     Outbox,
     Reading,
     header,
+    padding,
     read_bytes,
     read_fields,
     read_header,
@@ -145,7 +146,7 @@ class TcpServerDoor:
         most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
         if slot is not None:
             bodies = slot.update.nbytes + slot.state.nbytes + slot.sizes.own
-            most[Kind.PUSH] = PUSH_HEAD.size + bodies
+            most[Kind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         try:
             kind, nbytes = yield from read_header(most)
             if kind is Kind.PUSH:
@@ -185,20 +186,21 @@ class TcpServerDoor:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from read_bytes(PUSH_HEAD.size)
         seq, reply, samples, num_update, num_state, num_own, loss, *seconds = PUSH_HEAD.unpack(packed)
-        if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + sum(
-            (num_update, num_state, num_own)
-        ):
+        bodies = num_update + num_state + num_own
+        pad = len(padding(bodies))
+        if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + bodies + pad:
             parts = f"{num_update} bytes of update, {num_state} of state and {num_own} of its own"
             raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its memory")
         update = slot.update if slot.sizes.payload is None else slot.update[:num_update]
         if seq == self._seq:  # again, after a reconnect: the server may still hold these very bytes, so they stay
-            yield from self._throw_away(num_update + num_state + num_own)
+            yield from self._throw_away(bodies)
         else:
             yield view(update)
             yield view(slot.state)
             if num_own:
                 yield view(slot.kept(seq))
                 self.own_seq, self.wants_own = seq, False
+        yield from read_bytes(pad)
         self._seq, self._greeted = seq, None
         self.timing = Timing(*seconds)
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
@@ -231,7 +233,8 @@ class TcpServerDoor:
         generation, members = self._news(reply.deal)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
         head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(members), len(body))
-        self.send(header(Kind.REPLY, len(head) + len(members) + len(body)) + head + members, body)
+        pad = padding(len(members) + len(body))
+        self.send(header(Kind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
 
     def _news(self, deal: Deal | None) -> tuple[int, bytes]:
         """The generation of a deal, and its members where this connection has not carried them yet."""

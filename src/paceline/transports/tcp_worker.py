@@ -17,41 +17,31 @@ from paceline.config import MOST_WORKERS
 from paceline.core.memory import Memory
 from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import Forgotten, ProtocolError, UserError
-from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor, WrongToken
 from paceline.transports.connection import Connection, connected, parse_address, require_token
 from paceline.transports.frames import (
-    MOST_APPLY,
     MOST_FIGURES,
     MOST_HELLO,
     MOST_REFUSED,
-    MOST_WELCOME,
     PUSH_HEAD,
     REPLY_HEAD,
-    Filler,
     Kind,
-    Outbox,
     Reading,
     fields_frame,
     header,
+    padding,
     read_bytes,
     read_fields,
     read_header,
 )
+from paceline.transports.knocking import CONNECT_SECONDS, HANDSHAKE_SECONDS, Refused, introduce, read, send
 from paceline.transports.shared_memory import MEMBER_NBYTES, Timing, unpack_members
 from paceline.transports.tcp import view
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
 FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
-CONNECT_SECONDS = 5.0
-HANDSHAKE_SECONDS = 30.0
-"""A server that scores its model answers nobody meanwhile."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 T = TypeVar("T")
-
-
-class Refused(Exception):
-    """The server sent us away, with its reason."""
 
 
 class BackOff:
@@ -154,8 +144,9 @@ class TcpWorkerDoor:
         own = view(self._memory.kept(push.seq)) if self._ship_own else memoryview(b"")
         sizes = [len(body) for body in (*bodies, own)]
         head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
-        first = header(Kind.PUSH, len(head) + sum(sizes)) + head
-        return self._ask(push, [memoryview(first), *bodies, own])
+        pad = padding(sum(sizes))
+        first = header(Kind.PUSH, len(head) + sum(sizes) + len(pad)) + head
+        return self._ask(push, [memoryview(first), *bodies, own, memoryview(pad)])
 
     def report(self, figures: dict[str, float]) -> None:
         """Tell the server figures that belong into the result."""
@@ -213,17 +204,20 @@ class TcpWorkerDoor:
         """A reply, and what it speaks of in its place in memory."""
         memory = self._memory
         assert memory is not None
-        largest = REPLY_HEAD.size + MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
+        most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
+        largest = REPLY_HEAD.size + most + len(padding(most))
         kind, nbytes = yield from read_header({Kind.REPLY: largest, Kind.REFUSED: MOST_REFUSED})
         if kind is Kind.REFUSED:
             raise Refused((yield from read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
         over, encoded, ship_own, serial, version, batch, lr, steps, generation, named, count = REPLY_HEAD.unpack(packed)
-        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count)
+        pad = len(padding(named + count))
+        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count - pad)
         place = memory.pulled if encoded else memory.weights
         if count > place.nbytes or (not encoded and count != place.nbytes):
             raise ProtocolError(f"the server sent {count} bytes for a memory of {place.nbytes}")
         yield view(place)[:count]
+        yield from read_bytes(pad)
         if encoded:
             memory.num_pulled = count
         self._ship_own = bool(ship_own)
@@ -272,34 +266,11 @@ class TcpWorkerDoor:
         """One attempt: a ConnectionError can be tried again, a UserError or a refusal cannot."""
         connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
         self._connection, self._opened = connection, time.monotonic()
-        connection.sock.settimeout(min(HANDSHAKE_SECONDS, seconds))
         try:
-            self._prove(Visitor(self._token, binding))
-            self._send([memoryview(fields_frame(Kind.APPLY, self._fields, MOST_APPLY))])
-            welcome = self._read(_welcome())
-        except OtherVersion as error:
-            raise self._dropped(
-                f"{self._address} speaks {error}: install the same version of Paceline on both"
-            ) from None
-        except WrongToken as error:
-            hint = "give the one that it showed, by --token-file or in PACELINE_TOKEN"
-            raise self._dropped(f"{self._address} {error}: {hint}") from None
-        except ProtocolError as error:
-            raise self._dropped(f"{self._address} is no Paceline server of ours: it sent {error}") from None
-        except (ConnectionError, Refused):
+            return introduce(connection, self._token, binding, self._fields, min(HANDSHAKE_SECONDS, seconds))
+        except (ConnectionError, Refused, UserError):
             self._drop()
             raise
-        connection.sock.settimeout(None)
-        return welcome
-
-    def _prove(self, visitor: Visitor) -> None:
-        challenge = self._read(read_bytes(CHALLENGE_NBYTES))
-        self._send([memoryview(visitor.answer(challenge))])
-        visitor.check(self._read(read_bytes(PROOF_NBYTES)))
-
-    def _dropped(self, text: str) -> UserError:
-        self._drop()
-        return UserError(text)
 
     def _drop(self) -> None:
         if self._connection is not None:
@@ -308,21 +279,9 @@ class TcpWorkerDoor:
 
     def _send(self, parts: list[memoryview]) -> None:
         assert self._connection is not None
-        outbox = Outbox()
-        outbox.add(*parts)
-        outbox.flush(self._connection.send)
+        send(self._connection, *parts)
         self._last_sent = time.monotonic()
 
     def _read(self, reading: Reading[T]) -> T:
         assert self._connection is not None
-        whole = Filler(reading).fill(self._connection.receive_into)
-        assert whole is not None, "a connection that waits never has nothing for now"
-        return whole[0]
-
-
-def _welcome() -> Reading[dict[str, Any]]:
-    kind, nbytes = yield from read_header({Kind.WELCOME: MOST_WELCOME, Kind.REFUSED: MOST_REFUSED})
-    fields = yield from read_fields(nbytes)
-    if kind is Kind.REFUSED:
-        raise Refused(fields.get("reason", "no reason given"))
-    return fields
+        return read(self._connection, reading)

@@ -61,13 +61,18 @@ def server_verb(arguments: list[str]) -> int:
     return show(folder, result, parsed.json)
 
 
-def _add_way(parser: Parser) -> None:
-    """How to reach a server."""
-    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where the server is")
+def add_proof(parser: Parser) -> None:
+    """What a server is shown, and what it must show."""
     parser.add_argument("--token-file", metavar="FILE", help="the server's token [PACELINE_TOKEN]")
     parser.add_argument("--tls", action="store_true", help="encrypt; the token vouches for the server's certificate")
     parser.add_argument("--fingerprint", metavar="HEX", help="of the server's certificate: speak TLS with it alone")
     parser.add_argument("--ca", metavar="FILE", help="speak TLS with a server whose certificate this one signed")
+
+
+def _add_way(parser: Parser) -> None:
+    """How to reach a server."""
+    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where the server is")
+    add_proof(parser)
     parser.add_argument(
         "--patience", type=number(float), default=PATIENCE_SECONDS, metavar="S",
         help="seconds to go on trying while the server cannot be reached [%(default)g]",

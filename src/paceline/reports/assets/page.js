@@ -1,0 +1,1 @@
+const facts = JSON.parse(document.getElementById("facts").textContent);

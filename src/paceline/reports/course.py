@@ -1,0 +1,129 @@
+"""A run's course in a bounded number of points: sums and extremes by spans of time, which grow as the run does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_SPANS = 400
+SHORTEST = 2.0**-20
+"""Seconds of a span at first; it doubles when a run needs more than MOST_SPANS of them."""
+DIGITS = 5
+Column = NDArray[np.float64]
+
+
+class Course:
+    """Of each quantity: mean, least, greatest and last value in each span of time."""
+
+    def __init__(self, *names: str, most: int = MOST_SPANS) -> None:
+        self.names, self._most, self._seconds = names, most, SHORTEST
+        self.count = np.zeros(most)
+        self.ends = np.full(most, -np.inf)
+        """When the last of a span was."""
+        shape = (len(names), most)
+        self._counts, self._sums = np.zeros(shape), np.zeros(shape)
+        self._least, self._greatest = np.full(shape, np.inf), np.full(shape, -np.inf)
+        self._last = np.full(shape, np.nan)
+
+    def add(self, now: Column, values: Mapping[str, Column]) -> None:
+        """What was at which time; a value that is no finite number is left out."""
+        usable = np.isfinite(now) & (now >= 0.0)
+        if not usable.any():
+            return
+        now = now[usable]
+        while now.max() >= self._seconds * self._most:
+            self._halve()
+        spans = (now / self._seconds).astype(np.int64)
+        np.add.at(self.count, spans, 1.0)
+        np.maximum.at(self.ends, spans, now)
+        for row, name in enumerate(self.names):
+            column = values[name][usable]
+            known = np.isfinite(column)
+            here, column = spans[known], column[known]
+            np.add.at(self._counts[row], here, 1.0)
+            np.add.at(self._sums[row], here, column)
+            np.minimum.at(self._least[row], here, column)
+            np.maximum.at(self._greatest[row], here, column)
+            self._last[row, here] = column
+
+    def _halve(self) -> None:
+        """Two spans become one."""
+        self._seconds *= 2.0
+        for table in (self.count, self._counts, self._sums):
+            _fold(table, np.add, 0.0)
+        for table in (self.ends, self._greatest):
+            _fold(table, np.maximum, -np.inf)
+        _fold(self._least, np.minimum, np.inf)
+        _fold(self._last, lambda earlier, later: np.where(np.isfinite(later), later, earlier), np.nan)
+
+    @property
+    def seen(self) -> NDArray[np.bool_]:
+        """Which spans hold anything."""
+        return self.count > 0
+
+    @property
+    def times(self) -> Column:
+        return self.ends[self.seen]
+
+    def _of(self, table: Column, name: str) -> Column:
+        found: Column = table[self.names.index(name), self.seen]
+        return found
+
+    def mean(self, name: str) -> Column:
+        counts = self._of(self._counts, name)
+        return self._of(self._sums, name) / np.where(counts > 0, counts, np.nan)
+
+    def least(self, name: str) -> Column:
+        return self._of(self._least, name)
+
+    def greatest(self, name: str) -> Column:
+        return self._of(self._greatest, name)
+
+    def last(self, name: str) -> Column:
+        return self._of(self._last, name)
+
+    def total(self, name: str) -> Column:
+        """Of each span."""
+        return self._of(self._sums, name)
+
+    def carried(self, name: str) -> Column:
+        """The last value, or where a span has none that of the one before."""
+        values = self.last(name)
+        known = np.isfinite(values)
+        places = np.maximum.accumulate(np.where(known, np.arange(len(values)), -1))
+        return np.where(places >= 0, values[places], np.nan)
+
+
+def _fold(table: Column, join: Any, empty: float) -> None:
+    folded = join(table[..., 0::2], table[..., 1::2])
+    table[...] = empty
+    table[..., : folded.shape[-1]] = folded
+
+
+def plain(values: Column, digits: int = DIGITS) -> list[float | None]:
+    """As JSON has them: so many digits, None for what is not known.
+
+    >>> plain(np.array([1.0, 0.123456789, np.nan, 123456.0]))
+    [1, 0.12346, None, 123460]
+    """
+    return [_short(value, digits) for value in values.tolist()]
+
+
+def _short(value: float, digits: int) -> float | None:
+    if value != value or value in (np.inf, -np.inf):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def rates(times: Column, amounts: Column, most: int = 80) -> tuple[Column, Column]:
+    """Amounts a second over at most so many stretches of equal length: when each ended, and how much it was."""
+    if not len(times) or times[-1] <= 0.0:
+        return np.zeros(0), np.zeros(0)
+    stretches = max(1, min(most, len(times) // 4))
+    edges = np.linspace(0.0, times[-1], stretches + 1)
+    whole = np.interp(edges, np.concatenate([[0.0], times]), np.concatenate([[0.0], np.cumsum(amounts)]))
+    return edges[1:], np.diff(whole) / np.diff(edges)

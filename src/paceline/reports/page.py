@@ -1,0 +1,75 @@
+"""One self-contained HTML page of one run or several: the digests as JSON, and a script that draws them.
+
+It opens offline and asks the network for nothing. A live page is the same page with a feed of digests that changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from paceline.config import FIELDS, RunConfig, to_dict
+
+SCRIPTS = ("page.js",)
+STYLE = "page.css"
+
+
+@dataclass(frozen=True)
+class LiveFeed:
+    """Where a live page hears of digests that changed: server-sent events, each a JSON list of them."""
+
+    url: str
+
+
+def render(digests: Sequence[dict[str, Any]], live: LiveFeed | None = None) -> str:
+    """The page, as text."""
+    facts = {
+        "runs": list(digests),
+        "live": live.url if live is not None else None,
+        "groups": {name: spec.metadata["group"] for name, spec in FIELDS.items()},
+        "help": {name: spec.metadata["help"] for name, spec in FIELDS.items()},
+        "defaults": to_dict(RunConfig()),
+    }
+    title = f"{digests[0]['name']} – Paceline" if len(digests) == 1 else f"{len(digests)} runs – Paceline"
+    connect = "'self'" if live is not None else "'none'"
+    script = "\n".join(_asset(name) for name in SCRIPTS)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'; img-src data:; connect-src {connect}">
+<title>{_escape(title)}</title>
+<style>
+{_asset(STYLE)}</style>
+</head>
+<body>
+<main id="page"><noscript>This page draws its charts with a script of its own; allow it to run.</noscript></main>
+<script type="application/json" id="facts">{_embed(facts)}</script>
+<script>
+(() => {{
+"use strict";
+{script}
+}})();
+</script>
+</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    return (files("paceline.reports") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _embed(facts: dict[str, Any]) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,130 @@
+"""What the rows and records of a run add up to, taken in as they come: all that a digest is made of."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from paceline.reports.course import Column, Course
+from paceline.reports.lanes import Lanes
+from paceline.reports.verdicts import happening
+from paceline.runs.arrivals import PUSH_KIND
+from paceline.runs.following import Records
+from paceline.runs.status import STARTS, WINDOW_SECONDS, WorkerStatus, is_whole, workers_of
+
+PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
+SCORES = ("samples", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
+TAKEN = 0
+"""The verdict on a push that counts."""
+FIRST_TOLD, LAST_TOLD = 40, 160
+"""Happenings that are told one by one; those between are counted."""
+
+
+class Tally:
+    """One run, so far."""
+
+    def __init__(self, places: int) -> None:
+        self.pushes = Course("samples", "loss")
+        self.num_pushes = 0
+        self.progress = Course(*PROGRESS)
+        self.scores = Course(*SCORES)
+        self.lanes = Lanes(places)
+        self.latest: deque[dict[str, Any]] = deque(maxlen=64)
+        """Progress rows of the server that serves now."""
+        self.started = False
+        self.last_kind: str | None = None
+        self.now = 0.0
+        self.counts: dict[str, int] = {}
+        self.stale: list[list[int]] | None = None
+        self._accounts: deque[dict[str, Any]] = deque()
+        self._first_told: list[dict[str, Any]] = []
+        self._last_told: deque[dict[str, Any]] = deque(maxlen=LAST_TOLD)
+        self._num_told = 0
+
+    def take_pushes(self, records: Records) -> None:
+        """New records of the log."""
+        kept = records[(records["kind"] == PUSH_KIND) & (records["verdict"] == TAKEN)]
+        self.num_pushes += len(kept)
+        values = {"samples": kept["samples"].astype(float), "loss": kept["loss"].astype(float)}
+        self.pushes.add(kept["now"], values)
+        if len(records):
+            self.now = max(self.now, float(np.nanmax(records["now"])))
+
+    def forget_pushes(self) -> None:
+        """What was taken no longer stands: all of it comes again."""
+        self.pushes, self.num_pushes = Course("samples", "loss"), 0
+
+    def take_rows(self, rows: list[dict[str, Any]]) -> None:
+        """New rows of events."""
+        for kind, same in groupby(rows, lambda row: str(row["kind"])):
+            together = list(same)
+            self.last_kind, self.now = kind, max(self.now, *(float(row["now"]) for row in together), 0.0)
+            self.counts[kind] = self.counts.get(kind, 0) + len(together)
+            if kind in ("progress", "evaluation"):
+                course, names = (self.progress, PROGRESS) if kind == "progress" else (self.scores, SCORES)
+                course.add(_column(together, "now"), {name: _column(together, name) for name in names})
+                if kind == "progress":
+                    self.latest.extend(together[-64:])
+                continue
+            for row in together:
+                self._take(kind, row)
+
+    def _take(self, kind: str, row: dict[str, Any]) -> None:
+        now, worker = float(row["now"]), row.get("worker")
+        if kind in STARTS:
+            self.started = True
+            self.latest.clear()
+            self._accounts.clear()
+            self.lanes.begin(now)
+        elif kind == "workers":
+            self._account(row)
+        elif kind == "worker_joined" and isinstance(worker, int):
+            self.lanes.joined(worker, now)
+        elif kind in ("worker_lost", "worker_left") and isinstance(worker, int):
+            self.lanes.left(worker, now)
+        text = happening(row)
+        if text is not None:
+            self._tell({"t": round(now, 3), "kind": kind, "text": text, "worker": worker})
+
+    def _account(self, row: dict[str, Any]) -> None:
+        if not is_whole(row):
+            return
+        self.lanes.add(row)
+        self.stale = row.get("stale") or self.stale
+        self._accounts.append(row)
+        while len(self._accounts) > 2 and self._accounts[1]["now"] < row["now"] - WINDOW_SECONDS:
+            self._accounts.popleft()
+        while len(self._accounts) > 16:
+            del self._accounts[len(self._accounts) // 2]
+
+    def workers(self, whole: bool) -> tuple[list[WorkerStatus], float | None]:
+        """Each worker since the server began, or lately; and how long that is."""
+        if not self._accounts:
+            return [], None
+        last, first = self._accounts[-1], self._accounts[0]
+        if whole or first is last or not any(last["steps"]):
+            return workers_of(last), None
+        return workers_of(last, first), round(last["now"] - first["now"], 3)
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        self._num_told += 1
+        if len(self._first_told) < FIRST_TOLD:
+            self._first_told.append(told)
+        else:
+            self._last_told.append(told)
+
+    def told(self) -> tuple[list[dict[str, Any]], int]:
+        """What happened, and how much of it is left out."""
+        found = [*self._first_told, *self._last_told]
+        return found, self._num_told - len(found)
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> Column:
+    return np.array([_number(row.get(name)) for row in rows], float)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else np.nan

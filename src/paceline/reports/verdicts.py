@@ -1,0 +1,118 @@
+"""A run in words: the verdict in a sentence, the closing lines, and what happened on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.data.catalog import DATASETS
+from paceline.reports.console import closing_lines
+from paceline.reports.status_table import seconds_text
+
+FIRST_WORDS = {
+    "finished": "Finished",
+    "diverged": "Diverged",
+    "stopped": "Stopped early",
+    "killed": "Ended without a result",
+    "running": "Running",
+    "evaluating": "Being scored",
+    "starting": "Starting",
+    "damaged": "Damaged",
+}
+
+
+def verdict(status: str, figures: dict[str, Any], way_on: str | None) -> str:
+    """How the run stands and how good it got, in one sentence or two."""
+    reason = figures.get("reason")
+    if status == "diverged" and reason:
+        return str(reason)[0].upper() + str(reason)[1:] + ("" if str(reason).endswith((".", "?")) else ".")
+    got = " ".join(part for part in (_how_good(figures), _how_much(figures, status)) if part)
+    text = ", ".join(part for part in (got, _how_fast(figures)) if part)
+    first = FIRST_WORDS.get(status, status) + (f" ({reason})" if reason else "")
+    sentence = f"{first}: {text}." if text else f"{first}."
+    return f"{sentence} To go on: {way_on}." if way_on else sentence
+
+
+def _how_good(figures: dict[str, Any]) -> str:
+    for which in ("test", "validation", "train"):
+        accuracy, loss = figures.get(f"{which}_accuracy"), figures.get(f"{which}_loss")
+        if accuracy is not None:
+            return f"{accuracy:.2f} % {which} accuracy"
+        if loss is not None:
+            return f"{which} loss {loss:.4f}"
+    return ""
+
+
+def _how_much(figures: dict[str, Any], status: str) -> str:
+    samples, fraction = figures.get("samples"), figures.get("fraction")
+    text = f"after {samples:,} samples" if samples else ""
+    if status != "finished" and fraction is not None:
+        text += f" ({100 * fraction:.0f} % of the budget)" if text else f"{100 * fraction:.0f} % of the budget"
+    return text
+
+
+def _how_fast(figures: dict[str, Any]) -> str:
+    seconds, rate = figures.get("seconds"), figures.get("rate")
+    workers = "1 worker" if figures.get("workers") == 1 else f"{_amount(figures, 'workers')} workers"
+    virtual = " of virtual time" if figures.get("simulated") else ""
+    text = f"in {seconds_text(seconds)}{virtual} on {workers}" if seconds else f"on {workers}"
+    return text + (f" ({rate:,.0f} samples/s)" if rate else "")
+
+
+def closing(result: dict[str, Any] | None, classes: tuple[str, ...] | None, folder: str) -> list[str]:
+    """The lines that the run ended with; none where its result is not whole."""
+    try:
+        return closing_lines(result, classes, folder) if result is not None else []
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def class_names(settings: dict[str, Any]) -> tuple[str, ...] | None:
+    info = DATASETS.get(str(settings.get("dataset"))) if settings.get("task") is None else None
+    return info.classes if info is not None else None
+
+
+def happening(row: dict[str, Any]) -> str | None:
+    """An event as a line; None for those that charts tell of."""
+    text = _coming_and_going(row) if row["kind"].startswith("worker_") else _told(row)
+    return text[0].upper() + text[1:] if text else None
+
+
+def _coming_and_going(row: dict[str, Any]) -> str | None:
+    worker, pushes = f"worker {row.get('worker')}", f"after {_amount(row, 'pushes')} pushes"
+    match row["kind"]:
+        case "worker_joined" if row["now"] > 0 or row.get("incarnation"):
+            return f"{worker} joined"
+        case "worker_lost":
+            return f"{worker} was lost {pushes}; {row.get('live', '?')} live"
+        case "worker_left":
+            return f"{worker} left {pushes}"
+        case "worker_draining":
+            return f"{worker} is drained"
+    return None
+
+
+def _amount(row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _told(row: dict[str, Any]) -> str | None:
+    match row["kind"]:
+        case "fault":
+            whom = f" of worker {row['worker']}" if row.get("worker") is not None else ""
+            return f"fault on purpose: {row.get('fault')}{whom}"
+        case "run_resumed":
+            return f"the run went on from update {_amount(row, 'updates')}"
+        case "recovered":
+            again = f"{_amount(row, 'recomputed_pushes')} pushes were computed again"
+            return again + (f", {_amount(row, 'lost_pushes')} are lost" if row.get("lost_pushes") else "")
+        case "deal":
+            members = row.get("members")
+            return f"the data was dealt anew to {len(members) if isinstance(members, list) else '?'} workers"
+        case "writing_failed":
+            return f"{row.get('what')} could not be written: {row.get('error')}"
+        case "turned_away":
+            return f"turned away: {row.get('text')}"
+        case "stopped":
+            return f"stopped: {row.get('reason')}"
+    return None
