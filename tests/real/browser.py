@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import json
 import os
@@ -60,6 +61,16 @@ class Browser:
         self._process.wait()
         os.close(self._in)
         os.close(self._out)
+
+    def processor_seconds(self) -> float:
+        """That all processes of this browser have used."""
+        ticks = 0
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    ticks += (int(fields[11]) + int(fields[12])) * (int(fields[3]) == self._process.pid)
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def open(self, address: str) -> None:
         """Load a page; it may not have been drawn yet."""

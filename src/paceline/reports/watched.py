@@ -22,8 +22,8 @@ from paceline.runs.status import Standing, read_standing
 
 LOOK_SECONDS = 0.5
 """Between two looks, at least."""
-MOST_SHARE = 0.007
-"""Of one core that looking may take: after a look of 7 ms the next is a second later."""
+MOST_SHARE = 0.005
+"""Of one core that looking may take: after a look of 5 ms the next is a second later."""
 LONGEST_SECONDS = 30.0
 SCAN_SECONDS = 10.0
 """How often a folder is searched for new runs when its own date says nothing; just after it changed, at every look."""
