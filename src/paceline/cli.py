@@ -14,6 +14,7 @@ from paceline.verbs.draining import drain_verb
 from paceline.verbs.landscape import landscape_verb
 from paceline.verbs.looking import list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
+from paceline.verbs.reporting import report_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb, sweep_verb
 from paceline.verbs.training import compare_verb, replay_verb, resume_verb, run_verb, train_verb
@@ -96,6 +97,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "watch": (watch_verb, "runs while they go on, in the browser or the terminal"),
     "list": (list_verb, "the runs of a folder, newest first"),
     "compare": (compare_verb, "several runs in one table"),
+    "report": (report_verb, "one page that shows runs, to open in a browser"),
     "landscape": (landscape_verb, "the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),
     "doctor": (doctor_verb, "what this machine has and lacks"),

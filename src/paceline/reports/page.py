@@ -13,7 +13,17 @@ from typing import Any
 
 from paceline.config import FIELDS, RunConfig, to_dict
 
-SCRIPTS = ("page.js",)
+SCRIPTS = (
+    "numbers.js",
+    "chart.js",
+    "bars.js",
+    "timeline.js",
+    "tables.js",
+    "specs.js",
+    "one_run.js",
+    "several_runs.js",
+    "page.js",
+)
 STYLE = "page.css"
 
 

@@ -35,6 +35,24 @@ def runs_in(path: Path) -> list[dict[str, Any]]:
     return [_row(RunFolder(found), path) for found in run_folders(path)]
 
 
+def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """Runs by their folders, or all in a folder that holds some, in this order; and what of `paths` is neither."""
+    found: dict[Path, Path] = {}
+    others = []
+    for path in paths:
+        if not path.exists() or (path / "config.toml").is_file():
+            found.setdefault(path.resolve(), RunFolder.open(path).path)
+            continue
+        below = sorted(row["path"] for row in runs_in(path)) if path.is_dir() else []
+        for run in below:
+            found.setdefault(Path(run).resolve(), Path(run))
+        if not below:
+            others.append(f"{path} is not a run folder, nor does it hold any: it is left out")
+    if not found:
+        raise UserError(f"{paths[0]} is not a run folder, nor does it hold any: 'paceline train' makes one")
+    return list(found.values()), others
+
+
 def _row(folder: RunFolder, above: Path) -> dict[str, Any]:
     name = str(folder.path.relative_to(above)) if folder.path != above else folder.path.name
     row: dict[str, Any] = {"run": name, "strategy": None, "model": None, "workers": None, "status": "damaged"}

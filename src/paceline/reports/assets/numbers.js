@@ -1,0 +1,148 @@
+// Numbers as one reads them, ticks where one expects them, and elements.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function el(tag, attributes = {}, ...children) {
+  return dress(document.createElement(tag), attributes, children);
+}
+
+function svg(tag, attributes = {}, ...children) {
+  return dress(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function dress(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function known(value) {
+  return typeof value === "number" && Number.isFinite(value);
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// To so many significant digits, without an exponent where that is readable.
+function digits(value, count = 3) {
+  if (!known(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e15 || size < 1e-5) return value.toExponential(1).replace("e+", "e");
+  if (size >= 10 ** Math.min(3, count)) return Number(value.toPrecision(Math.max(count, Math.floor(Math.log10(size)) + 1))).toLocaleString("en-US");
+  return String(Number(value.toPrecision(count)));
+}
+
+const SIZES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+
+function short(value, unit = "") {
+  if (!known(value)) return "–";
+  for (const [size, letter] of SIZES) {
+    if (Math.abs(value) >= size && (unit || Math.abs(value) >= 10 * size || letter !== "k")) {
+      return `${digits(value / size)} ${letter}${unit}`;
+    }
+  }
+  return unit ? `${digits(value)} ${unit}` : digits(value, 4);
+}
+
+const CLOCK = [[172800, 86400, "d"], [7200, 3600, "h"], [180, 60, "min"], [0, 1, "s"]];
+
+function clockUnit(seconds) {
+  const [, size, name] = CLOCK.find(([from]) => seconds >= from) || CLOCK[3];
+  return { size, name };
+}
+
+function clock(seconds) {
+  if (!known(seconds)) return "–";
+  if (seconds < 0.1 && seconds > 0) return `${digits(1000 * seconds)} ms`;
+  const { size, name } = clockUnit(seconds);
+  return `${digits(seconds / size)} ${name}`;
+}
+
+const KINDS = {
+  number: (value) => digits(value, 4),
+  count: (value) => (known(value) && Number.isInteger(value) ? value.toLocaleString("en-US") : digits(value, 4)),
+  percent: (value) => (known(value) ? `${value.toFixed(2)} %` : "–"),
+  bytes: (value) => short(value, "B"),
+  rate: (value) => `${digits(value, 4)} /s`,
+  seconds: clock,
+};
+
+// A scale for a kind of number: what its axis says, and how large one unit on it is.
+function unitOf(kind, most) {
+  if (kind === "seconds") return clockUnit(most);
+  if (kind === "bytes") {
+    const found = SIZES.find(([size]) => most >= size);
+    return found ? { size: found[0], name: `${found[1]}B` } : { size: 1, name: "B" };
+  }
+  if (kind === "percent") return { size: 1, name: "%" };
+  if (kind === "count" || kind === "rate") {
+    const per = kind === "rate" ? "/s" : "";
+    if (most >= 1e9) return { size: 1e9, name: `billion${per}` };
+    if (most >= 1e6) return { size: 1e6, name: `million${per}` };
+    if (most >= 1e4) return { size: 1e3, name: `thousand${per}` };
+    return { size: 1, name: per };
+  }
+  return { size: 1, name: "" };
+}
+
+// Round numbers that cover most of a span: at most `count` of them.
+function ticks(low, high, count) {
+  if (!(high > low)) return [low];
+  const raw = (high - low) / Math.max(1, count);
+  const size = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((one) => one * size).find((one) => one >= raw * 0.999) || 10 * size;
+  const found = [];
+  for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place += 1) {
+    found.push(Number((place * step).toPrecision(12)));
+  }
+  return found;
+}
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.ceil(Math.log10(low) - 1e-9); power <= Math.log10(high) + 1e-9; power += 1) found.push(10 ** power);
+  return found.length > 1 ? found : [low, high];
+}
+
+// Weighted means over neighbours, forth and back, so that nothing is shifted.
+function smooth(values, weights) {
+  const places = values.map((_, place) => place).filter((place) => known(values[place]));
+  const keep = Math.exp(-1 / Math.max(1, places.length / 60));
+  const sums = values.map(() => 0);
+  const counts = values.map(() => 0);
+  for (const order of [places, [...places].reverse()]) {
+    let sum = 0;
+    let count = 0;
+    for (const place of order) {
+      const weight = weights[place] || 1;
+      sum = sum * keep + values[place] * weight;
+      count = count * keep + weight;
+      sums[place] += sum - (order === places ? 0 : values[place] * weight);
+      counts[place] += count - (order === places ? 0 : weight);
+    }
+  }
+  return values.map((value, place) => (known(value) ? sums[place] / counts[place] : null));
+}
+
+const COLOURS = 7;
+const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
+
+function colourOf(number) {
+  return `var(--c${number % COLOURS})`;
+}
+
+// How a legend shows a line.
+function stroke(colour, dash = "") {
+  const kind = !dash ? "solid" : dash.startsWith("2") ? "dotted" : "dashed";
+  return `height:0;width:18px;border-radius:0;border-top:3px ${kind} ${colour}`;
+}
+
+function dashOf(number) {
+  return DASHES[Math.floor(number / COLOURS) % DASHES.length];
+}

@@ -1,0 +1,207 @@
+// All about one run. Built once; `update` puts another digest into it.
+
+class OneRun {
+  constructor(parent, headingId) {
+    this.axis = "t";
+    this.parent = parent;
+    this.verdict = el("p", { class: "verdict" });
+    this.meter = el("progress", { max: "1", "aria-label": "share of the budget", hidden: true });
+    this.tiles = el("dl", { class: "tiles" });
+    this.notes = el("ul", { class: "notes", hidden: true });
+    parent.append(this.verdict, this.meter, this.tiles, this.notes);
+    this.learning(parent, headingId);
+    this.working(parent, headingId);
+    this.telling(parent, headingId);
+    this.making(parent, headingId);
+  }
+
+  learning(parent, id) {
+    const learning = section(parent, "Learning", `${id}-learning`);
+    new Choice(learning, "what charts are drawn over", [["t", "over time"], ["samples", "over samples"]], (value) => {
+      this.axis = value;
+      this.update(this.run);
+    });
+    const grid = this.learningGrid = el("div", { class: "grid" });
+    learning.append(grid);
+    this.loss = new LineChart(grid, "Loss");
+    this.accuracy = new LineChart(grid, "Accuracy");
+    this.norm = new LineChart(grid, "Weight norm", { height: 200 });
+    this.rate = new LineChart(grid, "Learning rate", { height: 200 });
+    this.classes = new Rows(grid, "Test accuracy by class");
+  }
+
+  working(parent, id) {
+    this.pace = section(parent, "Pace", `${id}-pace`);
+    this.findings = el("p", { class: "findings" });
+    this.timeline = new Timeline(this.pace, "Timeline of workers", { wide: true });
+    this.pace.append(this.findings);
+    const grid = this.paceGrid = el("div", { class: "grid" });
+    this.pace.append(grid);
+    this.speed = new LineChart(grid, "Throughput");
+    this.staleness = new Histogram(grid, "Staleness of pushes");
+    this.bytes = new LineChart(grid, "Bytes moved");
+    this.live = new LineChart(grid, "Live workers");
+    this.workersBox = el("details", { class: "fold" }, el("summary", {}, "Each worker"));
+    this.pace.append(this.workersBox);
+    this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null });
+  }
+
+  telling(parent, id) {
+    this.told = section(parent, "What happened", `${id}-told`);
+    this.toldList = el("ol", { class: "told" });
+    this.told.append(this.toldList);
+  }
+
+  making(parent, id) {
+    const made = section(parent, "How it was made", `${id}-made`);
+    this.command = el("pre", { class: "command" });
+    this.closing = el("pre", { class: "closing" });
+    this.machine = el("dl", { class: "facts" });
+    this.settings = el("div", { class: "settings" });
+    const ended = el("div", {}, el("h3", {}, "Closing lines"), this.closing);
+    const machine = el("div", {}, el("h3", {}, "Machine"), this.machine);
+    made.append(el("h3", {}, "Command"), this.command, el("div", { class: "grid" }, ended, machine), el("h3", {}, "Settings"), this.settings);
+    this.ended = ended;
+  }
+
+  update(run) {
+    this.run = run;
+    setText(this.verdict, run.verdict);
+    const share = run.figures.fraction;
+    this.meter.hidden = !run.going_on || !known(share);
+    this.meter.value = share || 0;
+    factList(this.tiles, tilesOf(run), true);
+    this.notes.hidden = !run.notes.length;
+    this.notes.replaceChildren(...run.notes.map((text) => el("li", {}, text)));
+    this.updateLearning(run);
+    this.updatePace(run);
+    const told = run.happenings;
+    this.told.hidden = !told.length;
+    const left = run.happenings_left_out ? [el("li", { class: "quiet" }, `${run.happenings_left_out.toLocaleString("en-US")} more, between these, are left out`)] : [];
+    this.toldList.replaceChildren(...told.map((one) => el("li", {}, el("time", {}, clock(one.t)), ` ${one.text}`)), ...left);
+    setText(this.command, run.command || "not known: this run was made before commands were kept");
+    this.ended.hidden = !run.closing.length;
+    setText(this.closing, run.closing.join("\n"));
+    factList(this.machine, machineOf(run));
+    drawSettings(this.settings, run);
+  }
+
+  x(run) {
+    if (this.axis === "samples") return { label: "samples", kind: "count", tight: true };
+    return { label: timeLabel(run), kind: "seconds", tight: true };
+  }
+
+  updateLearning(run) {
+    const axis = this.axis;
+    const marks = axis === "t" ? marksOf(run) : [];
+    this.loss.update(lossSpec(run, axis, this.x(run), marks));
+    this.accuracy.update(accuracySpec(run, axis, this.x(run), marks));
+    this.classes.update(classSpec(run));
+    this.norm.update(lineSpec(run.progress, "norm", axis, this.x(run), { label: "length of the weight vector", kind: "number" }));
+    const rates = run.progress.lr || [];
+    const moves = rates.some((one) => one !== rates[0]);
+    this.rate.update(moves ? lineSpec(run.progress, "lr", axis, this.x(run), { label: "length of a step", kind: "number", zero: true }) : null);
+    settle(this.learningGrid);
+  }
+
+  updatePace(run) {
+    const time = { label: timeLabel(run), kind: "seconds", tight: true };
+    const end = Math.max(run.figures.seconds || 0, ...run.timeline.lanes.flatMap((lane) => lane.here.map(([, to]) => to)));
+    const some = run.timeline.lanes.some((lane) => lane.here.length || lane.segments.length);
+    const used = ["computing", "sending", "waiting", "server"].filter((part, place) =>
+      run.timeline.lanes.some((lane) => lane.segments.some((one) => one[place + 2] > 0)));
+    const gone = run.timeline.lanes.some((lane) => lane.here.length && (lane.here.length > 1 || lane.here[0][1] < end * 0.999));
+    const legend = used.map((part) => [PART_NAMES[part], `background:var(--${part})`]);
+    if (!used.length) legend.push(["here", "background:var(--here)"]);
+    if (gone || run.timeline.grouped) legend.push([PART_NAMES.away, "background:repeating-linear-gradient(45deg,var(--away) 0 1.5px,transparent 1.5px 4px)"]);
+    const summary = run.findings.join(". ");
+    this.timeline.update(some && end > 0 ? { ...run.timeline, end, label: timeLabel(run), legend, summary } : null);
+    setText(this.findings, run.findings.map((text) => text[0].toUpperCase() + text.slice(1)).join(". ") + (run.findings.length ? "." : ""));
+    const speed = { x: run.rate.t, y: run.rate.rate, name: "samples", colour: "var(--c0)", dots: 0 };
+    const mean = run.figures.rate;
+    this.speed.update(run.rate.t.length ? {
+      x: time, y: { label: "samples", kind: "rate", zero: true }, series: [speed], marks: marksOf(run),
+      summary: known(mean) ? `${digits(mean)} samples a second on average` : "",
+    } : null);
+    const stale = run.figures.staleness;
+    this.staleness.update(run.staleness.length ? {
+      bars: run.staleness, label: "updates applied since its weights were sent",
+      summary: stale ? `mean ${digits(stale.mean)}, median ${stale.p50}, 95 % at most ${stale.p95}, greatest ${stale.max}` : "",
+    } : null);
+    this.bytes.update(bytesSpec(run, time));
+    const live = run.progress.live || [];
+    this.live.update(live.some((one) => one !== live[0]) ? {
+      ...lineSpec(run.progress, "live", "t", time, { label: "workers", kind: "count", zero: true }, true), marks: marksOf(run),
+    } : null);
+    settle(this.paceGrid);
+    this.workersBox.hidden = !run.workers.length;
+    this.workers.update(run.workers.map((row) => ({ ...row, key: row.worker, className: row.slow ? "slow" : null })));
+    this.pace.hidden = !some && !run.rate.t.length && !run.staleness.length;
+  }
+}
+
+const WORKER_COLUMNS = [
+  { name: "worker", title: "worker", number: true, value: (row) => row.worker },
+  { name: "state", title: "state", value: (row) => row.state, cell: (row) => row.state + (row.slow ? `, slow: ${row.slow}` : "") },
+  ...["computing", "sending", "waiting", "server"].map((part) => ({
+    name: part, title: PART_NAMES[part], number: true, value: (row) => row.shares[part] ?? null,
+    cell: (row) => (known(row.shares[part]) ? `${Math.round(100 * row.shares[part])} %` : "–"),
+  })),
+  { name: "step", title: "a step", number: true, value: (row) => row.step_seconds, cell: (row) => clock(row.step_seconds) },
+  { name: "pushes", title: "pushes", number: true, value: (row) => row.pushes, cell: (row) => KINDS.count(row.pushes) },
+  { name: "stale", title: "staleness", number: true, value: (row) => row.staleness, cell: (row) => digits(row.staleness) },
+];
+
+function timeLabel(run) {
+  return run.figures.simulated || run.figures.lab ? "virtual time" : "training time";
+}
+
+function marksOf(run) {
+  const told = run.happenings.filter((one) => ["worker_lost", "run_resumed", "fault"].includes(one.kind));
+  return told.slice(0, 40).map((one) => ({ x: one.t, text: `${clock(one.t)}: ${one.text}` }));
+}
+
+function tilesOf(run) {
+  const { figures } = run;
+  const bytes = (figures.bytes_pushed || 0) + (figures.bytes_pulled || 0);
+  const stale = figures.staleness;
+  return [
+    ["test accuracy", known(figures.test_accuracy) ? KINDS.percent(figures.test_accuracy) : null],
+    ["test loss", known(figures.test_loss) ? digits(figures.test_loss, 4) : null],
+    ["train accuracy", known(figures.train_accuracy) ? KINDS.percent(figures.train_accuracy) : null],
+    [timeLabel(run), known(figures.seconds) ? clock(figures.seconds) : null],
+    ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],
+    ["samples/s", known(figures.rate) ? digits(figures.rate, 4) : null],
+    ["updates", known(figures.updates) ? KINDS.count(figures.updates) : null],
+    ["staleness, mean", stale ? digits(stale.mean) : null],
+    ["data moved", bytes ? short(bytes, "B") : null],
+    ["workers lost", figures.lost_workers ? String(figures.lost_workers) : null],
+    ["resumed", figures.resumes ? `${figures.resumes} ×` : null],
+  ];
+}
+
+function machineOf(run) {
+  const { machine, figures } = run;
+  const git = run.git ? run.git.commit.slice(0, 12) + (run.git.changed ? ", changed" : "") : null;
+  return [
+    ["processor", machine.cpu ? `${machine.cpu}, ${machine.cores} cores` : null], ["system", machine.system],
+    ["python", machine.python], ["torch", machine.torch], ["numpy", machine.numpy], ["paceline", machine.paceline],
+    ["git", git], ["made", run.made], ["data", run.data_origin],
+    ["parameters", known(figures.num_parameters) ? KINDS.count(figures.num_parameters) : null],
+    ["weights", run.weights_sha256 ? `sha256 ${run.weights_sha256.slice(0, 16)}…` : null], ["folder", run.id],
+  ];
+}
+
+function drawSettings(parent, run) {
+  const groups = new Map();
+  for (const [name, value] of Object.entries(run.settings)) {
+    const preset = settingText(facts.defaults[name]);
+    const changed = settingText(value) !== preset;
+    if (!changed && value === null) continue;
+    const group = facts.groups[name] || "other";
+    if (!groups.has(group)) groups.set(group, []);
+    const term = el("dt", { title: facts.help[name] || null, class: changed ? "changed" : null }, name.replaceAll("_", "-"));
+    groups.get(group).push(term, el("dd", { class: changed ? "changed" : null }, settingText(value)));
+  }
+  parent.replaceChildren(...[...groups].map(([name, rows]) => el("div", {}, el("h4", {}, name), el("dl", { class: "facts" }, ...rows))));
+}

@@ -1,0 +1,202 @@
+// Several runs beside each other: a table, curves, scaling, classes, and what differs in their settings.
+
+const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
+const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
+
+class SeveralRuns {
+  constructor(parent, choose) {
+    this.hidden = new Set();
+    this.choose = choose;
+    this.verdict = el("p", { class: "verdict" });
+    this.notes = el("ul", { class: "notes", hidden: true });
+    parent.append(this.verdict, this.notes);
+    const all = section(parent, "All runs", "all-runs");
+    this.table = new SortedTable(all, [], { caption: "Runs", sortBy: "test", falling: true });
+    const curves = section(parent, "How they learned", "curves");
+    this.metric = new Choice(curves, "what is drawn", METRICS, () => this.update(this.runs));
+    const grid = el("div", { class: "grid" });
+    curves.append(grid);
+    this.overTime = new LineChart(grid, "Over time", { height: 280 });
+    this.overSamples = new LineChart(grid, "Over samples", { height: 280 });
+    const more = section(parent, "Beside each other", "beside");
+    const pair = el("div", { class: "grid" });
+    more.append(pair);
+    this.scaling = new LineChart(pair, "Scaling", { height: 260 });
+    this.classes = new Rows(pair, "Test accuracy by class");
+    this.more = more;
+    this.changed = section(parent, "What differs in their settings", "differs");
+    this.changedList = el("dl", { class: "differs" });
+    this.changed.append(this.changedList);
+    this.chosen = false;
+  }
+
+  update(runs) {
+    this.runs = runs;
+    if (!this.chosen) this.firstMetric(runs);
+    setText(this.verdict, overall(runs));
+    const notes = runs.flatMap((run) => run.notes.map((text) => `${run.name}: ${text}`));
+    this.notes.hidden = !notes.length;
+    const shown = notes.slice(0, 12);
+    if (notes.length > shown.length) shown.push(`and ${notes.length - shown.length} more notes; each run's own are below`);
+    this.notes.replaceChildren(...shown.map((text) => el("li", {}, text)));
+    const differing = differences(runs);
+    this.updateTable(runs, differing);
+    const seen = runs.map((run, number) => ({ run, number })).filter(({ run }) => !this.hidden.has(run.id));
+    const virtual = runs.every((run) => run.figures.simulated || run.figures.lab);
+    const label = virtual ? "virtual time" : "training time";
+    this.overTime.update(curvesSpec(seen, this.metric.value, "t", { label, kind: "seconds", tight: true }));
+    this.overSamples.update(curvesSpec(seen, this.metric.value, "samples", { label: "samples", kind: "count", tight: true }));
+    this.scaling.update(scalingSpec(runs));
+    this.classes.update(classesSpec(seen));
+    this.more.hidden = this.scaling.figure.hidden && this.classes.figure.hidden;
+    this.changed.hidden = !differing.length;
+    this.changedList.replaceChildren(...differing.map(([name, groups]) => el("div", {},
+      el("dt", { title: facts.help[name] || null }, name.replaceAll("_", "-")),
+      el("dd", {}, ...[...groups].map(([value, members]) => el("div", {}, el("b", {}, value), ` ${namesOf(members, runs)}`))))));
+  }
+
+  // The first measure that any run has a curve of.
+  firstMetric(runs) {
+    this.chosen = true;
+    const has = (name) => runs.some((run) => run.scores[name].filter(known).length > 1);
+    this.metric.set(has("test_accuracy") ? "test_accuracy" : has("test_loss") ? "test_loss" : "train");
+  }
+
+  updateTable(runs, differing) {
+    const named = differing.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
+    const rows = runs.map((run, number) => ({ run, number, key: run.id, state: this.hidden.has(run.id), className: this.hidden.has(run.id) ? "off" : null }));
+    this.table.update(rows, [
+      { name: "run", title: "run", value: (row) => row.run.name, cell: (row) => this.nameCell(row) },
+      { name: "status", title: "status", value: (row) => row.run.status, cell: (row) => badge(row.run) },
+      measured("workers", "workers", (figures) => figures.workers, KINDS.count),
+      measured("test", "test %", (figures) => figures.test_accuracy, (value) => (known(value) ? value.toFixed(2) : "–")),
+      measured("train", "train %", (figures) => figures.train_accuracy, (value) => (known(value) ? value.toFixed(2) : "–")),
+      measured("loss", "test loss", (figures) => figures.test_loss, (value) => (known(value) ? value.toFixed(4) : "–")),
+      measured("seconds", "time", (figures) => figures.seconds, clock),
+      measured("rate", "samples/s", (figures) => figures.rate, (value) => digits(value, 4)),
+      measured("stale", "staleness", (figures) => figures.staleness?.mean, digits),
+      measured("bytes", "moved", (figures) => (figures.bytes_pushed || 0) + (figures.bytes_pulled || 0) || null, (value) => short(value, "B")),
+      ...named.map((name) => ({ name: `set-${name}`, title: name.replaceAll("_", "-"), help: facts.help[name],
+        number: runs.every((run) => known(run.settings[name]) || (run.settings[name] ?? null) === null),
+        value: (row) => (known(row.run.settings[name]) ? row.run.settings[name] : settingText(row.run.settings[name])) })),
+    ]);
+  }
+
+  nameCell({ run, number }) {
+    const on = !this.hidden.has(run.id);
+    const swatch = el("button", { type: "button", class: "swatch key", "aria-pressed": String(on), "aria-label": `show ${run.name} in the charts`,
+      style: `--key:${colourOf(number)};--dash:${dashOf(number) ? "dashed" : "solid"}`, onclick: () => {
+        if (on) this.hidden.add(run.id);
+        else this.hidden.delete(run.id);
+        this.update(this.runs);
+      } });
+    const link = el("a", { href: "#one-run", onclick: () => this.choose(run.id) }, run.name);
+    return el("span", { class: "name" }, swatch, link);
+  }
+}
+
+function namesOf(members, runs) {
+  if (2 * members.length > runs.length && members.length > 3) return `${members.length} runs`;
+  return members.map((one) => one.name).join(", ");
+}
+
+function measured(name, title, pick, show) {
+  const value = (row) => pick(row.run.figures) ?? null;
+  return { name, title, number: true, value, cell: (row) => show(value(row)) };
+}
+
+function badge(run) {
+  return el("span", { class: `badge ${run.status}` }, run.status);
+}
+
+function overall(runs) {
+  const counts = new Map();
+  for (const run of runs) counts.set(run.status, (counts.get(run.status) || 0) + 1);
+  const how = [...counts].map(([status, count]) => `${count} ${status}`).join(", ");
+  const scored = runs.filter((run) => known(run.figures.test_accuracy) && run.status !== "diverged");
+  const sentences = [`${runs.length} runs: ${how}.`];
+  if (scored.length) {
+    const best = scored.reduce((a, b) => (b.figures.test_accuracy > a.figures.test_accuracy ? b : a));
+    sentences.push(`Best is ${best.name} with ${KINDS.percent(best.figures.test_accuracy)} test accuracy in ${clock(best.figures.seconds)}.`);
+  }
+  const timed = runs.filter((run) => known(run.figures.rate) && !run.figures.simulated && !run.figures.lab);
+  if (timed.length > 1) {
+    const fast = timed.reduce((a, b) => (b.figures.rate > a.figures.rate ? b : a));
+    sentences.push(`Fastest is ${fast.name} with ${digits(fast.figures.rate, 4)} samples/s.`);
+  }
+  return sentences.join(" ");
+}
+
+// Each setting that is not the same in all: its values, and which runs have them.
+function differences(runs) {
+  const found = [];
+  for (const name of Object.keys(facts.groups)) {
+    if (NOT_SETTINGS.has(name)) continue;
+    const groups = new Map();
+    for (const run of runs) {
+      if (!Object.keys(run.settings).length) continue;
+      const value = settingText(run.settings[name]);
+      if (!groups.has(value)) groups.set(value, []);
+      groups.get(value).push(run);
+    }
+    if (groups.size > 1) found.push([name, groups]);
+  }
+  return found;
+}
+
+function curvesSpec(seen, metric, axis, x) {
+  const series = [];
+  for (const { run, number } of seen) {
+    const { course, scores } = run;
+    const look = { name: run.name, colour: colourOf(number), dash: dashOf(number) };
+    if (metric === "train") {
+      if (course.t.length) series.push({ ...look, x: course[axis], y: smooth(course.loss, course.count), dots: 1 });
+    } else if (scores[metric].some(known)) series.push({ ...look, x: scores[axis], y: scores[metric] });
+  }
+  if (!series.length) return null;
+  const percent = metric === "test_accuracy";
+  const y = { label: METRICS.find(([name]) => name === metric)[1], kind: percent ? "percent" : "number" };
+  if (percent) Object.assign(y, { floor: 0, ceiling: 100 });
+  else Object.assign(y, { zero: true });
+  const legend = series.length <= 10 ? series.map((one) => [one.name, stroke(one.colour, one.dash)]) : [];
+  return { x, y, series, legend, summary: `${series.length} runs` };
+}
+
+const ALIKE = new Set([...NOT_SETTINGS, "workers", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
+
+// Samples a second by workers; runs that differ in other settings than these are lines of their own.
+function scalingSpec(runs) {
+  const lines = new Map();
+  for (const run of runs) {
+    const { rate, workers } = run.figures;
+    if (!known(rate) || !known(workers) || run.status === "diverged") continue;
+    const kind = JSON.stringify(Object.entries(run.settings).filter(([name]) => !ALIKE.has(name)));
+    if (!lines.has(kind)) lines.set(kind, { name: `${run.settings.strategy}, ${run.settings.task || run.settings.model}`, line: new Map() });
+    const { line } = lines.get(kind);
+    line.set(workers, [...(line.get(workers) || []), rate]);
+  }
+  const kept = [...lines.values()].filter(({ line }) => line.size > 1);
+  if (!kept.length) return null;
+  const series = kept.map(({ name, line }, number) => {
+    const sizes = [...line.keys()].sort((a, b) => a - b);
+    const mean = sizes.map((size) => line.get(size).reduce((sum, one) => sum + one, 0) / line.get(size).length);
+    return { name, x: sizes, y: mean, colour: colourOf(number), dash: dashOf(number) };
+  });
+  const ideal = series.map((one) => ({ ...one, name: `${one.name}, ideal`, y: one.x.map((size) => (one.y[0] * size) / one.x[0]), dash: "2 4", dots: 0, faint: true }));
+  const legend = [...series.map((one) => [one.name, stroke(one.colour, one.dash)]), ["ideal: as many times faster as workers", stroke("currentColor", "2 4")]];
+  return { x: { label: "workers", kind: "count", tight: true }, y: { label: "samples", kind: "rate", zero: true }, series: [...ideal, ...series], legend, exact: true };
+}
+
+function classesSpec(seen) {
+  const scored = seen.filter(({ run }) => run.per_class.some(([, value]) => known(value)));
+  const names = [...new Set(scored.flatMap(({ run }) => run.per_class.map(([name]) => name)))];
+  if (!scored.length || names.length > 200) return null;
+  const tables = scored.map(({ run }) => new Map(run.per_class));
+  const rows = names.map((name) => ({ name, values: tables.map((table) => table.get(name) ?? null) }));
+  const low = (row) => Math.min(...row.values.filter(known));
+  const shown = rows.length > 20 ? rows.sort((a, b) => low(a) - low(b)).slice(0, 20) : rows;
+  const look = scored.map(({ number }) => colourOf(number));
+  return { rows: shown, single: false, colours: look, names: scored.map(({ run }) => run.name), label: "accuracy (%)",
+    caption: rows.length > 20 ? `the 20 lowest of ${rows.length}` : "", summary: `${scored.length} runs`,
+    legend: scored.length <= 10 ? scored.map(({ run }, place) => [run.name, `background:${look[place]}`]) : [] };
+}

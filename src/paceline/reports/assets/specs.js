@@ -1,0 +1,82 @@
+// From a digest to what a chart draws.
+
+const MARKED = ["a worker lost, a fault or a resume", "background:repeating-linear-gradient(0deg,var(--away) 0 2px,transparent 2px 5px);width:2px"];
+
+function lossSpec(run, axis, x, marks) {
+  const { course, scores } = run;
+  const even = smooth(course.loss, course.count);
+  const series = [];
+  const legend = [];
+  if (course.t.length) {
+    const band = course.count.some((count) => count > 1);
+    series.push({ name: "train, as pushed", x: course[axis], y: even, colour: "var(--c0)", dots: 0,
+      low: band ? course.low : null, high: band ? course.high : null, inside: spread(course.loss) });
+    legend.push(["train, as pushed, smoothed", stroke("var(--c0)")]);
+    if (band) legend.push(["least to greatest", "background:var(--c0);opacity:.25"]);
+  }
+  for (const [name, text, colour] of [["test_loss", "test", "var(--c1)"], ["train_loss", "train, scored", "var(--c2)"]]) {
+    if (!scores[name].some(known)) continue;
+    series.push({ name: text, x: scores[axis], y: scores[name], colour });
+    legend.push([text, stroke(colour)]);
+  }
+  const values = series.flatMap((one) => one.y).filter((value) => known(value) && value > 0);
+  if (!values.length) return null;
+  const log = Math.max(...values) / Math.min(...values) > 300;
+  const last = course.loss.length ? even[even.length - 1] : null;
+  const summary = known(last) ? `Train loss ends at ${digits(last)}` : "";
+  const zero = !log && Math.min(...values) < 0.6 * Math.max(...values);
+  if (marks.length) legend.push(MARKED);
+  return { x, y: { label: "loss, mean over samples", kind: "number", zero, log }, series, legend, marks, summary };
+}
+
+// Without the rarest extremes, which would flatten all others.
+function spread(values) {
+  const sorted = values.filter(known).sort((a, b) => a - b);
+  return sorted.length ? [sorted[Math.floor(0.02 * sorted.length)], sorted[Math.ceil(0.98 * sorted.length) - 1]] : [];
+}
+
+function accuracySpec(run, axis, x, marks) {
+  const series = [];
+  const legend = [];
+  for (const [name, text, colour] of [["test_accuracy", "test", "var(--c1)"], ["train_accuracy", "train", "var(--c2)"]]) {
+    if (!run.scores[name].some(known)) continue;
+    series.push({ name: text, x: run.scores[axis], y: run.scores[name], colour });
+    legend.push([text, stroke(colour)]);
+  }
+  if (!series.length) return null;
+  const best = Math.max(...run.scores.test_accuracy.filter(known));
+  const summary = Number.isFinite(best) ? `Test accuracy at best ${KINDS.percent(best)}` : "";
+  return { x, y: { label: "accuracy", kind: "percent", floor: 0, ceiling: 100 }, series, legend, marks, summary };
+}
+
+function classSpec(run, most = 20) {
+  const scored = run.per_class.filter(([, value]) => known(value));
+  if (!scored.length) return null;
+  const shown = scored.length > most ? [...scored].sort((a, b) => a[1] - b[1]).slice(0, most) : scored;
+  const rows = shown.map(([name, value]) => ({ name, values: [value] }));
+  const lowest = [...scored].sort((a, b) => a[1] - b[1])[0];
+  const caption = scored.length > most ? `the ${most} lowest of ${scored.length}` : "";
+  return { rows, single: true, colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
+    summary: `lowest: ${lowest[0]} with ${KINDS.percent(lowest[1])}` };
+}
+
+function lineSpec(columns, name, axis, x, y, steps = false) {
+  const values = columns[name];
+  if (!values || !values.some(known)) return null;
+  const colour = "var(--c0)";
+  return { x, y, series: [{ name: y.label, x: columns[axis], y: values, colour, steps }], summary: `ends at ${digits(values.filter(known).at(-1))}` };
+}
+
+function bytesSpec(run, x) {
+  const { progress, figures } = run;
+  const series = [];
+  for (const [name, text, colour] of [["bytes_pushed", "pushed", "var(--c0)"], ["bytes_pulled", "pulled", "var(--c1)"]]) {
+    if (!progress[name]) continue;
+    const end = run.going_on || !known(figures[name]) ? [] : [figures[name]];
+    const times = [0, ...progress.t, ...(end.length ? [figures.seconds] : [])];
+    series.push({ name: text, x: times, y: [0, ...progress[name], ...end], colour, dots: 0, dash: name === "bytes_pulled" ? "5 3" : "" });
+  }
+  if (!series.some((one) => one.y.some((value) => value > 0))) return null;
+  const legend = series.map((one) => [one.name, stroke(one.colour, one.dash)]);
+  return { x, y: { label: "bytes so far", kind: "bytes", zero: true }, series, legend };
+}

@@ -1,0 +1,89 @@
+// Tables that sort, lists of facts, and buttons of which one is pressed.
+
+// Columns: {name, title, number, value(row) -> what is sorted by, cell(row) -> text or element}.
+class SortedTable {
+  constructor(parent, columns, { caption, sortBy = null, falling = false } = {}) {
+    this.columns = columns;
+    this.sort = { by: sortBy, falling };
+    this.head = el("tr");
+    this.body = el("tbody");
+    const table = el("table", {}, caption ? el("caption", {}, caption) : null, el("thead", {}, this.head), this.body);
+    parent.append(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption || "table" }, table));
+  }
+
+  update(rows, columns = this.columns) {
+    this.rows = rows;
+    this.columns = columns;
+    this.draw();
+  }
+
+  draw() {
+    const text = JSON.stringify([this.columns.map((one) => one.title), this.sort, this.rows.map((row) => this.columns.map((one) => [one.value(row), row.key, row.state]))]);
+    if (text === this.text) return;
+    this.text = text;
+    this.head.replaceChildren(...this.columns.map((column) => this.headOf(column)));
+    const by = this.columns.find((one) => one.name === this.sort.by);
+    const rows = by ? [...this.rows].sort((a, b) => order(by.value(a), by.value(b), this.sort.falling)) : this.rows;
+    this.body.replaceChildren(...rows.map((row) => el("tr", { class: row.className, "data-key": row.key },
+      ...this.columns.map((column, place) => {
+        const shown = column.cell ? column.cell(row) : String(column.value(row) ?? "–");
+        return el(place ? "td" : "th", { class: column.number ? "number" : null, scope: place ? null : "row" }, shown);
+      }))));
+  }
+
+  headOf(column) {
+    const pressed = this.sort.by === column.name;
+    const sorted = pressed ? (this.sort.falling ? "descending" : "ascending") : null;
+    const button = el("button", { type: "button", title: column.help || null, onclick: () => {
+      this.sort = { by: column.name, falling: pressed ? !this.sort.falling : Boolean(column.number) };
+      this.draw();
+    } }, column.title, el("span", { class: "arrow", "aria-hidden": "true" }, pressed ? (this.sort.falling ? "↓" : "↑") : ""));
+    return el("th", { scope: "col", class: column.number ? "number" : null, "aria-sort": sorted }, button);
+  }
+}
+
+// What is not known comes last, whichever way it is sorted.
+function order(a, b, falling) {
+  const [emptyA, emptyB] = [a, b].map((value) => value === null || value === undefined || value === "");
+  if (emptyA || emptyB) return emptyA - emptyB;
+  const found = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+  return falling ? -found : found;
+}
+
+class Choice {
+  constructor(parent, label, options, onchange) {
+    this.buttons = options.map(([value, text]) =>
+      el("button", { type: "button", "data-value": value, onclick: () => { this.set(value); onchange(value); } }, text));
+    parent.append(el("div", { class: "choice", role: "group", "aria-label": label }, ...this.buttons));
+    this.set(options[0][0]);
+  }
+
+  set(value) {
+    this.value = value;
+    for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+  }
+}
+
+function factList(parent, pairs, boxed = false) {
+  const facts = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+  parent.replaceChildren(...(boxed ? facts.map((pair) => el("div", {}, ...pair)) : facts.flat()));
+}
+
+// With an odd number of charts in two columns, the last has both.
+function settle(grid) {
+  const shown = [...grid.children].filter((one) => !one.hidden);
+  shown.forEach((one, place) => one.classList.toggle("both", place === shown.length - 1 && shown.length % 2 === 1));
+}
+
+function settingText(value) {
+  if (value === null || value === undefined) return "–";
+  if (Array.isArray(value)) return value.join(", ");
+  return String(value);
+}
+
+function section(parent, title, id) {
+  const found = el("section", { "aria-labelledby": id }, el("h2", { id }, title));
+  parent.append(found);
+  return found;
+}
