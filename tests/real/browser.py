@@ -82,7 +82,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = PATIENCE) -> Any:
+    def wait_for(self, expression: str, seconds: float = 30.0) -> Any:
         """Until it comes to something that is true; that."""
         deadline = time.monotonic() + seconds
         while not (

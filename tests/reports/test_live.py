@@ -63,17 +63,20 @@ class Stream:
         self._connection.request("GET", path, headers=headers)
         self._response = self._connection.getresponse()
         assert self._response.getheader("Content-Type") == "text/event-stream; charset=utf-8"
-        self.last = ""
+        self.last = self.kind = ""
         self.retry = 0
 
     def next(self) -> list[dict[str, Any]]:
         data: list[str] = []
+        self.kind = "message"
         while True:
             line = self._response.readline().decode()
             assert line.endswith("\n"), "the stream has ended"
             name, _, value = line.rstrip("\n").partition(": ")
             if name == "id":
                 self.last = value
+            elif name == "event":
+                self.kind = value
             elif name == "retry":
                 self.retry = int(value)
             elif name == "data":
@@ -108,9 +111,11 @@ def test_a_page_holds_all_and_events_bring_what_comes_after(tmp_path: Path) -> N
         back = Stream(server, feed_of(page), **{"Last-Event-ID": stream.last})
         (missed,) = back.next()
         assert missed["figures"]["samples"] == 1920, "a browser that comes back gets what it missed"
+        assert back.kind == "message"
         late = Stream(server, "/events")
         (whole,) = late.next()
         assert whole["figures"]["samples"] == 1920, "one that knows nothing gets everything"
+        assert late.kind == "all"
 
         folder.write_result(result_of(folder))
         for each in (back, late):
@@ -127,6 +132,7 @@ def test_after_a_restart_of_the_server_a_page_gets_everything_again(tmp_path: Pa
         assert server.port == port
         stream = Stream(server, before)
         assert [digest["name"] for digest in stream.next()] == ["run"]
+        assert stream.kind == "all"
         stream.close()
 
 

@@ -195,18 +195,21 @@ class _Handler(BaseHTTPRequestHandler):
         with follower.watched():
             while not follower.closed:
                 found = follower.after(number, KEEP_ALIVE_SECONDS)
-                if found is not None:
-                    number = found[0]
-                self.wfile.write(b":\n\n" if found is None else event(f"{follower.life}-{number}", found[1]))
+                if found is None:
+                    self.wfile.write(b":\n\n")
+                    continue
+                self.wfile.write(event(f"{follower.life}-{found[0]}", found[1], b"" if number else b"all"))
+                number = found[0]
 
 
-def event(identity: str, data: bytes) -> bytes:
-    """One server-sent event.
+def event(identity: str, data: bytes, kind: bytes = b"") -> bytes:
+    """One server-sent event; one of kind `all` is all there is, another what has changed.
 
-    >>> event("ab-3", b"[1]")
-    b'id: ab-3\\ndata: [1]\\n\\n'
+    >>> event("ab-3", b"[1]"), event("ab-3", b"[]", b"all")
+    (b'id: ab-3\\ndata: [1]\\n\\n', b'event: all\\nid: ab-3\\ndata: []\\n\\n')
     """
-    return b"id: %s\ndata: %s\n\n" % (identity.encode(), data.replace(b"\n", b"\ndata: "))
+    named = b"event: %s\n" % kind if kind else b""
+    return named + b"id: %s\ndata: %s\n\n" % (identity.encode(), data.replace(b"\n", b"\ndata: "))
 
 
 def last_seen(identity: str, life: str) -> int:

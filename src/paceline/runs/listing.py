@@ -10,7 +10,7 @@ from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 
 
-def run_folders(path: Path) -> list[Path]:
+def folders_below(path: Path) -> list[Path]:
     """Each run folder below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first."""
     found = {*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")}
     return [config.parent for config in sorted(found, key=lambda config: (-changed_at(config.parent), config))]
@@ -32,7 +32,7 @@ def runs_in(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_dir():
         raise UserError(f"{path} is no folder: give the one that holds your runs, as in 'paceline list runs'")
-    return [_row(RunFolder(found), path) for found in run_folders(path)]
+    return [_row(RunFolder(found), path) for found in folders_below(path)]
 
 
 def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
@@ -43,9 +43,9 @@ def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
         if not path.exists() or (path / "config.toml").is_file():
             found.setdefault(path.resolve(), RunFolder.open(path).path)
             continue
-        below = sorted(row["path"] for row in runs_in(path)) if path.is_dir() else []
+        below = sorted(folders_below(path)) if path.is_dir() else []
         for run in below:
-            found.setdefault(Path(run).resolve(), Path(run))
+            found.setdefault(run.resolve(), run)
         if not below:
             others.append(f"{path} is not a run folder, nor does it hold any: it is left out")
     if not found:

@@ -19,6 +19,9 @@ class Figure {
       const width = this.plot.clientWidth;
       if (width && width !== this.width) schedule(this);
     }).observe(this.plot);
+    this.seen = !facts.live;
+    if (facts.live) this.plot.style.minHeight = `${height}px`;
+    if (facts.live) new IntersectionObserver(([entry]) => this.sight(entry.isIntersecting)).observe(this.figure);
     this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX, event.offsetY));
     this.plot.addEventListener("pointerleave", () => this.leave());
     this.plot.addEventListener("blur", () => this.leave());
@@ -34,8 +37,15 @@ class Figure {
     if (spec) schedule(this);
   }
 
+  // What changes every second is drawn only where somebody sees it.
+  sight(seen) {
+    this.seen = seen;
+    if (seen && this.undrawn) schedule(this);
+  }
+
   redraw() {
-    if (!this.spec || this.figure.hidden) return;
+    this.undrawn = !this.seen;
+    if (!this.seen || !this.spec || this.figure.hidden) return;
     this.width = this.plot.clientWidth;
     if (!this.width) return;
     const height = this.heightOf(this.spec);

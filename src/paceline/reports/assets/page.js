@@ -9,6 +9,7 @@ class Page {
     this.several = null;
     this.one = null;
     this.chosen = null;
+    this.picked = false;
     this.root = root;
     this.title = el("h1");
     this.status = el("span", { class: "badge" });
@@ -43,17 +44,20 @@ class Page {
 
   build(several) {
     this.body.replaceChildren();
-    this.several = several ? new SeveralRuns(this.body, (id) => { this.chosen = id; this.update(); }) : null;
-    const box = el("div", several ? { id: "one-run", class: "inner" } : {});
-    this.body.append(box);
+    const [above, box] = [el("div"), el("div", several ? { id: "one-run", class: "inner" } : {})];
+    this.body.append(...(facts.live ? [box, above] : [above, box]));
+    const choose = (id) => { this.chosen = id; this.picked = true; this.update(); };
+    this.several = several ? new SeveralRuns(above, choose) : null;
     if (several) {
-      this.select = el("select", { "aria-label": "which run", onchange: () => { this.chosen = this.select.value; this.update(); } });
+      this.select = el("select", { "aria-label": "which run", onchange: () => choose(this.select.value) });
       box.append(el("div", { class: "heading" }, el("h2", {}, "One run in full"), this.select));
     }
     this.one = new OneRun(box, "one");
   }
 
   pick(all) {
+    const busy = facts.live && !this.picked ? all.filter((run) => run.going_on) : [];
+    if (busy.length) this.chosen = busy.reduce((a, b) => ((b.made || "") > (a.made || "") ? b : a)).id;
     if (!runs.has(this.chosen)) {
       const scored = all.filter((run) => known(run.figures.test_accuracy));
       const best = scored.reduce((a, b) => (b.figures.test_accuracy > a.figures.test_accuracy ? b : a), scored[0] || all[0]);
@@ -81,24 +85,4 @@ function tellApart(all) {
 
 const page = new Page(document.getElementById("page"));
 page.update();
-
-// Digests that come faster than frames are drawn once.
-let changed = false;
-
-function take(digests) {
-  for (const digest of digests) runs.set(digest.id, digest);
-  if (changed) return;
-  changed = true;
-  requestAnimationFrame(() => {
-    changed = false;
-    page.update();
-  });
-}
-
-if (facts.live) {
-  const source = new EventSource(facts.live);
-  source.onopen = () => page.feed("live", "on");
-  source.onerror = () => page.feed("connection lost, trying again", "off");
-  source.onmessage = (event) => take(JSON.parse(event.data));
-}
 document.documentElement.dataset.drawn = "true";
