@@ -13,7 +13,7 @@ from paceline.runs.stragglers import stragglers
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_WORKERS = 64
 """That get samples of their own; of a larger run only the counts and the stragglers do."""
-STATES = (*UNDER_WAY, *ENDED, "killed")
+STATES = (*UNDER_WAY, *ENDED, "killed", "unreachable")
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float | None]
