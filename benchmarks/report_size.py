@@ -3,7 +3,7 @@
     python benchmarks/report_size.py [--runs 20] [--events 100000] [--quick]
 
 Each run has so many rows in events.jsonl and as many pushes in arrivals.log, written by the real writers. The report
-passes over most progress rows of so long a file, since the log has every push: that is how it can be faster than its peer.
+passes over most progress rows of so long a file, since the log has every push: so it can be faster than its peer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import subprocess
 import sys
 import tempfile
@@ -81,15 +82,17 @@ def main() -> None:
         nbytes = sum(file.stat().st_size for file in runs.rglob("*.jsonl"))
         began = time.perf_counter()
         subprocess.run([sys.executable, "-m", "paceline", "report", str(runs), "-o", str(page)], check=True)
-        report = time.perf_counter() - began
-        began = time.perf_counter()
+        report, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        began, before = time.perf_counter(), time.process_time()
         for file in sorted(runs.rglob("*.jsonl")):
             for line in file.read_bytes().splitlines():
                 json.loads(line)
-        parsing = time.perf_counter() - began
+        parsing, busy = time.perf_counter() - began, time.process_time() - before
         print(f"{num_runs} runs of {count:,} events and {count:,} pushes, {nbytes / 1e6:.0f} MB of events")
-        print(f"paceline report (the whole command)  {report:6.2f} s  {page.stat().st_size / 1e6:.2f} MB")
-        print(f"peer: json.loads of each row alone   {parsing:6.2f} s")
+        spent = used.ru_utime + used.ru_stime
+        size = f"{page.stat().st_size / 1e6:.2f} MB"
+        print(f"paceline report (the whole command)  {report:6.2f} s, {spent:6.2f} s of them on a core, page of {size}")
+        print(f"peer: json.loads of each row alone   {parsing:6.2f} s, {busy:6.2f} s of them on a core")
 
 
 if __name__ == "__main__":

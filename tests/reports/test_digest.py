@@ -101,14 +101,14 @@ def test_a_reader_follows_what_is_appended_and_says_whether_it_was(tmp_path: Pat
     assert as_json(reader.digest()) == as_json(digest_of(folder))
 
 
-@given(cuts=st.lists(st.integers(0, 4000), max_size=5))
-def test_read_in_pieces_or_at_once_it_is_the_same(cuts: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    whole = whole_run(tmp_path_factory.mktemp("whole"))
+@pytest.mark.parametrize("cuts", [[0], [10, 37, 38, 72], [60, 500, 501, 1400], [1, 1500, 3000]])
+def test_read_in_pieces_or_at_once_it_is_the_same(cuts: list[int], tmp_path: Path) -> None:
+    whole = whole_run(tmp_path)
     events, log = whole.events_file.read_bytes(), whole.arrivals_file.read_bytes()
     whole.events_file.write_bytes(b"")
     whole.arrivals_file.write_bytes(b"")
     reader = RunReader(whole.path)
-    for cut in sorted(cuts):
+    for cut in cuts:
         whole.events_file.write_bytes(events[:cut])
         whole.arrivals_file.write_bytes(log[:cut])
         reader.refresh()
@@ -255,7 +255,8 @@ def test_ten_thousand_workers_share_lanes(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, workers=count, speeds="1s")
     rows = [started(), *({"kind": "worker_joined", "now": 0.0, "worker": one} for one in range(count))]
     rows += [accounts(0.0, [0.0] * count), accounts(10.0, [5.0] * count, ["lost"] * 100 + ["live"] * (count - 100))]
-    log_events(folder, *rows, progress(10.0, 3200, 0.5, live=count))
+    folder.events_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    log_events(folder, progress(10.0, 3200, 0.5, live=count))
     found = digest_of(folder)
     lanes = found["timeline"]["lanes"]
     assert sum(lane["size"] for lane in lanes) == count

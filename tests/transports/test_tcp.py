@@ -350,8 +350,8 @@ def test_a_malformed_message_is_its_workers_fault_and_changes_nothing(bad: bytes
 def test_a_door_that_is_dropped_gives_its_memory_back_at_once(said: bytes) -> None:
     with Pair(SIZES) as pair:
         pair.greet(SIZES)
-        door = TcpServerDoor(pair.door.connection, 0, 0, SIZES)
-        door.slot = Memory.private(SIZES)
+        door, pair.door = pair.door, TcpServerDoor(pair.door.connection, 0, 0, SIZES)
+        assert door.slot is not None
         memory = weakref.ref(door.slot)
         pair.raw.sendall(said)
         door.receive()

@@ -282,8 +282,10 @@ def bars(counted: list[list[int]]) -> list[list[int]]:
     """
     if not counted:
         return []
-    width = max(value for value, _ in counted) // MOST_BARS + 1
-    found: dict[int, int] = {}
+    least, most = min(value for value, _ in counted), max(value for value, _ in counted)
+    start = least if 2 * least > most else 0
+    width = (most - start) // MOST_BARS + 1
+    found = [0] * ((most - start) // width + 1)
     for value, count in counted:
-        found[value // width] = found.get(value // width, 0) + count
-    return [[place * width, place * width + width - 1, found.get(place, 0)] for place in range(max(found) + 1)]
+        found[(value - start) // width] += count
+    return [[start + place * width, start + place * width + width - 1, count] for place, count in enumerate(found)]

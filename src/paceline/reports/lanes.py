@@ -36,6 +36,8 @@ class Lanes:
     def begin(self, now: float) -> None:
         """Another server serves: accounts start from zero, and everybody joins anew."""
         self._life += 1
+        if self._life == 1:  # a large simulation gives but one account, at its end
+            self._rows.append((1, now, np.zeros((len(PARTS), self.count)), np.zeros(self.count)))
         for worker in list(self._here):
             self.left(worker, now)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -59,18 +58,20 @@ class Tally:
 
     def take_rows(self, rows: list[dict[str, Any]]) -> None:
         """New rows of events."""
-        for kind, same in groupby(rows, lambda row: str(row["kind"])):
-            together = list(same)
-            self.last_kind, self.now = kind, max(self.now, *(float(row["now"]) for row in together), 0.0)
-            self.counts[kind] = self.counts.get(kind, 0) + len(together)
-            if kind in ("progress", "evaluation"):
-                course, names = (self.progress, PROGRESS) if kind == "progress" else (self.scores, SCORES)
-                course.add(_column(together, "now"), {name: _column(together, name) for name in names})
-                if kind == "progress":
-                    self.latest.extend(together[-64:])
-                continue
-            for row in together:
+        progress, scores = [], []
+        for row in rows:
+            kind = row["kind"]
+            self.last_kind, self.now = kind, max(self.now, float(row["now"]))
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            if kind == "progress":
+                progress.append(row)
+                self.latest.append(row)
+            elif kind == "evaluation":
+                scores.append(row)
+            else:
                 self._take(kind, row)
+        self.progress.add(_column(progress, "now"), {name: _column(progress, name) for name in PROGRESS})
+        self.scores.add(_column(scores, "now"), {name: _column(scores, name) for name in SCORES})
 
     def _take(self, kind: str, row: dict[str, Any]) -> None:
         now, worker = float(row["now"]), row.get("worker")

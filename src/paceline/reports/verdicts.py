@@ -25,10 +25,10 @@ def verdict(status: str, figures: dict[str, Any], way_on: str | None) -> str:
     reason = figures.get("reason")
     if status == "diverged" and reason:
         return str(reason)[0].upper() + str(reason)[1:] + ("" if str(reason).endswith((".", "?")) else ".")
-    got = " ".join(part for part in (_how_good(figures), _how_much(figures, status)) if part)
-    text = ", ".join(part for part in (got, _how_fast(figures)) if part)
     first = FIRST_WORDS.get(status, status) + (f" ({reason})" if reason else "")
-    sentence = f"{first}: {text}." if text else f"{first}."
+    good, much = _how_good(figures), _how_much(figures, status)
+    got = f"{first}: {good} {much}" if good else f"{first} {much}"
+    sentence = f"{got.strip()}, {_how_fast(figures)}."
     return f"{sentence} To go on: {way_on}." if way_on else sentence
 
 
@@ -44,10 +44,10 @@ def _how_good(figures: dict[str, Any]) -> str:
 
 def _how_much(figures: dict[str, Any], status: str) -> str:
     samples, fraction = figures.get("samples"), figures.get("fraction")
-    text = f"after {samples:,} samples" if samples else ""
-    if status != "finished" and fraction is not None:
-        text += f" ({100 * fraction:.0f} % of the budget)" if text else f"{100 * fraction:.0f} % of the budget"
-    return text
+    if not samples:
+        return ""
+    share = f" ({100 * fraction:.0f} % of the budget)" if status != "finished" and fraction is not None else ""
+    return f"after {samples:,} samples{share}"
 
 
 def _how_fast(figures: dict[str, Any]) -> str:

@@ -31,9 +31,8 @@ RECORDS = np.dtype(
 )
 """A record of `arrivals.log`, as numpy sees it."""
 CHUNK_BYTES = RECORD_BYTES << 18
-MOST_PROGRESS = 4000
-"""Progress rows that one look takes in; of more, evenly many are passed over (every push is in the other file)."""
-PROGRESS = b'{"kind": "progress"'
+MOST_AT_ONCE = {b'{"kind": "progress': 2000, b'{"kind": "workers"': 500, b'{"kind": "evaluati': 2000}
+"""Rows that one look takes in; of more, evenly many are passed over: the log has every push, and accounts are sums."""
 MOST_NAMED = 5
 Records = NDArray[Any]
 
@@ -64,9 +63,7 @@ class EventFollower:
         return found
 
     def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        progress = [place for place, line in enumerate(lines) if line.startswith(PROGRESS) and line.endswith(b"}")]
-        stride = -(-len(progress) // MOST_PROGRESS) if progress else 1
-        passed = set(progress) - set(progress[::stride]) - set(progress[-1:]) if stride > 1 else ()
+        passed = _passed_over(lines)
         found = []
         for place, line in enumerate(lines):
             if place in passed:
@@ -90,6 +87,20 @@ class EventFollower:
             rest = f"the last {len(self.rest):,} bytes are no whole row and are left out"
             notes.append(f"{self.path.name} is cut off after row {self.rows:,}: {rest}")
         return notes
+
+
+def _passed_over(lines: list[bytes]) -> set[int]:
+    """Places of rows that nobody misses: neither the first nor the last of a kind that has very many."""
+    places: dict[bytes, list[int]] = {start: [] for start in MOST_AT_ONCE}
+    if len(lines) > min(MOST_AT_ONCE.values()):
+        for place, line in enumerate(lines):
+            if line[:18] in places and line.endswith(b"}"):
+                places[line[:18]].append(place)
+    passed: set[int] = set()
+    for start, found in places.items():
+        stride = max(1, -(-len(found) // MOST_AT_ONCE[start]))
+        passed |= set(found) - set(found[::stride]) - set(found[-1:])
+    return passed
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -71,14 +71,13 @@ def _slower(cause: str, measured: Sequence[tuple[WorkerStatus, float | None]]) -
 
 
 def _median_of_others(ranked: list[float], own: float) -> float:
-    """Without a copy: ten thousand workers are each compared with the others.
+    """Without a copy of all others for each: there may be ten thousand.
 
-    >>> _median_of_others([1.0, 2.0, 4.0, 9.0], 2.0), _median_of_others([1.0, 2.0, 9.0], 9.0)
-    (4.0, 1.5)
+    >>> [_median_of_others([1.0, 2.0, 4.0, 8.0], own) for own in (1.0, 2.0, 8.0)]
+    [4.0, 4.0, 2.0]
+    >>> _median_of_others([1.0, 3.0, 5.0], 1.0)
+    4.0
     """
-    place, middle = bisect_left(ranked, own), (len(ranked) - 1) // 2
-
-    def other(number: int) -> float:
-        return ranked[number + (number >= place)]
-
-    return other(middle) if len(ranked) % 2 == 0 else (other(middle - 1) + other(middle)) / 2
+    place, count = bisect_left(ranked, own), len(ranked) - 1
+    middle = [one if one < place else one + 1 for one in ((count - 1) // 2, count // 2)]
+    return (ranked[middle[0]] + ranked[middle[1]]) / 2

@@ -62,6 +62,8 @@ class ClusterService(Service):
         self.observers = Observers(host.folder)
         host.accounts.way = "sending"
         self._tcp: dict[int, TcpServerDoor] = {}
+        self._writing: set[int] = set()
+        """Lines that wake us when they can be written."""
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
@@ -83,15 +85,16 @@ class ClusterService(Service):
         if now - self._looked > BUSY_SECONDS:  # scoring, say: what came meanwhile is not read yet
             self._deadlines.excuse(now - self._looked)
         self._looked = now
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
         self._listener.expire(now)
         for text in self._listener.complaints():
             self.host.events.write("turned_away", self.host.clock.now(), text=text)
             self._note(text)
         if self.host.server.over:
             return
-        if now >= self._next_look:  # also while nobody pushes
-            self._next_look = now + LOOK_SECONDS
-            self.host.look_for_requests()
+        self.host.look_for_requests()  # also while nobody pushes
         for worker in self._deadlines.due(now):
             self._give_up(worker, now)
         if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
@@ -112,8 +115,10 @@ class ClusterService(Service):
 
     def _watch(self, door: TcpServerDoor) -> None:
         """Be woken when the door can be read, and when it can be written where something waits to be sent."""
-        if door.fileno() >= 0:
-            self._poll.modify(door.fileno(), select.EPOLLIN | (select.EPOLLOUT if door.wants_write else 0))
+        line, wants = door.fileno(), door.wants_write
+        if line >= 0 and wants is not (line in self._writing):
+            self._poll.modify(line, select.EPOLLIN | (select.EPOLLOUT if wants else 0))
+            (self._writing.add if wants else self._writing.discard)(line)
 
     def _hear(self, worker: int) -> None:
         """A sign of life; the next is expected from now on."""
@@ -246,6 +251,7 @@ class ClusterService(Service):
 
     def _stop_listening(self, line: Line) -> None:
         if line.fileno() >= 0:  # else its connection broke before
+            self._writing.discard(line.fileno())
             super()._stop_listening(line)
 
     def _send_off(self, door: Door) -> None:

@@ -49,6 +49,15 @@ def view(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+class Views:
+    """The bytes of a memory's parts, looked up once: a push and its reply are too short-lived to ask each time."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.update, self.state, self.weights = view(memory.update), view(memory.state), view(memory.weights)
+        self.source = memory.weights
+        """Where `weights` lie: one server of several moves them."""
+
+
 def _within(asked: int | None, most: int | None) -> bool:
     """Whether a part of a memory is as large as one may be; None: there is no such part."""
     if asked is None or most is None:
@@ -81,6 +90,8 @@ class TcpServerDoor:
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
         self.slot: Memory | None = None
+        self._views: Views | None = None
+        """Of the slot's parts."""
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
         self.left = False
@@ -142,7 +153,7 @@ class TcpServerDoor:
 
     def _message(self) -> Reading[Hello | Push | Figures | Heard]:
         """Read one frame, whichever it is."""
-        slot = self.slot
+        slot, views = self.slot, self._views
         most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
         if slot is not None:
             bodies = slot.update.nbytes + slot.state.nbytes + slot.sizes.own
@@ -150,8 +161,8 @@ class TcpServerDoor:
         try:
             kind, nbytes = yield from read_header(most)
             if kind is Kind.PUSH:
-                assert slot is not None
-                return (yield from self._push(nbytes, slot))
+                assert slot is not None and views is not None
+                return (yield from self._push(nbytes, slot, views))
             if kind in (Kind.BEAT, Kind.BYE):
                 self.left = kind is Kind.BYE
                 return HEARD
@@ -173,6 +184,7 @@ class TcpServerDoor:
                 self.answer(self._greeted)
             return HEARD
         self.slot = Memory.private(sizes)
+        self._views = Views(self.slot)
         return Hello(join, self.slot, fields)
 
     def _figures(self, fields: Mapping[str, Any]) -> Figures:
@@ -181,7 +193,7 @@ class TcpServerDoor:
         except (ValueError, TypeError):
             raise ProtocolError("figures that are none") from None
 
-    def _push(self, nbytes: int, slot: Memory) -> Reading[Push]:
+    def _push(self, nbytes: int, slot: Memory, views: Views) -> Reading[Push]:
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from read_bytes(PUSH_HEAD.size)
@@ -195,8 +207,8 @@ class TcpServerDoor:
         if seq == self._seq:  # again, after a reconnect: the server may still hold these very bytes, so they stay
             yield from self._throw_away(bodies)
         else:
-            yield view(update)
-            yield view(slot.state)
+            yield views.update[:num_update]
+            yield views.state
             if num_own:
                 yield view(slot.kept(seq))
                 self.own_seq, self.wants_own = seq, False
@@ -224,12 +236,14 @@ class TcpServerDoor:
         A worker that is gone is noticed when its connection is read next; what it missed it will ask for again. The
         memory is sent from as it lies: nobody changes it before the worker's next push, which comes after all of it.
         """
-        slot = self.slot
-        assert slot is not None, "a worker that has not said hello cannot be answered"
+        slot, views = self.slot, self._views
+        assert slot is not None and views is not None, "a worker that has not said hello cannot be answered"
         if self._seq < 0:
             self._greeted = reply
+        if views.source is not slot.weights:
+            views = self._views = Views(slot)
         encoded = slot.sizes.pulled is not None and reply.serial > 0
-        body = view(slot.pulled[: slot.num_pulled] if encoded else slot.weights)
+        body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._news(reply.deal)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
         head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(members), len(body))

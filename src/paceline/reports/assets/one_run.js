@@ -16,7 +16,7 @@ class OneRun {
   }
 
   learning(parent, id) {
-    const learning = section(parent, "Learning", `${id}-learning`);
+    const learning = this.learningBox = section(parent, "Learning", `${id}-learning`);
     new Choice(learning, "what charts are drawn over", [["t", "over time"], ["samples", "over samples"]], (value) => {
       this.axis = value;
       this.update(this.run);
@@ -102,6 +102,7 @@ class OneRun {
     const moves = rates.some((one) => one !== rates[0]);
     this.rate.update(moves ? lineSpec(run.progress, "lr", axis, this.x(run), { label: "length of a step", kind: "number", zero: true }) : null);
     settle(this.learningGrid);
+    this.learningBox.hidden = [...this.learningGrid.children].every((one) => one.hidden);
   }
 
   updatePace(run) {
@@ -113,7 +114,8 @@ class OneRun {
     const gone = run.timeline.lanes.some((lane) => lane.here.length && (lane.here.length > 1 || lane.here[0][1] < end * 0.999));
     const legend = used.map((part) => [PART_NAMES[part], `background:var(--${part})`]);
     if (!used.length) legend.push(["here", "background:var(--here)"]);
-    if (gone || run.timeline.grouped) legend.push([PART_NAMES.away, "background:repeating-linear-gradient(45deg,var(--away) 0 1.5px,transparent 1.5px 4px)"]);
+    const few = run.timeline.lanes.some((lane) => lane.segments.some((one) => one[6] > 0));
+    if ((gone && !run.timeline.grouped) || few) legend.push([PART_NAMES.away, "background:repeating-linear-gradient(45deg,var(--away) 0 1.5px,transparent 1.5px 4px)"]);
     const summary = run.findings.join(". ");
     this.timeline.update(some && end > 0 ? { ...run.timeline, end, label: timeLabel(run), legend, summary } : null);
     setText(this.findings, run.findings.map((text) => text[0].toUpperCase() + text.slice(1)).join(". ") + (run.findings.length ? "." : ""));

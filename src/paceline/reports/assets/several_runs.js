@@ -19,7 +19,7 @@ class SeveralRuns {
     this.overTime = new LineChart(grid, "Over time", { height: 280 });
     this.overSamples = new LineChart(grid, "Over samples", { height: 280 });
     const more = section(parent, "Beside each other", "beside");
-    const pair = el("div", { class: "grid" });
+    const pair = this.pair = el("div", { class: "grid" });
     more.append(pair);
     this.scaling = new LineChart(pair, "Scaling", { height: 260 });
     this.classes = new Rows(pair, "Test accuracy by class");
@@ -42,12 +42,13 @@ class SeveralRuns {
     const differing = differences(runs);
     this.updateTable(runs, differing);
     const seen = runs.map((run, number) => ({ run, number })).filter(({ run }) => !this.hidden.has(run.id));
-    const virtual = runs.every((run) => run.figures.simulated || run.figures.lab);
-    const label = virtual ? "virtual time" : "training time";
+    const labels = [...new Set(runs.map(timeLabel))];
+    const label = labels.length > 1 ? "training or virtual time" : labels[0];
     this.overTime.update(curvesSpec(seen, this.metric.value, "t", { label, kind: "seconds", tight: true }));
     this.overSamples.update(curvesSpec(seen, this.metric.value, "samples", { label: "samples", kind: "count", tight: true }));
     this.scaling.update(scalingSpec(runs));
     this.classes.update(classesSpec(seen));
+    settle(this.pair);
     this.more.hidden = this.scaling.figure.hidden && this.classes.figure.hidden;
     this.changed.hidden = !differing.length;
     this.changedList.replaceChildren(...differing.map(([name, groups]) => el("div", {},

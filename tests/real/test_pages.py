@@ -1,0 +1,63 @@
+"""The report in a real browser: it draws, and complains about nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
+from made_up_runs import whole_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: 'apt-get install chromium' brings one")
+
+
+def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """The page after its script has run, and what it said on the console."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=4000"]
+    command = [CHROMIUM, *flags, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@needs_chromium
+@pytest.mark.parametrize("names", [["one"], ["one", "two", "broken"]])
+def test_the_page_draws_and_logs_no_error(tmp_path: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        folder = whole_run(tmp_path / "runs", name, end=name != "broken", workers=2 * number + 2)
+        if name == "broken":
+            folder.events_file.write_bytes(folder.events_file.read_bytes()[:-20])
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(page)]) == 0
+    document, console = opened(page, tmp_path / "profile")
+    assert console == []
+    assert 'data-drawn="true"' in document
+    drawn = re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL)
+    assert "Finished: 81.50 % test accuracy" in drawn
+    titles = re.findall(r"<figcaption><strong>([^<]*)", drawn)
+    shown = [
+        title
+        for title, figure in zip(titles, drawn.split("<figure")[1:], strict=True)
+        if "<path" in figure or "<rect" in figure or "<circle" in figure
+    ]
+    for title in (
+        "Loss",
+        "Accuracy",
+        "Timeline of workers",
+        "Throughput",
+        "Staleness of pushes",
+        "Test accuracy by class",
+    ):
+        assert title in shown
+    if len(names) > 1:
+        assert {"Over time", "Over samples", "Scaling"} <= set(shown)
+        assert drawn.count('class="badge killed"') == 1
+        assert "events.jsonl is cut off after row" in drawn
