@@ -51,6 +51,7 @@ class Figure {
     const height = this.heightOf(this.spec);
     this.svg = svg("svg", { viewBox: `0 0 ${this.width} ${height}`, height, width: "100%", "aria-hidden": "true" });
     this.draw(this.spec, this.width, height);
+    this.plot.style.minHeight = "";
     this.plot.replaceChildren(this.svg, this.readout);
     this.readout.hidden = true;
     setText(this.caption, this.spec.caption || "");

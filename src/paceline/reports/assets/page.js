@@ -21,6 +21,7 @@ class Page {
 
   update() {
     const all = [...runs.values()];
+    if (facts.live) all.sort((a, b) => (b.made || "").localeCompare(a.made || ""));
     tellApart(all);
     if (!all.length) {
       setText(this.title, "No runs yet");
@@ -44,10 +45,11 @@ class Page {
 
   build(several) {
     this.body.replaceChildren();
-    const [above, box] = [el("div"), el("div", several ? { id: "one-run", class: "inner" } : {})];
-    this.body.append(...(facts.live ? [box, above] : [above, box]));
+    const [top, beside] = [el("div", { class: facts.live ? "short" : null }), el("div")];
+    const box = el("div", several ? { id: "one-run", class: "inner" } : {});
+    this.body.append(top, ...(facts.live ? [box, beside] : [beside, box]));
     const choose = (id) => { this.chosen = id; this.picked = true; this.update(); };
-    this.several = several ? new SeveralRuns(above, choose) : null;
+    this.several = several ? new SeveralRuns(top, beside, choose) : null;
     if (several) {
       this.select = el("select", { "aria-label": "which run", onchange: () => choose(this.select.value) });
       box.append(el("div", { class: "heading" }, el("h2", {}, "One run in full"), this.select));
