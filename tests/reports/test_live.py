@@ -28,7 +28,7 @@ Answer = tuple[int, dict[str, str], str]
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("IDLE_SECONDS", "LOOK_SECONDS"):
+    for name in ("IDLE_SECONDS", "LOOK_SECONDS", "LATEST_SECONDS"):
         monkeypatch.setattr(watched, name, 0.001)
     monkeypatch.setattr(watched, "MOST_SHARE", 1000.0)
     monkeypatch.setattr(live, "GUESS_SECONDS", 0.0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TextIO
 
 from paceline.reports.status_table import MOST_WORKERS, describe_run, describe_workers, seconds_text
 from paceline.reports.verdicts import happening
-from paceline.reports.watched import LONGEST_SECONDS, LOOK_SECONDS, MOST_SHARE, Source
+from paceline.reports.watched import Source, pause_after
 from paceline.runs.status import UNDER_WAY, RunStatus, Standing
 
 PLAIN_SECONDS = 10.0
@@ -190,7 +190,7 @@ def _looks(source: Source) -> Iterator[tuple[list[Standing], bool]]:
         yield standings, over
         if over:
             return
-        time.sleep(min(max(LOOK_SECONDS, (time.thread_time() - began) / MOST_SHARE), LONGEST_SECONDS))
+        time.sleep(pause_after(time.thread_time() - began))
 
 
 def _draw(source: Source, stream: TextIO) -> None:

@@ -20,11 +20,10 @@ from paceline.reports.digest import RunReader
 from paceline.runs.listing import folders_below
 from paceline.runs.status import Standing, read_standing
 
-LOOK_SECONDS = 0.5
-"""Between two looks, at least."""
-MOST_SHARE = 0.005
-"""Of one core that looking may take: after a look of 5 ms the next is a second later."""
-LONGEST_SECONDS = 30.0
+LOOK_SECONDS, LATEST_SECONDS = 0.5, 1.0
+"""Between two looks: at least, and at most unless looking itself takes long."""
+LIGHT_SHARE, MOST_SHARE = 0.005, 0.05
+"""Of one core, that looking takes where a second between looks allows it; and that it never exceeds."""
 SCAN_SECONDS = 10.0
 """How often a folder is searched for new runs when its own date says nothing; just after it changed, at every look."""
 SETTLING_SECONDS = 3.0
@@ -219,9 +218,18 @@ class Follower:
                 self._changed.wait_for(lambda: self._watchers > 0 or self._closed)
             if self._closed:
                 return
-            pause = min(max(LOOK_SECONDS, self.look() / MOST_SHARE), LONGEST_SECONDS)
+            pause = pause_after(self.look())
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause)
+
+
+def pause_after(spent: float) -> float:
+    """How long not to look after a look that took so many seconds of a core.
+
+    >>> [round(pause_after(spent), 3) for spent in (0.001, 0.004, 0.02, 0.15)]
+    [0.5, 0.8, 1.0, 3.0]
+    """
+    return max(min(max(LOOK_SECONDS, spent / LIGHT_SHARE), LATEST_SECONDS), spent / MOST_SHARE)
 
 
 def encode(value: Any) -> bytes:
