@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,3 +222,34 @@ def test_bad_input_is_one_line(
     assert main(["watch", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "0.0.0.0"])
+def test_the_verb_says_where_it_is_and_ends_with_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    def interrupted(server: LiveServer) -> None:
+        raise KeyboardInterrupt
+
+    opened: list[str] = []
+    monkeypatch.setattr(LiveServer, "serve_forever", interrupted)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    folder = whole_run(tmp_path)
+    with socket.create_server((where, 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["watch", str(folder.path), "--open", "--listen", f"{where}:{port}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"port {port} is in use: this is at \d+", said[0])
+    assert said[1] == f"watching {folder.path}: {opened[0]}"
+    assert ("?token=" in opened[0]) == (where == "0.0.0.0") == ("it is not encrypted" in said[2])
+
+
+def test_a_token_of_ones_own_is_kept_for_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LiveServer, "serve_forever", lambda server: None)
+    (tmp_path / "token").write_text("my-token\n")
+    (tmp_path / "token").chmod(0o600)
+    path = str(whole_run(tmp_path).path)
+    assert main(["watch", path, "--page-token", str(tmp_path / "token"), "--listen", "127.0.0.1:0"]) == 0
+    assert "/?token=my-token" in capsys.readouterr().out

@@ -88,10 +88,8 @@ def _serve(source: Source, parsed: argparse.Namespace) -> None:
         print(f"port {port} is in use: this is at {server.port}")
     address = f"http://{format_address((_name(host), server.port))}/"
     print(f"watching {source.title}: {address}{f'?token={token}' if token else ''}")
-    if token:
-        print(
-            "the page is not encrypted: over a network that others share, use 'ssh -L' and a page on 127.0.0.1 instead"
-        )
+    if not is_loopback(host):
+        print("it is not encrypted: over a network of others use 'ssh -L' instead of --listen")
     print("Ctrl-C ends it; the runs go on", flush=True)
     if parsed.open:
         import webbrowser
