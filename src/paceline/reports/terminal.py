@@ -210,8 +210,9 @@ def _draw(source: Source, stream: TextIO) -> None:
             shown = chosen(standings)
             history = histories.setdefault(shown.status.run, History())
             history.add(shown.events)
-            others = other_runs(standings, shown, width)[: max(0, height // 3)]
-            lines = view(shown, history, width, height - len(others)) + others
+            others = other_runs(standings, shown, width)
+            lines = view(shown, history, width, height - min(2, len(others)))
+            lines += others[: height - len(lines)]
             texts = [Text(line.text, line.style, no_wrap=True, overflow="crop") for line in lines]
             live.update(Group(*texts), refresh=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,15 +87,16 @@ def _serve(source: Source, parsed: argparse.Namespace) -> None:
     server = open_server(Follower(source), host, port, token)
     if port and server.port != port:
         print(f"port {port} is in use: this is at {server.port}")
-    address = f"http://{format_address((_name(host), server.port))}/"
-    print(f"watching {source.title}: {address}{f'?token={token}' if token else ''}")
+    shown = f"?token={urllib.parse.quote(token, safe='')}" if token else ""
+    address = f"http://{format_address((_name(host), server.port))}/{shown}"
+    print(f"watching {source.title}: {address}")
     if not is_loopback(host):
         print("it is not encrypted: over a network of others use 'ssh -L' instead of --listen")
     print("Ctrl-C ends it; the runs go on", flush=True)
     if parsed.open:
         import webbrowser
 
-        webbrowser.open(f"{address}{f'?token={token}' if token else ''}")
+        webbrowser.open(address)
     try:
         server.serve_forever()
     finally:
