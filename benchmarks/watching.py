@@ -8,6 +8,7 @@ would, `chromium` draws them on the same cores. Throughput is counted in arrival
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
@@ -46,9 +47,34 @@ class Watch:
 
 
 def processor_seconds(pid: int) -> float:
-    """That a process has used, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """That a process has used, all its threads together; 0 of one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Disturbance(pairs.Disturbance):
+    """What others took: nothing that descends from this process, dead or alive, is another's."""
+
+    def _seconds(self) -> tuple[float, float, float, float]:  # type: ignore[override]
+        stolen, busy, total, own = super()._seconds()
+        return stolen, busy, total, own + sum(map(processor_seconds, descendants(os.getpid())))
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one, that live now."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, fresh = set(), {pid}
+    while fresh:
+        fresh = {one for one, parent in parents.items() if parent in fresh}
+        found |= fresh
+    return found
 
 
 class Reader:
@@ -131,28 +157,36 @@ def report(stage: Stage, rows: list[pairs.Row]) -> None:
         print(f"{sum(stage.events) / len(stage.events):.2f} events a second for each who watches")
 
 
+def without(stage: Stage, browser: Browser) -> float:
+    with browser.stopped():
+        return stage.alone()
+
+
 def main() -> int:
     parser = pairs.flags(__doc__)
     parser.add_argument("--no-browser", action="store_true", help="leave Chromium out")
     parsed = parser.parse_args()
     number, seconds = pairs.num_pairs(parsed), QUICK_SECONDS if parsed.quick else PHASE_SECONDS
+
+    def compare(name: str, watched: Callable[[], float], alone: Callable[[], float]) -> pairs.Row:
+        with Disturbance() as by:
+            sides = {"watched": watched, "alone": alone}
+            measured = pairs.interleave(sides, number, say=pairs.teller(parsed, name))
+        return pairs.make_row(name, measured["watched"], measured["alone"], by, at_least=LEAST_RATIO)
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         with ours.running("async", "lenet5", 4, 1, [*ours.ENDLESS]) as run:
             run.wait_for_pushes(200)
             watch = Watch(run.folder)
             with ended([watch.process]):
                 stage = Stage(run, watch, seconds)
-                rows = [compare(parsed, stage, "reader", stage.read, number)]
+                rows = [compare("reader", stage.read, stage.alone)]
                 if CHROMIUM is not None and not parsed.no_browser:
                     with Browser(Path(profile)) as browser:
-                        rows.append(compare(parsed, stage, "chromium", lambda: stage.browse(browser), number))
+                        sides = (lambda: stage.browse(browser)), (lambda: without(stage, browser))
+                        rows.append(compare("chromium", *sides))
                 report(stage, rows)
     return pairs.close(parsed, "watching", rows, shares=stage.shares, events_per_second=stage.events)
-
-
-def compare(parsed: object, stage: Stage, name: str, side: Callable[[], float], number: int) -> pairs.Row:
-    say = pairs.teller(parsed, name)  # type: ignore[arg-type]
-    return pairs.compare(name, side, stage.alone, number, at_least=LEAST_RATIO, say=say)
 
 
 if __name__ == "__main__":
