@@ -107,11 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is logged: an address may hold the token."""
 
     def do_GET(self) -> None:
-        asked = urllib.parse.urlsplit(self.path)
-        query = urllib.parse.parse_qs(asked.query)
-        if not self._may_enter(asked.path, query):
+        path, _, rest = self.path.partition("?")
+        query = urllib.parse.parse_qs(rest)
+        if not self._may_enter(path, query):
             return
-        match asked.path:
+        match path:
             case "/":
                 self._page()
             case "/events":
