@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench tour clean
+.PHONY: help setup demo test check bench tour screenshots clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 setup: $(STAMP) ## make .venv and install Paceline with everything to develop it
 
@@ -39,6 +39,9 @@ bench: setup ## the measured figures of the README, each beside its peer
 
 tour: setup ## in step, free and local steps on a quadratic, under a virtual clock; seconds
 	$(BIN)/python examples/tour.py
+
+screenshots: setup ## the pictures of docs/figures, of real short runs in a real browser; needs Chromium
+	$(BIN)/python tools/screenshots.py
 
 clean: ## remove .venv and caches, never runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

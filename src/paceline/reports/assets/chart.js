@@ -134,7 +134,9 @@ class LineChart extends Figure {
         svg("text", { x: box.left - 7, y: at + 4, "text-anchor": "end" }, digits(value / unitY.size, 4)));
     }
     const room = Math.max(2, Math.floor((box.right - box.left) / 70));
+    const whole = spec.x.kind === "count" && unitX.size === 1;
     for (const value of ticks(x.low / unitX.size, x.high / unitX.size, room)) {
+      if (whole && !Number.isInteger(value)) continue;
       const at = this.toX(value * unitX.size);
       grid.append(svg("line", { class: "tick", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 4 }),
         svg("text", { x: at, y: box.bottom + 17, "text-anchor": "middle" }, digits(value, 6)));

@@ -82,11 +82,9 @@ function unitOf(kind, most) {
   }
   if (kind === "percent") return { size: 1, name: "%" };
   if (kind === "count" || kind === "rate") {
-    const per = kind === "rate" ? "/s" : "";
-    if (most >= 1e9) return { size: 1e9, name: `billion${per}` };
-    if (most >= 1e6) return { size: 1e6, name: `million${per}` };
-    if (most >= 1e4) return { size: 1e3, name: `thousand${per}` };
-    return { size: 1, name: per };
+    if (most >= 1e9) return { size: 1e9, name: "billion" };
+    if (most >= 1e6) return { size: 1e6, name: "million" };
+    if (most >= 1e4) return { size: 1e3, name: "thousand" };
   }
   return { size: 1, name: "" };
 }

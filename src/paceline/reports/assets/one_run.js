@@ -123,7 +123,7 @@ class OneRun {
     const speed = { x: run.rate.t, y: run.rate.rate, name: "samples", colour: "var(--c0)", dots: 0 };
     const mean = run.figures.rate;
     this.speed.update(run.rate.t.length ? {
-      x: time, y: { label: "samples", kind: "rate", zero: true }, series: [speed], marks: marksOf(run),
+      x: time, y: { label: "samples/s", kind: "rate", zero: true }, series: [speed], marks: marksOf(run),
       summary: known(mean) ? `${digits(mean)} samples a second on average` : "",
     } : null);
     const stale = run.figures.staleness;

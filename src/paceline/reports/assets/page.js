@@ -34,7 +34,7 @@ class Page {
       this.several.update(all);
       this.pick(all);
     } else this.head(all[0]);
-    this.one.update(runs.get(this.chosen) || all[0]);
+    this.one.update((this.several && runs.get(this.chosen)) || all[0]);
   }
 
   head(run) {
@@ -46,15 +46,25 @@ class Page {
   build(several) {
     this.body.replaceChildren();
     const [top, beside] = [el("div", { class: facts.live ? "short" : null }), el("div")];
-    const box = el("div", several ? { id: "one-run", class: "inner" } : {});
+    const box = el("div", several ? { class: "inner" } : {});
+    this.box = box;
     this.body.append(top, ...(facts.live ? [box, beside] : [beside, box]));
-    const choose = (id) => { this.chosen = id; this.picked = true; this.update(); };
-    this.several = several ? new SeveralRuns(top, beside, choose) : null;
+    this.several = several ? new SeveralRuns(top, beside, (name) => this.open(name)) : null;
     if (several) {
-      this.select = el("select", { "aria-label": "which run", onchange: () => choose(this.select.value) });
+      this.select = el("select", { "aria-label": "which run", onchange: () => { location.hash = encodeURIComponent(runs.get(this.select.value).name); } });
       box.append(el("div", { class: "heading" }, el("h2", {}, "One run in full"), this.select));
     }
     this.one = new OneRun(box, "one");
+  }
+
+  // One of several, by its name: the address keeps it, so that it can be linked to.
+  open(name) {
+    const run = [...runs.values()].find((one) => one.name === name);
+    if (!run || !this.several) return;
+    this.chosen = run.id;
+    this.picked = true;
+    this.update();
+    this.box.scrollIntoView();
   }
 
   pick(all) {
@@ -87,4 +97,11 @@ function tellApart(all) {
 
 const page = new Page(document.getElementById("page"));
 page.update();
+
+function openAddressed() {
+  if (location.hash) page.open(decodeURIComponent(location.hash.slice(1)));
+}
+
+window.addEventListener("hashchange", openAddressed);
+openAddressed();
 document.documentElement.dataset.drawn = "true";

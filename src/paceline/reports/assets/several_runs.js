@@ -91,7 +91,7 @@ class SeveralRuns {
         else this.hidden.delete(run.id);
         this.update(this.runs);
       } });
-    const link = el("a", { href: "#one-run", onclick: () => this.choose(run.id) }, run.name);
+    const link = el("a", { href: `#${encodeURIComponent(run.name)}`, onclick: () => this.choose(run.name) }, run.name);
     return el("span", { class: "name" }, swatch, link);
   }
 }
@@ -185,7 +185,7 @@ function scalingSpec(runs) {
   });
   const ideal = series.map((one) => ({ ...one, name: `${one.name}, ideal`, y: one.x.map((size) => (one.y[0] * size) / one.x[0]), dash: "2 4", dots: 0, faint: true }));
   const legend = [...series.map((one) => [one.name, stroke(one.colour, one.dash)]), ["ideal: as many times faster as workers", stroke("currentColor", "2 4")]];
-  return { x: { label: "workers", kind: "count", tight: true }, y: { label: "samples", kind: "rate", zero: true }, series: [...ideal, ...series], legend, exact: true };
+  return { x: { label: "workers", kind: "count", tight: true }, y: { label: "samples/s", kind: "rate", zero: true }, series: [...ideal, ...series], legend, exact: true };
 }
 
 function classesSpec(seen) {

@@ -1,0 +1,119 @@
+"""Makes the pictures of `docs/figures` that show pages: real short runs, opened in a headless Chromium.
+
+    python tools/screenshots.py [--keep DIR]
+
+Each page is photographed 1280 and 400 pixels wide, light and dark, cut to its content and reduced to 128 colours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image, ImageChops
+
+FIGURES = Path(__file__).parents[1] / "docs/figures"
+WIDTHS = {1280: 2300, 400: 3800}
+"""Pixels wide, and at most as many high."""
+SCHEMES = {"light": "1", "dark": "0"}
+MOST_BYTES = 250_000
+COMMON = ["--dataset", "fashion-mnist-sample", "--runs", "runs"]
+FAULTS = """
+[[fault]]
+kind = "crash"
+worker = 2
+at = 3
+restart_after = 2
+
+[[fault]]
+kind = "crash"
+worker = 1
+at = 8
+"""
+
+
+def chromium() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    sys.exit("tools/screenshots.py needs Chromium: 'apt-get install chromium' brings one")
+
+
+def paceline(folder: Path, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "paceline", *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def make_runs(folder: Path) -> None:
+    """A real run with two crashes; and simulated ones, in step and free, of 1 to 8 workers."""
+    folder.mkdir(parents=True)
+    (folder / "faults.toml").write_text(FAULTS)
+    crashes = ["--workers", "3", "--epochs", "5", "--eval-every", "0.25", "--eval-train", "--faults", "faults.toml"]
+    paceline(folder, "train", *COMMON, *crashes, "--strategy", "async", "--schedule", "cosine", "--name", "async-3")
+    cluster = ["--speeds", "lognormal:30ms,.4", "--link", "1gbit,0.2ms", "--epochs", "1", "--eval-every", "0.125"]
+    for strategy in ("sync", "async"):
+        for workers in ("1", "2", "4", "8"):
+            place = ["--strategy", strategy, "--workers", workers, "--name", f"{strategy}-{workers}"]
+            paceline(folder, "simulate", *COMMON[:2], "--runs", "compared", *cluster, *place)
+
+
+def photograph(address: str, width: int, height: int, scheme: str, folder: Path) -> Image.Image:
+    """The page as it is shown in a frame of this width (a window has a least one), empty ground below cut off."""
+    frame, picture = folder / "frame.html", folder / "picture.png"
+    style = f"border:0;display:block;width:{width}px;height:{height}px"
+    frame.write_text(f'<!doctype html><body style="margin:0"><iframe style="{style}" src="{address}"></iframe>')
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=4000"]
+    look = [f"--window-size={max(width, 600)},{height}", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"]
+    where = [f"--user-data-dir={folder}", f"--screenshot={picture}", frame.as_uri()]
+    subprocess.run([chromium(), *flags, *look, *where], check=True, capture_output=True, timeout=120)
+    image = Image.open(picture).convert("RGB").crop((0, 0, width, height))
+    ground = Image.new("RGB", image.size, image.getpixel((0, height - 1)))
+    box = ImageChops.difference(image, ground).getbbox()
+    return image.crop((0, 0, width, min(height, (box[3] if box else height) + 40)))
+
+
+def save(image: Image.Image, path: Path) -> None:
+    """With as many colours as fit."""
+    for colours in (128, 64, 32, 16):
+        stream = io.BytesIO()
+        image.quantize(colours, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
+        if stream.tell() <= MOST_BYTES:
+            break
+    path.write_bytes(stream.getvalue())
+    print(f"{path}: {image.width} x {image.height}, {stream.tell() / 1000:.0f} kB, {colours} colours")
+
+
+def photograph_all(name: str, address: str) -> None:
+    """NAME-WIDTH-SCHEME.png for each width and scheme."""
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for width, height in WIDTHS.items():
+        for scheme in SCHEMES:
+            with tempfile.TemporaryDirectory() as profile:
+                save(
+                    photograph(address, width, height, scheme, Path(profile)), FIGURES / f"{name}-{width}-{scheme}.png"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--keep", metavar="DIR", help="where the runs are kept, or taken from if they are there already"
+    )
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(asked.keep or f"{temporary}/made").resolve()
+        if not folder.exists():
+            make_runs(folder)
+        for name, runs in (("report", "runs/async-3"), ("compared", "compared")):
+            page = Path(temporary) / f"{name}.html"
+            paceline(folder, "report", runs, "-o", str(page))
+            photograph_all(name, page.as_uri())
+
+
+if __name__ == "__main__":
+    main()
