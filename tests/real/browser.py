@@ -19,7 +19,13 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE = 60.0
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
-QUIET = ("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update")
+QUIET = (
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+)
 
 
 class Browser:
