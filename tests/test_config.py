@@ -158,7 +158,7 @@ def test_a_bad_value_on_the_command_line_is_the_same_error(values: dict[str, Any
         (["--workers", "2.5"], "'2.5' is not a whole number"),
         (["--lr", "fast"], "'fast' is not a number"),
         (["--betas", "a,b"], "'a,b' is not a list of numbers"),
-        (["--lr"], "expected one argument"),
+        (["--lr"], "argument --lr needs a value"),
         (["--zzzz"], "unknown flag '--zzzz': see"),
         (["stray"], "unexpected argument 'stray'"),
     ],

@@ -45,8 +45,8 @@ def test_the_layouts_of_the_parts_name_every_parameter_where_it_lies(
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"codec": "int8"}, "--codec int8"),
-        ({"pull_codec": "bf16"}, "--pull-codec bf16"),
+        ({"pull_codec": "topk:0.1"}, "--pull-codec topk:0.1 looks at all of them at once"),
+        ({"pull_codec": "lowrank:2"}, "--pull-codec lowrank:2 looks at all of them at once"),
         ({"clip": 1.0}, "--clip 1"),
         ({"optimizer": "lars", "rule": "plain"}, "lars"),
     ],

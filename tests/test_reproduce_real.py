@@ -162,7 +162,7 @@ def test_a_quick_look_shows_what_there_is(tmp_path: Path) -> None:
         (["mxnet", "--strategy", "sync"], "--strategy is for distml"),
         (["distml", "--device", "cuda"], "no CUDA device"),
         (["distml", "--seeds", "3"], "unknown flag '--seeds'"),
-        (["dismtl"], "invalid choice"),
+        (["dismtl"], "unknown table 'dismtl': did you mean 'distml'"),
     ],
 )
 def test_bad_input_is_one_line(

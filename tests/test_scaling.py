@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from paceline import real_runs
 from paceline.cli import main
 from paceline.config import RunConfig
-from paceline.errors import UserError
+from paceline.errors import Interrupted, UserError
+from paceline.reports.console import Console
 from paceline.reports.scaling_table import cells, draw, gather, markdown, rows_of, split_of
 from paceline.scaling import configs_for, parse_counts
 
@@ -106,8 +108,8 @@ def test_counts_that_are_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["speed"], "invalid choice"),
-        (["scaling", "--kind", "odd"], "invalid choice"),
+        (["speed"], "unknown benchmark 'speed'"),
+        (["scaling", "--kind", "odd"], "unknown --kind 'odd'"),
         (["scaling", "--repeats", "0"], "--repeats 0"),
         (["scaling", "--name", "a/b"], "is not a folder name"),
         (["scaling", "--strategy", "backup:1", "--workers", "1,2"], "leaves nobody to wait for"),
@@ -126,3 +128,22 @@ def test_bad_input_is_one_line(
     errors = capsys.readouterr().err.strip().splitlines()
     assert words in errors[-1] and errors[-1].startswith("paceline: ")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("reason", "done"), [(None, 1), ("interrupted", 0)])
+def test_ctrl_c_ends_the_command_even_when_the_run_under_way_had_only_its_scoring_left(
+    reason: str | None, done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = []
+
+    def train(config: RunConfig, console: Console) -> tuple[None, dict[str, Any]]:
+        trained.append(config.name)
+        console.report({"kind": "stopping", "reason": "interrupted"})
+        return None, {"reason": reason}
+
+    monkeypatch.setattr(real_runs, "train", train)
+    configs = [RunConfig(name=name, runs=str(tmp_path)) for name in ("one", "two")]
+    with pytest.raises(Interrupted, match=f"interrupted: {done} of 2 runs are done and kept"), Console() as console:
+        real_runs.train_missing(configs, console)
+    assert trained == ["one"]
+    assert "interrupted: ending the run that is under way" in capsys.readouterr().err

@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError, UserError
     from paceline.session import Session, join
     from paceline.tasks.supervised import SupervisedTask as Task
+    from paceline.tracking.tracker import Tracker
 
-__all__ = ["PacelineError", "RunConfig", "Session", "Task", "UserError", "join", "train"]
+__all__ = ["PacelineError", "RunConfig", "Session", "Task", "Tracker", "UserError", "join", "train"]
 
 _HOMES = {
     "PacelineError": "paceline.errors:PacelineError",
     "RunConfig": "paceline.config:RunConfig",
     "Session": "paceline.session:Session",
     "Task": "paceline.tasks.supervised:SupervisedTask",
+    "Tracker": "paceline.tracking.tracker:Tracker",
     "UserError": "paceline.errors:UserError",
     "join": "paceline.session:join",
     "train": "paceline.api:train",

@@ -19,6 +19,7 @@ from paceline.errors import UserError, name_and_argument, unknown_name, whole_nu
 from paceline.preparation import check_preparation, ways_of
 from paceline.quantities import count
 from paceline.rulebook import LOCAL, OUTER, build_rule, check_rule, parse_rule, rule_for
+from paceline.tracking.names import check_tracker
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -303,6 +304,8 @@ def check_names(config: RunConfig) -> None:
         parse_fold(config.fold)
     parse_schedule(config.schedule)
     check_rule(config)
+    for name in config.track or ():
+        check_tracker(name)
 
 
 def _check_model_fits(config: RunConfig) -> None:

@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
+from paceline.terminal import fold_for, fold_help, width_here
 from paceline.verbs.benching import bench_verb
 from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
 from paceline.verbs.draining import drain_verb
+from paceline.verbs.exporting import export_verb, trace_verb
 from paceline.verbs.landscape import landscape_verb
-from paceline.verbs.looking import list_verb, status_verb
+from paceline.verbs.looking import compare_verb, list_verb, status_verb
 from paceline.verbs.machine import data_verb, doctor_verb
 from paceline.verbs.reporting import report_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb, sweep_verb
-from paceline.verbs.training import compare_verb, replay_verb, resume_verb, run_verb, train_verb
+from paceline.verbs.training import replay_verb, resume_verb, run_verb, train_verb
 from paceline.verbs.watching import watch_verb
 
 DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
@@ -25,7 +27,7 @@ DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they
   paceline train --strategy async --workers 2     real processes on this machine
   paceline train run.toml --lr 0.01               a file of settings, then flags
   paceline run -n 4 script.py                     your own training loop, four times
-  paceline compare runs/*                         several runs in one table
+  paceline compare runs                           several runs in one table
   paceline doctor                                 what this machine has and lacks"""
 
 
@@ -36,19 +38,25 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("paceline: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        _complain(str(error))
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _complain(text: str) -> None:
+    """One line; on a terminal folded between words."""
+    if sys.stderr is not None:
+        print(fold_for(sys.stderr, [f"paceline: {text}"]), file=sys.stderr)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -74,7 +82,8 @@ def _dispatch(arguments: list[str]) -> int:
 def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    return f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' tells more):\n{verbs}"
+    text = f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' tells more):\n{verbs}"
+    return fold_help(text, width_here())
 
 
 Verb = Callable[[list[str]], int]
@@ -97,6 +106,8 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "watch": (watch_verb, "runs while they go on, in the browser or the terminal"),
     "list": (list_verb, "the runs of a folder, newest first"),
     "compare": (compare_verb, "several runs in one table"),
+    "export": (export_verb, "tell TensorBoard, MLflow or your own tracker of a run"),
+    "trace": (trace_verb, "what every worker did when, for Perfetto"),
     "report": (report_verb, "one page that shows runs, to open in a browser"),
     "landscape": (landscape_verb, "the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),

@@ -10,7 +10,9 @@ from paceline.errors import UserError, name_and_argument
 if TYPE_CHECKING:
     import torch
 
-    from paceline.interfaces import Codec, Layout
+    from paceline.codecs.flat import FlatCodec
+    from paceline.codecs.parts import CodecPart
+    from paceline.interfaces import Layout
 
 MOST_FRACTION = 0.5
 """Of values sent by `topk`: beyond it, places and values are more bytes than all values."""
@@ -23,6 +25,8 @@ class Traits:
     text: str
     letter: str = ""
     """What stands for the number behind its colon."""
+    by_range: bool = True
+    """Whether a range of an update can be encoded without knowing the rest."""
 
 
 CODECS = {
@@ -31,8 +35,8 @@ CODECS = {
     "bf16": Traits("every value in 16 bits, 8 of them significant"),
     "int8": Traits("every value in 8 bits, a scale for each 256"),
     "sign": Traits("every sign, a magnitude for each 256"),
-    "topk": Traits("the largest values, a share F of all: topk:F", letter="F"),
-    "lowrank": Traits("two factors of R columns for each matrix: lowrank:R", letter="R"),
+    "topk": Traits("the largest values, a share F of all: topk:F", letter="F", by_range=False),
+    "lowrank": Traits("two factors of R columns for each matrix: lowrank:R", letter="R", by_range=False),
 }
 
 
@@ -59,8 +63,8 @@ def _fraction(text: str, argument: str) -> float:
     return fraction
 
 
-def build_codec(text: str, layout: Layout, device: torch.device | None = None) -> Codec:
-    """The codec of that name for the updates of `layout`."""
+def build_codec(text: str, layout: Layout, device: torch.device | None = None, first: int = 0) -> FlatCodec:
+    """The codec of that name for the updates of `layout`, which may be the range of a longer one from `first` on."""
     import torch
 
     from paceline.codecs.dense import Exact, Rounded
@@ -73,7 +77,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None) -
         case "fp16" | "bf16":
             return Rounded(layout, torch.float16 if name == "fp16" else torch.bfloat16, device)
         case "int8":
-            return Int8(layout, device)
+            return Int8(layout, device, first)
         case "sign":
             return Sign(layout, device)
         case "topk":
@@ -81,3 +85,10 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None) -
         case "lowrank":
             return LowRank(layout, int(number), device)
     return Exact(layout, device)
+
+
+def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
+    """The same for one of several servers, which has the range `span` of `layout`, laid out as `part`."""
+    from paceline.codecs.parts import part_of_codec
+
+    return part_of_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))

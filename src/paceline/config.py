@@ -203,7 +203,10 @@ class RunConfig:
         1, "machine", "compute a batch in so many parts, one after the other; needs less memory", _at_least_one
     )
     delay: list[str] | None = setting(
-        None, "machine", "slow workers on purpose: 30ms, normal:60ms,5ms, with @1,3 for those only; may be repeated"
+        None,
+        "machine",
+        "slow workers on purpose: 30ms, normal:60ms,5ms, with @1,3 for those only; may be repeated",
+        metavar="TIME[@WORKERS]",
     )
     faults: str | None = setting(
         None, "cluster", "a table of what goes wrong and when; the local runtime kills, stops and slows", metavar="FILE"
@@ -252,6 +255,12 @@ class RunConfig:
         "4 bytes a parameter each (default none)",
         _sensible,
     )
+    track: list[str] | None = setting(
+        None,
+        "run folder",
+        "tell others of the run while it goes on: csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated",
+        metavar="NAME",
+    )
     name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
     runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
 
@@ -279,7 +288,7 @@ def is_simulated(config: RunConfig) -> bool:
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a cluster that does not exist."""
 
-UPKEEP = ("keep", "restart", "recovery", "durable")
+UPKEEP = ("keep", "restart", "recovery", "durable", "track")
 """Settings that are about the run's files and say nothing about what is trained: a resumed run may have others."""
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}

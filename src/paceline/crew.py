@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import os
 import random
-import sys
-import traceback
 import zlib
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,18 +35,19 @@ from paceline.division import Work, divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
+from paceline.own_code import make_own
 from paceline.preparation import augment_of, transform_of
 from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
+from paceline.tasks.staged import Staged
 from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
 
 _INITIAL = 0x1417
-MAIN_MODULE = "__paceline_main__"
 
 
 def prepare_device(config: RunConfig) -> torch.device:
@@ -104,52 +100,11 @@ def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
 
 def load_task(text: str) -> SupervisedTask:
     """Call MODULE:FUNCTION or FILE.py:FUNCTION, which must return a `paceline.Task`."""
-    where, colon, name = text.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise UserError(f"task '{text}': write MODULE:FUNCTION or FILE.py:FUNCTION")
-    try:
-        module = _module_from_file(Path(where)) if where.endswith(".py") else _module_by_name(where, text)
-        build = getattr(module, name, None)
-        if not callable(build):
-            raise UserError(f"task '{text}': {where} has no function '{name}'")
-        task = build()
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} ({Path(line.filename).name}, line {line.lineno})"
-        raise UserError(f"task '{text}' cannot be built: {what}") from error
+    task = make_own("task", text)
     if not isinstance(task, SupervisedTask):
+        name = text.rpartition(":")[2]
         raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
     return task
-
-
-def _module_by_name(name: str, text: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UserError(
-                f"task '{text}': no module '{name}'; run from its folder or give FILE.py:FUNCTION"
-            ) from None
-        raise
-
-
-def _module_from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"task file {path} does not exist")
-    for name in ("__main__", MAIN_MODULE):
-        loaded = sys.modules.get(name)
-        file = getattr(loaded, "__file__", None)
-        if loaded is not None and file is not None and Path(file).resolve() == path.resolve():
-            return loaded
-    spec = importlib.util.spec_from_file_location(MAIN_MODULE, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MAIN_MODULE] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    return module
 
 
 def work_of(task: SupervisedTask, config: RunConfig) -> Work:
@@ -203,13 +158,14 @@ def make_server(
     )
 
 
+def key_of(config: RunConfig) -> Callable[[int], int]:
+    """What a worker's codecs round by."""
+    return lambda worker: mix64(config.seed, worker)
+
+
 def codecs_of(config: RunConfig, layout: Layout) -> Codecs:
     """How pushes and replies are encoded; seats and server of one process share the codecs' scratch."""
-
-    def key(worker: int) -> int:
-        return mix64(config.seed, worker)
-
-    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key)
+    return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key_of(config))
 
 
 @functools.lru_cache(maxsize=4)
@@ -240,15 +196,28 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 
 
 def make_seat(
-    config: RunConfig, task: SupervisedTask, work: Work, join: Join, make_memory: MakeMemory | None = None
+    config: RunConfig,
+    task: SupervisedTask,
+    work: Work,
+    join: Join,
+    make_memory: MakeMemory | None = None,
+    staged: bool = False,
 ) -> Seat:
-    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares."""
-    task_and_loader, device = make_steps(config, task, work, join.worker), task.train[0].device
+    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares.
+
+    Where it is `staged` that memory is the host's, whatever the device.
+    """
+    steps, loader = make_steps(config, task, work, join.worker)
+    device = task.train[0].device
 
     def redeal(deal: Deal) -> Loader:
         return task.loader(work.batches(join.worker, config, deal), config.seed, join.worker)
 
-    seat = Seat(*task_and_loader, join, device, codecs_of(config, task.layout), make_memory, redeal)
+    codecs = codecs_of(config, task.layout)
+    if staged:
+        seat = Seat(Staged(steps, device), loader, join, None, codecs, make_memory, redeal)
+    else:
+        seat = Seat(steps, loader, join, device, codecs, make_memory, redeal)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
 

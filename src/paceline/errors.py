@@ -19,6 +19,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
+MOST_NAMED = 30
+"""Names that are all listed beside the nearest; of more, the nearest are enough."""
+
 
 class PacelineError(Exception):
     """The root of the tree; `exit_code` is what the command line ends with."""
@@ -88,8 +91,9 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     """
     names = sorted(known)
     near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
-    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "? " if near else ""
-    return UserError(f"unknown {kind} '{asked}': {offer}Known: {', '.join(names)}")
+    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else ""
+    known_ones = f"Known: {', '.join(names)}" if not near or len(names) <= MOST_NAMED else ""
+    return UserError(f"unknown {kind} '{asked}': {' '.join(filter(None, (offer, known_ones)))}")
 
 
 def differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

@@ -27,18 +27,20 @@ from paceline.reports.console import Console
 from paceline.rulebook import chosen
 from paceline.runs.arrivals import next_life
 from paceline.runs.environment import git_state
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, is_script
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, is_script
 
 
-def train(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Run what the config says; returns where it lies and what it came to."""
+def train(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:
+    """Run what the config says; returns where it lies and what it came to. `tls` is for ranks of a star."""
     rank = rank_here()
     if rank is not None:
         config = config_of(rank, config)
         if not on_ring(config):
             from paceline.launched import train_as_rank_of_star
 
-            return train_as_rank_of_star(config, rank, console)
+            return train_as_rank_of_star(config, rank, console, tls)
+    if tls:
+        raise UserError(f"--tls: --strategy {config.strategy} has no server; its ring is torch.distributed's, in clear")
     config = resolve(config, launched=rank is not None)
     refuse_imagined(config)
     refuse_restart(config, launched=rank is not None)
@@ -241,8 +243,8 @@ def _train_on_processes(
 
 def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
     """A run that ended because nobody was left is a failure, with a way on."""
-    if result["status"] == "stopped" and result["reason"] == ALL_GONE:
-        raise RunFailed(f"all workers are gone at update {result['updates']}: {folder.way_on(folder.config())}")
+    if result["status"] == "stopped" and result["reason"] in (ALL_GONE, NOT_COME):
+        raise RunFailed(f"{result['reason']} at update {result['updates']}: {folder.way_on(folder.config())}")
 
 
 def _train_here(
@@ -318,7 +320,7 @@ def stop_signals(console: Console, react: Callable[[str], None] | None = None) -
         if reasons and number == signal.SIGINT:
             raise KeyboardInterrupt
         reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
-        console.note(f"{reasons[0]}: saving what there is")
+        console.report({"kind": "stopping", "reason": reasons[0]})
         if react is not None:
             react(reasons[0])
 

@@ -27,11 +27,13 @@ RESULT_SECONDS = 600.0
 LINGER_SECONDS = 10.0
 
 
-def train_as_rank_of_star(config: RunConfig, rank: Rank, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def train_as_rank_of_star(
+    config: RunConfig, rank: Rank, console: Console, tls: bool = False
+) -> tuple[RunFolder, dict[str, Any]]:
     """Serve, or work for the first rank; every rank is told what came of it."""
     board = _board(config, rank)
     with contextlib.closing(board):
-        return _lead(config, rank, board, console) if rank.leads else _follow(config, rank, board, console)
+        return _lead(config, rank, board, console, tls) if rank.leads else _follow(config, rank, board, console)
 
 
 def _board(config: RunConfig, rank: Rank) -> Noticeboard:
@@ -42,7 +44,9 @@ def _board(config: RunConfig, rank: Rank) -> Noticeboard:
     return Meeting(rank)
 
 
-def _lead(config: RunConfig, rank: Rank, board: Noticeboard, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def _lead(
+    config: RunConfig, rank: Rank, board: Noticeboard, console: Console, tls: bool
+) -> tuple[RunFolder, dict[str, Any]]:
     known = VARIABLE in os.environ  # then the others know it too, and it need not travel
     token = os.environ.setdefault(VARIABLE, make_token().decode())
     launcher = "srun" if rank.step is not None else "torchrun"
@@ -51,11 +55,11 @@ def _lead(config: RunConfig, rank: Rank, board: Noticeboard, console: Console) -
 
     def tell(server: Opened) -> None:
         where = f"{_own_name(rank)}:{parse_address(server.address)[1]}"
-        board.tell("server", {"address": where, "token": None if known else token})
+        board.tell("server", {"address": where, "token": None if known else token, "tls": tls})
 
     listen = "127.0.0.1:0" if rank.is_alone else "0.0.0.0:0"
     try:
-        folder, result = serve(config, Entrance(listen), console, tell)
+        folder, result = serve(config, Entrance(listen, tls=tls), console, tell)
     except BaseException as error:
         _tell_failure(rank, board, error)
         raise
@@ -115,7 +119,8 @@ def _follow(config: RunConfig, rank: Rank, board: Noticeboard, console: Console)
         if "failed" not in word:
             if word["token"] is not None:
                 os.environ[VARIABLE] = word["token"]
-            visitor = Visitor(word["address"], data_dir=config.data_dir, threads=config.threads, worker=rank.number - 1)
+            where, worker = word["address"], rank.number - 1
+            visitor = Visitor(where, None, word["tls"], data_dir=config.data_dir, threads=config.threads, worker=worker)
             if not join_server(visitor, console):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             word = board.wait_for("result", RESULT_SECONDS)

@@ -30,8 +30,10 @@ from paceline.runs.environment import environment
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import weights_sha256
 from paceline.simulate import simulate
+from paceline.tracking.feeding import feed
+from paceline.tracking.names import make_tracker
 
-MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every")
+MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every", "track")
 """Settings that say where and how fast a run was made, not what it came to."""
 AT_ONCE = {"cpu": 1, "cuda": 256}
 """Rows the lab is given together: a CPU gains nothing by more, and each that has ended is kept."""
@@ -154,10 +156,11 @@ def _run_all(todo: list[RunConfig], device: str, console: Console, watch: Watch)
     if spent.num_rows > 1:
         console.note(f"the lab on {device}: {spent.line()}")
     for config in simulated:
-        _, result = simulate(config, Inner(watch))
-        if result["reason"] in (INTERRUPTED, TERMINATED):
+        inner = Inner(watch)
+        _, result = simulate(config, inner)
+        watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+        if inner.stopping is not None:  # perhaps when the run had only its scoring left
             raise KeyboardInterrupt
-        watch.num_done += 1
 
 
 def remove_half_made(folder: RunFolder) -> None:
@@ -207,6 +210,8 @@ def _keep(finished: Finished, facts: dict[str, Any]) -> None:
         "reason": "the weights are no longer finite" if diverged else None,
     }
     folder.write_result({**finished.result, **extra, "lab": True, **facts, "environment": environment()})
+    for name in finished.config.track or ():
+        feed(folder, name, make_tracker(name))
 
 
 class Watch:
@@ -231,6 +236,10 @@ class Watch:
         left = (time.perf_counter() - self._began) * (1 - share) / share if share > 0.02 else None
         self._console.report({"kind": "working", "text": done, "fraction": share, "seconds_left": left})
 
+    def tell(self, text: str) -> None:
+        """A line that stays."""
+        self._console.note(text)
+
     def show_one(self, text: str, share: float) -> None:
         """Of one run at a time."""
         self.show(text, (self.num_done + share) / self._total)
@@ -246,3 +255,6 @@ class Inner(Console):
     def report(self, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
             self._watch.show_one(self._text, row["fraction"])
+        elif row["kind"] == "stopping":
+            self.stopping = row["reason"]
+            self._watch.tell(f"{self.stopping}: ending the run that is under way")

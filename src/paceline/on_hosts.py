@@ -24,7 +24,7 @@ from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runtimes.host_probe import code_digest, find_file
 from paceline.runtimes.remote_hosts import Ready, RemoteWorkers, check_hosts, settle
-from paceline.serving import Entrance, Opened, Tell, require_star, serve, serve_again
+from paceline.serving import Entrance, Opened, Tell, refuse_restarts, require_star, serve, serve_again
 from paceline.transports.auth import VARIABLE, make_token
 from paceline.transports.connection import ANYWHERE, format_address, parse_address
 
@@ -88,6 +88,7 @@ def _read(hosts: Hosts) -> list[HostLine]:
 def _look(config: RunConfig, threads: int | None, hosts: Hosts, lines: list[HostLine], console: Console) -> Ground:
     """See that every host has what it needs and reaches this machine."""
     require_star(config)
+    refuse_restarts(config)
     wanted = _wanted(config)
     with _bound(hosts, lines) as probe:
         host, port = probe.getsockname()[:2]

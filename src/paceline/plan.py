@@ -15,7 +15,8 @@ from paceline.errors import UserError
 from paceline.forecast import Forecast, forecast
 from paceline.launch import train
 from paceline.reports.console import Console
-from paceline.reports.tables import table
+from paceline.reports.tables import Column, fit_table
+from paceline.terminal import UNCUT, fold
 
 WORTH_IT = 1.2
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
@@ -119,7 +120,19 @@ def _reason(choice: Forecast, fastest: Forecast) -> str:
     return f"{pace}: {'the fastest here' if choice is fastest else speed}, {stale}"
 
 
-def plan_lines(plan: Plan) -> list[str]:
+COLUMNS = (
+    Column("workers", 0),
+    Column("samples/s", 0),
+    Column("times", 4),
+    Column("stale", 5),
+    Column("p95", 1),
+    Column("computing", 3),
+    Column("MB/s", 2),
+    Column("", 0),
+)
+
+
+def plan_lines(plan: Plan, width: int = UNCUT) -> list[str]:
     """The table, with the choice marked, and the reason under it."""
     alone = next((one.samples_per_second for one in plan.forecasts if one.workers == 1), None)
     rows = []
@@ -138,10 +151,9 @@ def plan_lines(plan: Plan) -> list[str]:
                 "<- use this" if one is plan.choice else "",
             ]
         )
-    header = ["workers", "samples/s", "times", "stale", "p95", "computing", "MB/s", ""]
     return [
-        table(header, rows),
-        "* several steps alone between exchanges: accuracy in docs/local-steps.md",
+        fit_table(COLUMNS, rows, width, keep_empty=True),
+        fold("* several steps alone between exchanges: accuracy in docs/local-steps.md", width),
         "",
-        f"use {plan.reason}",
+        fold(f"use {plan.reason}", width),
     ]

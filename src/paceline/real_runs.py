@@ -32,9 +32,11 @@ def train_missing(configs: list[RunConfig], console: Console) -> None:
         watch = Watch(console, len(todo))
         for config in todo:
             remove_half_made(folder_of(config))
+            inner = Inner(watch, f"training {config.name}")
             try:
-                _, result = train(config, Inner(watch, f"training {config.name}"))
-                stopped = result["reason"] in (INTERRUPTED, TERMINATED)
+                _, result = train(config, inner)
+                watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+                stopped = inner.stopping is not None  # perhaps when the run had only its scoring left
             except KeyboardInterrupt:
                 stopped = True
             if stopped:
@@ -43,4 +45,3 @@ def train_missing(configs: list[RunConfig], console: Console) -> None:
                     f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; the same "
                     "command goes on from there"
                 )
-            watch.num_done += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -73,6 +74,7 @@ class Retinue:
     def _start(self) -> subprocess.Popen[bytes]:
         host, port = parse_address(self._listener.address)
         words = ["--connect", format_address((LOCAL.get(host, host), port)), "--listen", format_address((host, 0))]
+        words.append("--once")  # whoever starts us again starts others
         if self._tls is not None and self._tls.fingerprint is not None:
             words += ["--fingerprint", self._tls.fingerprint]
         return subprocess.Popen(
@@ -98,9 +100,12 @@ class Retinue:
 
 
 def serve_part(
-    connect: str, listen: str | None, token: bytes, tls: Tls | None, patience: float, console: Console
+    connect: str, listen: str | None, token: bytes, tls: Tls | None, patience: float, once: bool, console: Console
 ) -> bool:
-    """Be a further server of the run at `connect` until it is over; False where that went away before."""
+    """Be a further server of the run at `connect` until it is over; False where that went away before.
+
+    It is waited for, `patience` seconds, unless it is served `once` alone: a run that is resumed may need us again.
+    """
     here = is_loopback(parse_address(connect)[0])
     listen = listen or ("127.0.0.1:0" if here else "0.0.0.0:0")
     if not token and not is_loopback(parse_address(listen)[0]):
@@ -120,17 +125,19 @@ def serve_part(
 
     keep_freed_memory()
     allow_many_files()
-    listener = Listener(listen, token, own)
-    door = TcpWorkerDoor(connect, token, tls)
-    words = {
-        "shard": True,
-        "version": package_version("paceline"),
-        "address": listener.address,
-        "fingerprint": own.fingerprint if own is not None else None,
-        "pid": os.getpid(),
-    }
-    door.apply(words, patience, beats=False)
-    with torch.inference_mode():
-        ended = ShardService(Link(door.detach()), listener, console.note).run()
-    listener.close()
-    return ended
+    with contextlib.closing(Listener(listen, token, own)) as listener:
+        words = {
+            "shard": True,
+            "version": package_version("paceline"),
+            "address": listener.address,
+            "fingerprint": own.fingerprint if own is not None else None,
+            "pid": os.getpid(),
+        }
+        while True:
+            door = TcpWorkerDoor(connect, token, tls)
+            door.apply(words, patience, beats=False)
+            with torch.inference_mode():
+                ended = ShardService(Link(door.detach()), listener, console.note).run()
+            if ended or once:
+                return ended
+            console.note(f"waiting {patience:g} s for {connect} to be served again")

@@ -59,6 +59,8 @@ class Entrance:
     """How many hold the weights together; None: one, or as many as before."""
     elsewhere: bool = False
     """Whether the others are not started here."""
+    wait: float | None = None
+    """Seconds to wait for all workers to come; None: for ever."""
 
     @property
     def num_servers(self) -> int:
@@ -73,7 +75,8 @@ def serve(
     refuse_imagined(config)
     require_star(config)
     require_cuttable(config, entrance.num_servers)
-    _refuse_restarts(config, tell)
+    if tell is not None:
+        refuse_restarts(config)
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
@@ -96,36 +99,28 @@ def serve_again(
     check_names(config)
     folder.require_unfinished()
     require_star(config)
-    _refuse_restarts(config, tell)
+    if tell is not None:
+        refuse_restarts(config)
     if entrance.listen is None:
         entrance = dataclasses.replace(entrance, listen=_address_before(folder))
     if entrance.servers is None:
-        entrance = dataclasses.replace(entrance, servers=1 + len(_before(folder).get("shards", ())))
+        entrance = dataclasses.replace(entrance, servers=1 + len(folder.served().get("shards", ())))
     require_cuttable(config, entrance.num_servers)
     with folder.locked():
         return folder, _keep_serving(config, folder, locate_data(config), entrance, console, tell, resume=True)
 
 
-def _refuse_restarts(config: RunConfig, tell: Tell | None) -> None:
+def refuse_restarts(config: RunConfig) -> None:
     """Who starts workers when it is told where the server is would be a process that is replaced too."""
-    if config.restart and tell is not None:
+    if config.restart:
         raise UserError(
             f"--restart {config.restart} is for 'paceline server' and for runs on one machine: leave it out here, and "
             "go on with 'paceline resume'; under --engine ray the server is started again anyway"
         )
 
 
-def _before(folder: RunFolder) -> dict[str, Any]:
-    """How the run was served the last time; nothing where it was not."""
-    try:
-        found: dict[str, Any] = json.loads(folder.server_file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
 def _address_before(folder: RunFolder) -> str:
-    before = _before(folder)
+    before = folder.served()
     if "address" not in before:
         raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT")
     return str(before["address"])
@@ -160,8 +155,7 @@ def _keep_serving(
             _serve(config, folder, location, door, console, None, resume or again)
 
     def lost(what: str) -> ServerLost | None:
-        way_on = f"'paceline server --resume {folder.path}' goes on from there"
-        return ServerLost(what, way_on) if folder.arrivals_file.exists() else None
+        return ServerLost(what, folder.way_on(config)) if folder.arrivals_file.exists() else None
 
     for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
         console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")
@@ -200,7 +194,8 @@ def _serve(
         hint(config, location, console, host.work.skew)
     with Retinue(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
         service = retinue.service(host, line, console)
-        known = {"address": listener.address, "pid": os.getpid(), **retinue.known}
+        service.wait_seconds = entrance.wait
+        known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **retinue.known}
         write_atomically(folder.server_file, json.dumps(known).encode())
         console.note(_where(listener.address))
         with stop_signals(console, line.stop):
@@ -268,6 +263,7 @@ class Visitor:
     threads: int | None = None
     worker: int | None = None
     overlap: int = 0
+    device: str = "cpu"
 
 
 def join_server(visitor: Visitor, console: Console) -> bool:
@@ -278,20 +274,34 @@ def join_server(visitor: Visitor, console: Console) -> bool:
         raise UserError(f"--threads {visitor.threads}: a worker needs at least one")
     if visitor.overlap < 0:
         raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
+    _require_device(visitor.device)
     from paceline.runtimes.cluster_worker import Connection, Own, work
 
     connection = Connection(visitor.connect, token, tls_of(visitor), visitor.patience)
-    own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap)
+    own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
     ended = work(connection, own, _load, console.note)
     if not ended:
         console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")
     return ended
 
 
-def join_as_shard(visitor: Visitor, listen: str | None, console: Console) -> bool:
+def _require_device(device: str) -> None:
+    name, _, number = device.partition(":")
+    if device == "cpu":
+        return
+    if name != "cuda" or (number and not number.isdecimal()) or device.endswith(":"):
+        raise UserError(f"--device {device}: a worker computes on cpu, cuda or one of several as in cuda:1")
+    import torch
+
+    if not torch.cuda.is_available() or int(number or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count() if torch.cuda.is_available() else "no"
+        raise UserError(f"--device {device}: this machine has {found} CUDA devices that torch can use")
+
+
+def join_as_shard(visitor: Visitor, listen: str | None, once: bool, console: Console) -> bool:
     """Be a further server of a run until it is over; False where its first server went away before."""
     token = token_of(visitor)
-    return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, console)
+    return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, once, console)
 
 
 def token_of(visitor: Visitor) -> bytes:

@@ -103,12 +103,13 @@ def tasks(cwd: Path, *arguments: str) -> Iterator[list[Command]]:
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("launch", [ranks, tasks])
-def test_the_first_rank_serves_the_others(tmp_path: Path, launch: Any) -> None:
-    with launch(tmp_path, "--strategy", "async", "--steps", "20", "--score", "none") as both:
+@pytest.mark.parametrize(("launch", "tls"), [(ranks, ["--tls"]), (tasks, [])])
+def test_the_first_rank_serves_the_others(tmp_path: Path, launch: Any, tls: list[str]) -> None:
+    with launch(tmp_path, "--strategy", "async", "--steps", "20", "--score", "none", *tls) as both:
         assert [command.finish() for command in both] == [0, 0], both[0].err + both[1].err
         assert "started 2 processes (world size 2): rank 0 serves 1 worker\n" in both[0].err
         assert not both[1].out and not both[1].err
+        assert ("TLS: workers may check --fingerprint sha256:" in both[0].err) == bool(tls)
     result = result_of(tmp_path / "runs/it")
     assert (result["status"], result["workers"], result["updates"]) == ("finished", 1, 20)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["it"]

@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import result_of, run, wait_for_records
@@ -30,23 +31,34 @@ def test_two_servers_have_the_bits_of_shared_memory(tmp_path: Path) -> None:
         assert cut[name] == shared[name], name
 
 
-def test_a_killed_server_of_two_ends_the_run_in_one_line_and_it_can_be_resumed(tmp_path: Path) -> None:
+def kill_the_second(folder: Path) -> list[dict[str, Any]]:
+    shards: list[dict[str, Any]] = json.loads((folder / "server.json").read_text())["shards"]
+    os.kill(shards[0]["pid"], signal.SIGKILL)
+    return shards
+
+
+def test_a_killed_server_of_two_is_replaced_or_ends_the_run_in_one_line_and_it_can_be_resumed(tmp_path: Path) -> None:
     settings = ("--strategy", "async", "--workers", "2", "--steps", "300", "--checkpoint-every", "0.2")
+    codecs = ("--codec", "int8", "--pull-codec", "int8")  # cut and put together; the replay knows one server alone
+    folder = tmp_path / "runs/it"
     with ExitStack() as stack:
-        server = serve(stack, tmp_path, *RUN, *settings, "--servers", "2", "--eval-every", "0.3")
+        server = serve(stack, tmp_path, *RUN, *settings, *codecs, "--servers", "2", "--restart", "1")
         (there,) = workers(stack, tmp_path, 1, "--overlap", "1")  # one process that is both workers
-        wait_for_records(tmp_path / "runs/it", 120)
-        shards = json.loads((tmp_path / "runs/it/server.json").read_text())["shards"]
-        os.kill(shards[0]["pid"], signal.SIGKILL)
+        wait_for_records(folder, 60)
+        before = kill_the_second(folder)
+        wait_for_records(folder, 160)
+        shards = kill_the_second(folder)
+        assert shards[0]["pid"] != before[0]["pid"]
         assert server.finish() == 1
         assert f"server 1 of floats {shards[0]['span'][0]} to {shards[0]['span'][1]}" in server.err
+        assert "going on from what its folder holds (restart 1 of 1)" in server.err
         assert "--resume" in server.err.splitlines()[-1] and "Traceback" not in server.err
-        assert any((tmp_path / "runs/it/checkpoints").iterdir())
+        assert any((folder / "checkpoints").iterdir())
         again = serve(stack, tmp_path, "--resume", "runs/it")
         assert again.finish() == 0, again.err
         assert there.finish() == 0, there.err
         assert "joining again" in there.err
-    result = result_of(tmp_path / "runs/it")
-    assert (result["status"], result["updates"], result["servers"]) == ("finished", 300, 2)
-    assert address_of(tmp_path / "runs/it")
+    result = result_of(folder)
+    assert (result["status"], result["updates"], result["servers"], result["resumes"]) == ("finished", 300, 2, 2)
+    assert address_of(folder)
     replayed(tmp_path)

@@ -162,6 +162,16 @@ def test_after_the_end_observers_see_the_result_and_are_sent_away(served: Served
     assert not mirror.folder.is_locked()
 
 
+def test_another_run_at_the_same_address_is_not_mixed_in(served: Served, mirror: Mirror) -> None:
+    mirror.refresh()
+    mirror._observer._connection.shut_down()
+    assert not mirror.refresh()  # the same run, found again
+    mirror._observer._connection.shut_down()
+    mirror.run = "runs/before"
+    with pytest.raises(RunFailed, match="is served there now"):
+        mirror.refresh()
+
+
 def test_only_so_many_look_at_once(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MOST_OBSERVERS):

@@ -69,7 +69,7 @@ class Parts:
             "facts": server.facts(),
         }
         begin = json.loads(json.dumps(begin))
-        part = make_part(begin)
+        part, _ = make_part(begin)
         part.restore(begin["facts"], server.weights[span], self.ranged.of_span(server.rule_state, span))
         return part
 

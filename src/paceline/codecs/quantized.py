@@ -65,8 +65,9 @@ class Int8(Blocked):
     """s = max|v| / 127 a block;  q = floor(v / s + r);  sent = s q;  e = v - sent, with v = u + e, r uniform in 0 to 1.
 
     r is a hash of (key, number of the push, place modulo CHUNK): rounding is right on average, and a push recomputed is
-    rounded the same way. P + P / 64 bytes to a server; by gather on a ring, as blocks of unlike scales do not add:
-    (n - 1) times that. (QSGD, arXiv 1610.02132; error feedback, arXiv 1901.09847)
+    rounded the same way; `first` is the place at which a range of a longer update begins. P + P / 64 bytes to a server;
+    by gather on a ring, as blocks of unlike scales do not add: (n - 1) times that. (QSGD, arXiv
+    1610.02132; error feedback, arXiv 1901.09847)
 
     >>> from paceline.interfaces import pack
     >>> codec = Int8(pack([("w", (2048,), True)]))
@@ -76,9 +77,10 @@ class Int8(Blocked):
 
     name = "int8"
 
-    def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
+    def __init__(self, layout: Layout, device: torch.device | None = None, first: int = 0) -> None:
         super().__init__(layout, device)
-        self._counter = torch.arange(self._chunk, dtype=torch.int32, device=self.device) % CHUNK
+        begin = first % CHUNK
+        self._counter = torch.arange(begin, begin + self._chunk, dtype=torch.int32, device=self.device) % CHUNK
         self._bits, self._spare = torch.empty_like(self._counter), torch.empty_like(self._counter)
         self._noise = self._scratch()
 

@@ -6,7 +6,7 @@ A reply carries how far the worker's weights are from those wanted, so what one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,10 +81,16 @@ class WorkerEnd:
         return update
 
 
+class Decodes(Protocol):
+    """What turns payloads into updates: a codec, or of several servers the part of one."""
+
+    def decode(self, payload: Tensor, out: Tensor) -> None: ...
+
+
 class Decoded:
     """Memory for decoded updates: as much as the most pushes that were held at once."""
 
-    def __init__(self, codec: Codec, like: Tensor) -> None:
+    def __init__(self, codec: Decodes, like: Tensor) -> None:
         self._codec, self._like = codec, like
         self._free: list[Tensor] = []
 
@@ -95,9 +101,31 @@ class Decoded:
         self._codec.decode(payload, self._free[-1])
         return self._free.pop()
 
+    def nbytes_of(self, payload: Tensor) -> int:
+        """What it weighs on the way."""
+        return payload.nbytes
+
     def free(self, update: Tensor) -> None:
         """Nobody needs it any more."""
         self._free.append(update)
+
+
+class Opened(Decoded):
+    """The same where a push is decoded when it comes, so that all servers know whether its parts are finite."""
+
+    nbytes = 0
+    """What all parts together weighed of the push that the server is about to take."""
+
+    def open(self, payload: Tensor) -> Tensor:
+        """As `decode` of others does."""
+        return super().decode(payload)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        """It is decoded already."""
+        return payload
+
+    def nbytes_of(self, payload: Tensor) -> int:
+        return self.nbytes
 
 
 class Differences:
@@ -106,9 +134,15 @@ class Differences:
     def __init__(self, codec: Codec, key: Callable[[int], int], like: Tensor) -> None:
         self._codec, self._key = codec, key
         self._wanted = torch.empty_like(like)
+        self._span = slice(None)
         self._left_out = codec.start().get(LEFT_OUT)
         self.held: dict[int, Tensor] = {}
         self.states: dict[int, State] = {}
+
+    def keep_to(self, codec: Codec, span: slice) -> None:
+        """From now on replies are of this range alone, which `codec` was built for."""
+        self._codec, self._span = codec, span
+        self._left_out = codec.start().get(LEFT_OUT)
 
     def begin(self, worker: int, weights: Tensor) -> None:
         """A worker was sent all weights as they are."""
@@ -127,8 +161,8 @@ class Differences:
 
         The codec's own memory starts empty each time: the difference holds all that was left out before.
         """
-        held, difference = self.held[worker], self._wanted
-        write_wanted(difference)
+        held, difference = self.held[worker][self._span], self._wanted[self._span]
+        write_wanted(self._wanted)
         difference.sub_(held)
         memory = self.states[worker]
         if self._left_out is not None:

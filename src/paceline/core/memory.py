@@ -47,6 +47,7 @@ class Memory:
     def __init__(self, sizes: Sizes, parts: Mapping[str, Tensor]) -> None:
         self.sizes = sizes
         self.weights, self.update, self.state = parts["weights"], parts["update"], parts["state"]
+        self._reply = parts["pulled"]
         self.pulled = parts["pulled"][COUNT_NBYTES:]
         self._count = parts["pulled"][:COUNT_NBYTES].view(torch.int64)
         self._own = parts["own"].view(2, sizes.own)
@@ -62,20 +63,25 @@ class Memory:
         }
         return Memory(sizes, parts)
 
-    def part(self, span: slice, with_rest: bool) -> Memory:
-        """What one server of several has to do with: a range of weights and update; state and own with one of them."""
-        sizes = Sizes(span.stop - span.start, self.sizes.state * with_rest, own=self.sizes.own * with_rest)
-        weights, update = self.weights[span], self.update[span]
-        if not with_rest:
-            return Memory.private(sizes, weights=weights, update=update)
-        return Memory.private(sizes, weights=weights, update=update, state=self.state, own=self._own.view(-1))
+    def part(self, span: slice, with_rest: bool, payload: int | None = None, pulled: int | None = None) -> Memory:
+        """What one server of several has to do with: a range of weights and update; state and own with one of them.
+
+        Where pushes or replies are encoded, their parts have memory of their own, of `payload` and `pulled` bytes.
+        """
+        state, own = self.sizes.state * with_rest, self.sizes.own * with_rest
+        given = {"weights": self.weights[span]}
+        if payload is None:
+            given["update"] = self.update[span]
+        if with_rest:
+            given |= {"state": self.state, "own": self._own.view(-1)}
+        return Memory.private(Sizes(span.stop - span.start, state, payload, pulled, own), None, **given)
 
     def widened(self, weights: Tensor, span: slice) -> Memory:
         """The memory of which this is the part `span`: its weights are `weights`, and ours lie in them from now on."""
         self.weights = weights[span]
         sizes = self.sizes._replace(weights=weights.numel())
-        own = self._own.view(-1)
-        return Memory.private(sizes, weights=weights, update=self.update, state=self.state, own=own)
+        given = {"update": self.update, "state": self.state, "pulled": self._reply, "own": self._own.view(-1)}
+        return Memory.private(sizes, None, weights=weights, **given)
 
     @property
     def num_pulled(self) -> int:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.deals import Deals
-from paceline.core.encoding import DENSE, Codecs, Decoded, Differences
+from paceline.core.encoding import DENSE, Codecs, Decoded, Differences, Opened
 from paceline.core.memory import Memory
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
-from paceline.interfaces import Arrival, Decision, Policy, Rule
+from paceline.interfaces import Arrival, Codec, Decision, Policy, Rule
 
 
 @dataclass(slots=True)
@@ -120,6 +120,7 @@ class Server:
         self._held: dict[int, Push] = {}
         self._num_live: int | None = None
         self._is_dealt = True
+        self._is_part = False
         self._lr = torch.zeros((), device=weights.device)
         self._lr_value = 0.0
         self._mean = torch.empty_like(weights) if self.places > 1 and mean is None else weights
@@ -131,10 +132,18 @@ class Server:
         self._decoded = Decoded(encoded.push, weights) if encoded.push is not None else None
         self.differences = Differences(encoded.pull, codecs.key, weights) if encoded.pull is not None else None
 
-    def keep_to(self, rule: Rule, span: slice) -> None:
-        """From now on pushes are of this range of the weights alone, and `rule` keeps to it."""
-        self.rule = rule
+    def keep_to(self, rule: Rule, span: slice, opened: Opened | None = None, pull: Codec | None = None) -> None:
+        """From now on pushes are of this range of the weights alone, and `rule` and the codec `pull` keep to it."""
+        self.rule, self._is_part = rule, True
         self._mean = torch.empty_like(self.weights[span])
+        self.take_opened(opened)
+        if self.differences is not None:
+            assert pull is not None and not self.differences.held
+            self.differences.keep_to(pull, span)
+
+    def take_opened(self, opened: Opened | None) -> None:
+        """From now on pushes come decoded; None: they were never encoded."""
+        self._decoded = opened
 
     def steps_of(self, worker: int) -> int:
         """Steps that the push of `worker` on its way is made of."""
@@ -208,15 +217,16 @@ class Server:
         elif self.differences is None:
             memory.nbytes = pull.capacity
         else:
-            memory.nbytes = self.differences.encode(worker, lambda out: self.weights_for(worker, out), memory.pulled)
-            memory.num_pulled = memory.nbytes
+            written = self.differences.encode(worker, lambda out: self.weights_for(worker, out), memory.pulled)
+            memory.num_pulled = written
+            memory.nbytes = pull.capacity if self._is_part else written  # then others write the rest
         self.bytes_pulled += memory.nbytes
 
     def nbytes_of(self, push: Push) -> int:
         """What a push weighs on the way."""
         if self.codecs.push is None:
             return self.nbytes
-        return push.update.nbytes if self._has_weights else self.codecs.push.capacity
+        return self._decoded.nbytes_of(push.update) if self._decoded is not None else self.codecs.push.capacity
 
     def _join(self, join: Join) -> Outcome:
         member = self.members.get(join.worker)

@@ -7,11 +7,17 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.terminal import can_draw, fold_for, width_here
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_SECONDS = 10.0
+LINES_A_TIME = 20
+"""Lines of progress, at most, in the time that has passed so far; then as many in as long again."""
 FRAME_SECONDS = 0.1
+NARROW = 64
+"""Columns below which the bar itself goes, and the figures stay."""
 MOST_CLASSES = 20
 """That are shown one by one; the result has all."""
 
@@ -21,12 +27,15 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         stream = stream or sys.stderr
+        self.stopping: str | None = None
+        """Why the run is asked to end, once it is; it may come to its end by itself before it hears of that."""
         self._quiet = quiet or stream is None  # a closed standard error is None
         self._stream = stream
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._next_line = 0.0
-        self._fancy = not self._quiet and stream.isatty()
+        self._fancy = not self._quiet and can_draw(stream)
+        self._began = time.monotonic()
 
     def __enter__(self) -> Console:
         return self
@@ -47,20 +56,30 @@ class Console:
                 self.note(row["text"])
             case "scoring":
                 self._scoring(row["which"])
+            case "stopping":
+                self.stopping = row["reason"]
+                self.note(f"{self.stopping}: saving what there is")
 
     def note(self, text: str) -> None:
         """One line that stays."""
+        if self._quiet:
+            return
+        text = fold_for(self._stream, [text])
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif not self._quiet:
+        else:
             print(text, file=self._stream, flush=True)
 
     def _progress(self, row: dict[str, Any]) -> None:
         if self._fancy:
             self._draw(row["fraction"], _figures(row))
         elif not self._quiet and time.monotonic() >= self._next_line and row["updates"]:
-            self._next_line = time.monotonic() + PLAIN_SECONDS
+            self._next_line = time.monotonic() + self._between_lines()
             self.note(f"{100 * row['fraction']:3.0f} %  update {row['updates']}  {_figures(row)}")
+
+    def _between_lines(self) -> float:
+        """Seconds to the next line in a file: the rarer the longer it has been, so that a day is a hundred lines."""
+        return max(PLAIN_SECONDS, (time.monotonic() - self._began) / LINES_A_TIME)
 
     def _working(self, text: str, fraction: float | None, seconds_left: float | None) -> None:
         """Where long work other than one run is: the bar where its share is known, else a line now and then."""
@@ -70,7 +89,7 @@ class Console:
             self._next_line = time.monotonic() + FRAME_SECONDS
             self._draw(fraction, text)
             return
-        self._next_line = time.monotonic() + (PLAIN_SECONDS / 5 if self._fancy else PLAIN_SECONDS)
+        self._next_line = time.monotonic() + (PLAIN_SECONDS / 5 if self._fancy else self._between_lines())
         share = f"{100 * fraction:3.0f} %  " if fraction is not None else ""
         left = f", about {seconds_left:.0f} s left" if seconds_left is not None else ""
         self.note(share + text + left)
@@ -79,12 +98,14 @@ class Console:
         if self._bar is None:
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.table import Column
 
+            wide = width_here(self._stream) >= NARROW
             self._bar = Progress(
-                BarColumn(bar_width=None),
+                *([BarColumn(bar_width=None)] if wide else []),
                 TaskProgressColumn(),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[figures]}"),
+                *([TimeRemainingColumn(compact=True)] if wide else []),
+                TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
                 console=RichConsole(file=self._stream),
                 auto_refresh=False,
                 transient=True,

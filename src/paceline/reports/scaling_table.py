@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.reports.charts import Point, Series, draw_lines
-from paceline.reports.tables import table
+from paceline.reports.tables import Column, fit_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
+from paceline.terminal import UNCUT, fold
 
 HEAD = ("workers", "batch", "samples/s", "ideal", "speed-up", "efficiency", "compute %", "exchange %", "wait %", "runs")
 
@@ -125,9 +126,14 @@ def title(scaling: Scaling) -> str:
     return f"{scaling.kind} scaling ({batch}): {scaling.model}, {scaling.strategy}"
 
 
-def plain(scaling: Scaling) -> str:
+LEAVING = {"runs": 1, "batch": 2, "ideal": 3, "exchange %": 4, "wait %": 5, "compute %": 6, "speed-up": 7}
+"""Columns that go where room is short, the first first."""
+
+
+def plain(scaling: Scaling, width: int = UNCUT) -> str:
     """The table for a terminal."""
-    return title(scaling) + "\n" + table(HEAD, cells(scaling))
+    columns = [Column(name, LEAVING.get(name, 0)) for name in HEAD]
+    return fold(title(scaling), width) + "\n" + fit_table(columns, cells(scaling), width, keep_empty=True)
 
 
 def markdown(scaling: Scaling) -> str:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from paceline.reports.tables import table
+from paceline.reports.tables import Column, fit_table
 from paceline.runs.status import RunStatus, WorkerStatus
 from paceline.runs.stragglers import SLOWER, Straggler, stragglers
+from paceline.terminal import fold
 
 MOST_WORKERS = 32
 """That are shown one by one; `--json` has all."""
 MOST_NAMED = 8
 QUIET_SECONDS = 15.0
-
-
-class Column(NamedTuple):
-    """What stands above a column, and how soon it is left out where room is short (0: never)."""
-
-    head: str
-    goes: int
 
 
 COLUMNS = (
@@ -44,7 +36,7 @@ def describe(status: RunStatus, width: int = 80) -> str:
 
 def describe_run(status: RunStatus, width: int = 80) -> str:
     """What is to be said of the run as a whole."""
-    return _fold(_run_line(status), width)
+    return fold(_run_line(status), width)
 
 
 def describe_workers(status: RunStatus, width: int = 80, most: int = MOST_WORKERS) -> list[str]:
@@ -53,21 +45,17 @@ def describe_workers(status: RunStatus, width: int = 80, most: int = MOST_WORKER
     if status.workers:
         found = stragglers(status.workers)
         shown = _chosen(status.workers, found, most)
-        parts.append(_fold(_span_line(status), width))
+        parts.append(fold(_span_line(status), width))
         parts.append(worker_table(shown, width))
         if len(shown) < len(status.workers):
             left = len(status.workers) - len(shown)
             parts.append(
-                _fold(f"and {left:,} workers more, none of them worse; 'paceline status --json' has all", width)
+                fold(f"and {left:,} workers more, none of them worse; 'paceline status --json' has all", width)
             )
-        parts += [_fold(line, width) for line in findings(status, found)]
+        parts += [fold(line, width) for line in findings(status, found)]
     elif status.status != "starting":
-        parts.append(_fold("its events say nothing of its workers", width))
+        parts.append(fold("its events say nothing of its workers", width))
     return parts
-
-
-def _fold(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False))
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -122,14 +110,7 @@ def _chosen(workers: Sequence[WorkerStatus], found: Sequence[Straggler], most: i
 
 def worker_table(workers: Sequence[WorkerStatus], width: int = 80) -> str:
     """A line a worker; columns that nobody can fill, or that do not fit, are left out."""
-    rows = [_cells(worker) for worker in workers]
-    kept = [place for place, column in enumerate(COLUMNS) if not column.goes or any(row[place] != "-" for row in rows)]
-    while True:
-        text = table([COLUMNS[place].head for place in kept], [[row[place] for place in kept] for row in rows])
-        leaving = [place for place in kept if COLUMNS[place].goes]
-        if not leaving or max(map(len, text.splitlines())) <= width:
-            return text
-        kept.remove(min(leaving, key=lambda place: COLUMNS[place].goes))
+    return fit_table(COLUMNS, [_cells(worker) for worker in workers], width)
 
 
 def _cells(worker: WorkerStatus) -> list[str]:

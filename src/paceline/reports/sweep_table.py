@@ -11,8 +11,9 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.grid import Grid, in_words, shown
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
-from paceline.reports.tables import as_csv, table
+from paceline.reports.tables import Column, as_csv, fit_table
 from paceline.runs.several import Several
+from paceline.terminal import UNCUT
 
 MOST_LINES, MOST_ROWS = 8, 60
 """What a figure still shows legibly."""
@@ -108,9 +109,16 @@ def markdown(swept: Swept) -> str:
     return "\n".join([*lines, "", verdict(swept), ""])
 
 
-def plain(swept: Swept) -> str:
+LEAVING = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}
+"""Columns that go where room is short, the first first; settings and what they are judged by stay."""
+
+
+def plain(swept: Swept, width: int = UNCUT) -> str:
     """The table for a terminal."""
-    return table(*cells(swept))
+    head, rows = cells(swept)
+    judged = columns(swept)[0][0]
+    shown_as = [Column(name, 0 if name == judged else LEAVING.get(name, 0)) for name in head]
+    return fit_table(shown_as, rows, width, keep_empty=True)
 
 
 def rows_of(swept: Swept) -> list[dict[str, Any]]:

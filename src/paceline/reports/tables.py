@@ -1,17 +1,15 @@
-"""Plain tables for the terminal: runs side by side, data sets and where they lie. Reads run folders only."""
+"""Plain tables for the terminal, as wide as it is; data sets and where they lie."""
 
 from __future__ import annotations
 
 import csv
 import io
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.data.datasets import remedy
 from paceline.data.download import DatasetStatus
-from paceline.runs.folder import RunFolder
+from paceline.terminal import UNCUT, fold
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -30,67 +28,74 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """One line a row, under the names of the first."""
+class Column(NamedTuple):
+    """What stands above a column, and how soon it is left out where room is short (0: never)."""
+
+    head: str
+    goes: int
+
+
+FEWEST_LETTERS = 8
+"""That are left of a name."""
+
+
+def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False) -> str:
+    """A table no wider than `width`: the least telling columns go first, then letters from the middle of long names.
+
+    Columns in which nobody has anything are left out, unless they are to be kept.
+
+    >>> print(fit_table([Column("run", 0), Column("loss", 1), Column("%", 2)], [["a-long-name", "0.5", "90"]], 16))
+    run           %
+    a-long-name  90
+    >>> print(fit_table([Column("run", 0)], [["a-very-long-name"]], 11))
+    run
+    a-ver…-name
+    """
+    filled = [keep_empty or any(row[place] != "-" for row in rows) for place in range(len(columns))]
+    kept = [place for place, column in enumerate(columns) if not column.goes or filled[place]]
+    while True:
+        text = table([columns[place].head for place in kept], [[row[place] for place in kept] for row in rows])
+        widest = max(map(len, text.splitlines()))
+        if widest <= width:
+            return text
+        leaving = [place for place in kept if columns[place].goes]
+        if not leaving:
+            break
+        kept.remove(min(leaving, key=lambda place: (columns[place].goes, -place)))
+    longest = max(len(row[0]) for row in [*rows, [columns[0].head]])
+    room = max(FEWEST_LETTERS, longest - (widest - width))
+    short = [[_shortened(row[0], room), *(row[place] for place in kept[1:])] for row in rows]
+    return table([columns[place].head for place in kept], short)
+
+
+def _shortened(text: str, room: int) -> str:
+    """Without its middle, where it is too long."""
+    if len(text) <= room:
+        return text
+    behind = (room - 1) // 2
+    return f"{text[: room - 1 - behind]}…{text[-behind:]}"
+
+
+def as_csv(rows: list[dict[str, Any]], names: Sequence[str] | None = None) -> str:
+    """One line a row, under these names or those of the first."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
+    writer = csv.DictWriter(text, names or list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+DATA_COLUMNS = (Column("data set", 0), Column("train", 2), Column("test", 1), Column("found", 0))
 
 
-def compare(paths: list[Path]) -> str:
-    """One row a run: how it kept pace, how long it took, how good it got."""
-    rows = []
-    for path in paths:
-        folder = RunFolder.open(path)
-        config, result = folder.config(), folder.result()
-        name = f"{config.strategy} {config.workers}w"
-        if result is None:
-            rows.append([name, "-", "-", "-", "-", "-", "unfinished", path.name])
-            continue
-        rows.append([name, *_measured(result), result["status"], path.name])
-    return table(["pace", "seconds", "samples/s", "train %", "test %", "stale", "status", "run"], rows)
-
-
-def _measured(result: dict[str, Any]) -> list[str]:
-    return [
-        _number(result["train_seconds"], ".1f"),
-        _number(result["samples_per_second"], ",.0f"),
-        _number(result["train_accuracy"], ".2f"),
-        _number(result["test_accuracy"], ".2f"),
-        _number(result["staleness"]["mean"], ".2f"),
-    ]
-
-
-def run_list(rows: list[dict[str, Any]], where: str) -> str:
-    """One line a run, as `runs.listing` found them."""
-    if not rows:
-        return f"{where} holds no runs: 'paceline train' makes one"
-    cells = [
-        [
-            row["run"],
-            *(str(row[name] or "-") for name in ("strategy", "model", "workers", "status")),
-            _number(row["test_accuracy"], ".2f"),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"])),
-        ]
-        for row in rows
-    ]
-    return table(["run", "strategy", "model", "workers", "status", "test %", "changed"], cells)
-
-
-def data_table(rows: list[DatasetStatus]) -> str:
+def data_table(rows: list[DatasetStatus], width: int = UNCUT) -> str:
     """One row a data set, then where each lies or how to get it, and under which terms."""
     cells = [
         [row.name, f"{row.train_size:,}", f"{row.test_size:,}", (row.origin or "here") if row.found else "not here"]
         for row in rows
     ]
-    lines = [table(["data set", "train", "test", "found"], cells), ""]
+    lines = [fit_table(DATA_COLUMNS, cells, width), ""]
     for row in rows:
         where = f"{row.path}" if row.found else remedy(row.name)
-        lines += [f"{row.name}: {where}", f"  {row.licence}"]
+        lines += [fold(f"{row.name}: {where}", width, "  "), fold(f"  {row.licence}", width, "  ")]
     return "\n".join(lines)

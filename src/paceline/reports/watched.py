@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from paceline.errors import UserError
 from paceline.reports.digest import RunReader
-from paceline.runs.listing import folders_below
+from paceline.runs.listing import newest_folders
 from paceline.runs.status import Standing, read_standing
 
 LOOK_SECONDS, LATEST_SECONDS = 0.5, 1.0
@@ -115,7 +115,7 @@ class FolderSource:
         return found
 
     def _find(self) -> list[Path]:
-        return [self._path] if self.one else folders_below(self._path)[:MOST_RUNS]
+        return [self._path] if self.one else newest_folders(self._path)[:MOST_RUNS]
 
     def _date(self) -> float:
         try:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+CHUNK_BYTES = 1 << 20
+
 
 class EventLog:
     """Appends rows; `now` is the training clock, which stands still while nobody trains."""
@@ -41,6 +43,26 @@ class EventLog:
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The rows that are whole; one that a crash cut off is passed over."""
     return _whole_rows(path.read_bytes().split(b"\n"))
+
+
+class EventReader:
+    """Reads a file that may still be written: each time what has come since, row by row."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read, self._begun = path, 0, b""
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The whole rows that are new; one that is half there comes another time."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._read)
+            while chunk := file.read(CHUNK_BYTES):
+                self._read += len(chunk)
+                *lines, self._begun = (self._begun + chunk).split(b"\n")
+                yield from _whole_rows(lines)
 
 
 def read_tail(path: Path, nbytes: int) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ SCHEMA = 1
 SCRIPT = "script"
 GLANCE_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
+NOT_COME = "not all workers came in time"
 INTERRUPTED, TERMINATED = "interrupted", "terminated"
 """Reasons for an early end, as the result gives them."""
 
@@ -96,7 +97,16 @@ class RunFolder:
             return "start the script again to train on"
         if is_simulated(config):
             return "simulate again: it will come out the same"
-        return f"'paceline resume {self.path}' goes on from there"
+        verb = "server --resume" if self.served().get("by_hand") else "resume"
+        return f"'paceline {verb} {self.path}' goes on from there"
+
+    def served(self) -> dict[str, Any]:
+        """How the run was served the last time; nothing where it was not."""
+        try:
+            found: dict[str, Any] = json.loads(self.server_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
 
     def config(self) -> RunConfig:
         """The resolved config this run was started with."""

@@ -1,51 +1,83 @@
-"""The runs of a folder: one row each, from its config and result alone."""
+"""The runs of a folder: one row each, from its files alone; and which of them are asked for, in which order."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UserError
+from paceline.config import ALIASES, FIELDS, is_simulated, to_dict
+from paceline.errors import UserError, unknown_name
+from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
 
+Row = dict[str, Any]
+FIGURES = (
+    *("updates", "samples", "train_seconds", "samples_per_second", "train_accuracy", "train_loss"),
+    *("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "staleness_mean", "staleness_max"),
+    *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
+)
+ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed")
+SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
+KEYS = (*ABOUT, *SETTINGS, *FIGURES)
+"""What a row has, and what `--where` and `--sort` know."""
+TAIL_BYTES = 1 << 16
+HIGH_FIRST = re.compile("accuracy|per_second|changed|fraction")
+"""Figures of which the highest comes first when runs are sorted by them."""
 
-def folders_below(path: Path) -> list[Path]:
-    """Each run folder below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first."""
-    found = {*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")}
-    return [config.parent for config in sorted(found, key=lambda config: (-changed_at(config.parent), config))]
 
+def runs_in(path: Path) -> list[Row]:
+    """Each run below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first.
 
-def changed_at(path: Path) -> float:
-    """When anything was last written down of the run; 0 where nothing is there any more."""
-    dates = []
-    for name in ("config.toml", "events.jsonl"):
-        with contextlib.suppress(OSError):
-            dates.append((path / name).stat().st_mtime)
-    return max(dates, default=0.0)
-
-
-def runs_in(path: Path) -> list[dict[str, Any]]:
-    """Each run below `path`, newest first.
-
-    A run whose files cannot be read is listed as damaged.
+    A run whose files cannot be read is listed as damaged, with what is wrong.
     """
     if not path.is_dir():
         raise UserError(f"{path} is no folder: give the one that holds your runs, as in 'paceline list runs'")
-    return [_row(RunFolder(found), path) for found in folders_below(path)]
+    rows = [_row(folder, _name(folder, path)) for folder in _folders_in(path)]
+    return sorted(rows, key=lambda row: (-row["changed"], row["run"]))
+
+
+def newest_folders(path: Path) -> list[Path]:
+    """The folders of `runs_in`, their files unread."""
+    return [folder.path for folder in sorted(_folders_in(path), key=lambda folder: (-_changed(folder), folder.path))]
+
+
+def _changed(folder: RunFolder) -> float:
+    """When anything was last written down of the run; 0 where nothing is there any more."""
+    dates = []
+    for file in (folder.config_file, folder.events_file):
+        with contextlib.suppress(FileNotFoundError):
+            dates.append(file.stat().st_mtime)
+    return max(dates, default=0.0)
+
+
+def runs_of(paths: list[Path]) -> tuple[list[Row], list[str]]:
+    """A row for each of `named_folders`; and what of `paths` is left out."""
+    found, others = named_folders(paths)
+    return [_row(folder, name) for name, folder in found], others
 
 
 def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """The folders of `named_folders`; and what of `paths` is left out."""
+    found, others = named_folders(paths)
+    return [folder.path for _, folder in found], others
+
+
+def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[str]]:
     """Runs by their folders, or all in a folder that holds some, in this order; and what of `paths` is neither."""
-    found: dict[Path, Path] = {}
+    found: dict[Path, tuple[str, RunFolder]] = {}
     others = []
     for path in paths:
         if not path.exists() or (path / "config.toml").is_file():
-            found.setdefault(path.resolve(), RunFolder.open(path).path)
+            found.setdefault(path.resolve(), (path.name or path.resolve().name, RunFolder.open(path)))
             continue
-        below = sorted(folders_below(path)) if path.is_dir() else []
-        for run in below:
-            found.setdefault(run.resolve(), run)
+        below = _folders_in(path) if path.is_dir() else []
+        for folder in below:
+            found.setdefault(folder.path.resolve(), (_name(folder, path), folder))
         if not below:
             others.append(f"{path} is not a run folder, nor does it hold any: it is left out")
     if not found:
@@ -53,16 +85,120 @@ def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
     return list(found.values()), others
 
 
-def _row(folder: RunFolder, above: Path) -> dict[str, Any]:
-    name = str(folder.path.relative_to(above)) if folder.path != above else folder.path.name
-    row: dict[str, Any] = {"run": name, "strategy": None, "model": None, "workers": None, "status": "damaged"}
-    row |= {"test_accuracy": None, "changed": changed_at(folder.path), "path": str(folder.path)}
+def _folders_in(path: Path) -> list[RunFolder]:
+    configs = sorted({*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")})
+    return [RunFolder(config.parent) for config in configs]
+
+
+def _name(folder: RunFolder, above: Path) -> str:
+    return str(folder.path.relative_to(above)) if folder.path != above else folder.path.resolve().name
+
+
+def _row(folder: RunFolder, name: str) -> Row:
+    row: Row = {**dict.fromkeys(KEYS), "run": name, "path": str(folder.path), "status": "damaged", "changed": 0.0}
     try:
-        config, result = folder.config(), folder.result()
-    except UserError:
+        row["changed"] = _changed(folder)
+        config = folder.config()
+        settings = to_dict(config)
+        row |= {setting: settings[setting] for setting in SETTINGS}
+        row |= {"kind": "simulated" if is_simulated(config) else "real", "model": config.task or config.model}
+        result = folder.result()
+        if result is None:
+            return row | _so_far(folder)
+        if not isinstance(result, dict) or not isinstance(result.get("status"), str):
+            return row | {"problem": f"{folder.result_file.name} is no result of a run"}
+        return row | _ended(result)
+    except (UserError, OSError) as error:
+        return row | {"problem": str(error).replace(f"{folder.path}/", "")}
+
+
+def _ended(result: dict[str, Any]) -> Row:
+    staleness = result.get("staleness")
+    if isinstance(staleness, dict):
+        result = {**result, "staleness_mean": staleness.get("mean"), "staleness_max": staleness.get("max")}
+    figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
+    kind = {"kind": "lab"} if result.get("lab") else {}
+    return {**figures, **kind, "status": result["status"], "reason": result.get("reason")}
+
+
+def _so_far(folder: RunFolder) -> Row:
+    """Of a run without a result: how far it has come."""
+    row: Row = {"status": "running" if folder.is_locked() else "killed"}
+    if not folder.events_file.exists():
         return row
-    model = config.model if config.task is None else config.task
-    row |= {"strategy": config.strategy, "model": model, "workers": config.workers}
-    if result is None:
-        return row | {"status": "running" if folder.is_locked() else "killed"}
-    return row | {"status": result.get("status", "damaged"), "test_accuracy": result.get("test_accuracy")}
+    progress = [event for event in read_tail(folder.events_file, TAIL_BYTES) if event.get("kind") == "progress"]
+    if progress:
+        names = {"updates": "updates", "samples": "samples", "fraction": "fraction", "now": "train_seconds"}
+        row |= {name: progress[-1].get(theirs) for theirs, name in names.items()}
+    return row
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_TESTS: dict[str, Callable[[Any, Any], bool]] = {
+    **{"=": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
+}
+
+
+def choose(rows: Iterable[Row], where: list[str], sort: str | None = None, reverse: bool = False) -> list[Row]:
+    """The rows that fit every condition, in the order asked for; those that lack the figure come last."""
+    conditions = [_condition(text) for text in where]
+    kept = [row for row in rows if all(fits(row) for fits in conditions)]
+    if sort is None:
+        return kept[::-1] if reverse else kept
+    key = _key(sort, "--sort")
+    there = [row for row in kept if row[key] is not None]
+    there.sort(key=lambda row: (is_number(row[key]), row[key] if is_number(row[key]) else _text(row[key])))
+    if bool(HIGH_FIRST.search(key)) != reverse:
+        there.reverse()
+    return there + [row for row in kept if row[key] is None]
+
+
+def _key(name: str, flag: str) -> str:
+    key = name.replace("-", "_")
+    key = ALIASES.get(key, key)
+    if key not in KEYS:
+        raise UserError(f"{flag}: {unknown_name('field', name, KEYS)}")
+    return key
+
+
+def _condition(text: str) -> Callable[[Row], bool]:
+    """`lr>=0.01`, `strategy=async`, `strategy=bounded:*`; numbers are compared as such, `none` is what is not there."""
+    found = re.fullmatch(r"\s*([\w-]+)\s*(!=|>=|<=|=|>|<)\s*(.*?)\s*", text)
+    if found is None:
+        raise UserError(f"--where '{text}': write FIELD=VALUE, as in strategy=async, or with !=, <, <=, >, >=")
+    key, sign, wanted = _key(found[1], f"--where '{text}'"), found[2], found[3]
+    if sign in ("=", "!="):
+        return lambda row: _is(row[key], wanted) == (sign == "=")
+    try:
+        limit = float(wanted)
+    except ValueError:
+        raise UserError(f"--where '{text}': {sign} takes a number, got '{wanted}'") from None
+    return lambda row: is_number(row[key]) and _TESTS[sign](row[key], limit)
+
+
+def _is(value: Any, wanted: str) -> bool:
+    if is_number(value):
+        try:
+            return bool(float(value) == float(wanted))
+        except ValueError:
+            return False
+    return fnmatch.fnmatchcase(_text(value), wanted.lower() if value is None or isinstance(value, bool) else wanted)
+
+
+def _text(value: Any) -> str:
+    """As it is typed: none, true, and lists with commas."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(f"{part:g}" if is_number(part) else str(part) for part in value) if _is_list(value) else str(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def as_texts(row: Row) -> Row:
+    """For a file of values: lists as they are typed, what is not there left empty."""
+    return {key: "" if row[key] is None else _text(row[key]) if _is_list(row[key]) else row[key] for key in KEYS}

@@ -47,6 +47,8 @@ class Mirror:
             self._observer.close()
         try:
             self._observer = self._reach()
+            if self._observer.run != self.run:
+                raise ConnectionError(f"{self._observer.run} is served there now")
             return self._look()
         except Exception as error:
             self.close()

@@ -17,11 +17,12 @@ from paceline.core.memory import Sizes
 from paceline.core.messages import Push, Reply
 from paceline.errors import ProtocolError
 from paceline.runs.environment import package_version
-from paceline.runs.folder import ALL_GONE
+from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
 from paceline.runtimes.observers import Observers
 from paceline.runtimes.server_process import Control, Door, Line, Service
+from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
 from paceline.transports.tcp import Heard, TcpServerDoor
@@ -31,6 +32,8 @@ FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0
 LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
 """Time passes even when nobody says anything; a longer look away than this was our own doing."""
 ABANDONED_SECONDS = 120.0
+REMIND_SECONDS, RAREST_SECONDS = 30.0, 1800.0
+"""When the user is first told that workers are still awaited, and how rarely at last."""
 SIGN_SECONDS = 0.5
 """Signs of life that come faster than this teach nothing new."""
 
@@ -67,8 +70,11 @@ class ClusterService(Service):
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
-        self._looked = time.monotonic()
+        self._looked = self._since = time.monotonic()
         self._next_look = 0.0
+        self._remind_after = REMIND_SECONDS
+        self.wait_seconds: float | None = None
+        """Until not all workers have come in vain."""
         self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
@@ -95,10 +101,24 @@ class ClusterService(Service):
         if self.host.server.over:
             return
         self.host.look_for_requests()  # also while nobody pushes
+        if not self.host.server.started:
+            self._await_workers(now - self._since)
         for worker in self._deadlines.due(now):
             self._give_up(worker, now)
         if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
             self.host.stop(ALL_GONE)
+
+    def _await_workers(self, seconds: float) -> None:
+        """Training has not begun: say so now and then, or give up where that was asked for."""
+        if self.wait_seconds is not None and seconds > self.wait_seconds:
+            self.host.stop(NOT_COME)
+        elif seconds > self._remind_after:
+            self._remind_after += min(self._remind_after, RAREST_SECONDS)
+            here, all_of_them = len(self.doors), self.host.server.num_workers
+            host, port = parse_address(self._listener.address)
+            where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._listener.address
+            way = f"'paceline worker --connect {where}'"
+            self._note(f"{here} of {all_of_them} workers are here after {seconds:.0f} s: start the others with {way}")
 
     def _give_up(self, worker: int, now: float) -> None:
         door = self._tcp[worker]
@@ -140,10 +160,15 @@ class ClusterService(Service):
             known = self._known(applicant) if applicant.fields.get("again") else None
             if applicant.fields.get("observer"):
                 self.observers.admit(applicant)
+            elif applicant.fields.get("shard"):
+                self._turn_away(applicant, self._no_room_for_servers())
             elif known is not None:
                 self._take_back(applicant, known)
             else:
                 self._consider(applicant)
+
+    def _no_room_for_servers(self) -> str:
+        return "one server has all weights of this run: --servers S makes it several"
 
     def _known(self, applicant: Applicant) -> TcpServerDoor | None:
         """The door of a worker that was here before; None where this server is another than it knew."""
@@ -165,6 +190,9 @@ class ClusterService(Service):
         least = self.host.first_incarnation
         incarnation = max(least, member.incarnation + 1) if member is not None else least
         known = {"worker": worker, "incarnation": incarnation}
+        device = applicant.fields.get("device", "cpu")
+        if device != "cpu":
+            self._note(f"worker {worker} computes on {device}: 'paceline replay' will depart from its first push on")
         door = applicant.welcome({**self._welcome, **known}, self._largest)
         self._seat(door)
 
@@ -177,6 +205,12 @@ class ClusterService(Service):
         version = package_version("paceline")
         if fields.get("version") != version:
             return f"it has paceline {fields.get('version')}, and this run is served by {version}: install the same"
+        device = fields.get("device", "cpu")
+        if device != "cpu" and self.host.config.recovery != "checkpoint":
+            return (
+                f"it computes on {device}, and what is made there cannot be made again here bit for bit after a crash: "
+                "start the server with --recovery checkpoint"
+            )
         return "training is over" if self.host.server.over else None
 
     def _free_number(self, wanted: Any) -> int | None:

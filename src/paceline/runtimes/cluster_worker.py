@@ -7,6 +7,7 @@ Where a connection breaks it finds back to its place; where the server was start
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +20,15 @@ import torch
 from paceline.assemble import cores
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
-from paceline.crew import identity_of, make_join, make_seat, make_task, work_of
+from paceline.crew import identity_of, make_join, make_seat, make_task, prepare_device, work_of
+from paceline.cutting import coding_of
 from paceline.data.datasets import Dataset
 from paceline.delays import parse_delays
 from paceline.errors import Forgotten
 from paceline.runs.environment import package_version
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.timekeeping import Stopwatch
+from paceline.tasks.staged import pinned_memory
 from paceline.transports.shard_doors import ShardDoors
 from paceline.transports.shared_memory import Timing
 from paceline.transports.tcp_worker import TcpWorkerDoor
@@ -66,11 +69,14 @@ class Own:
     threads: int | None = None
     worker: int | None = None
     overlap: int = 0
+    device: str = "cpu"
 
 
 def work(connection: Connection, own: Own, load: Load, say: Say) -> bool:
     """Work until it is over; False where the server went away before."""
     keep_freed_memory()
+    if ":" in own.device:
+        torch.cuda.set_device(own.device)
     bench = Workbench(own, load, say)
     with contextlib.ExitStack() as stack:
         lanes = [Lane(stack, connection, bench, number) for number in range(own.overlap + 1)]
@@ -120,11 +126,14 @@ class Workbench:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
         words = {"worker": wanted, "version": package_version("paceline"), "torch": torch.__version__}
+        words["device"] = self.own.device
         return door.apply(words, KNOCKING_SECONDS)
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """The server's settings with this machine's own in their place, and the data."""
-        config = replace(config, data_dir=self.own.data_dir, threads=self.own.threads or cores())
+        own = self.own
+        config = replace(config, data_dir=own.data_dir, threads=own.threads or cores())
+        config = replace(config, device=own.device.partition(":")[0])
         if self._loaded is None or self._loaded[0] != config:
             self._loaded = config, self._load(config)
         return self._loaded
@@ -132,7 +141,8 @@ class Workbench:
     def say(self, worker: int, config: RunConfig) -> None:
         """Who we are, for the user."""
         what = config.model if config.task is None else config.task
-        self._say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {config.threads} threads")
+        where = f"{config.threads} threads" if config.device == "cpu" else config.device
+        self._say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {where}")
 
     def say_again(self) -> None:
         """What happened when a server did not know us any more."""
@@ -153,11 +163,12 @@ class Lane:
         """A new incarnation: everything but the data is made anew."""
         config, dataset = self._bench.prepare(from_dict(welcome["config"]))
         self._config, worker = config, int(welcome["worker"])
-        torch.set_num_threads(config.threads or 1)
-        task = make_task(config, dataset)
-        self._door.reach(welcome, task.layout.size)
+        device = prepare_device(config)
+        task = make_task(config, dataset).to(device)
+        self._door.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
-        self._seat = make_seat(config, task, division, make_join(config, division, worker, int(welcome["incarnation"])))
+        join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
+        self._seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
         self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
         self._bench.say(worker, config)
         self._identity = identity_of(task)

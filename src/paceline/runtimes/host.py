@@ -29,7 +29,7 @@ from paceline.runs.best import Best
 from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, TERMINATED, RunFolder, write_atomically
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
 from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
@@ -42,6 +42,7 @@ from paceline.runtimes.weighing import Weighing
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
+from paceline.tracking.beside import Trackers
 
 PROGRESS_SECONDS = 0.25
 EVENT_SECONDS = 1.0
@@ -122,6 +123,7 @@ class Host:
         self._generation = server.deals.now.generation if server.deals is not None else 0
         kind = "run_resumed" if server.version or seconds else "run_started"
         self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+        self._trackers = Trackers(config.track or [], folder, report)
 
     def handle(self, message: Input) -> None:
         """Take one input through the server and the log, and answer the workers it sets free.
@@ -311,6 +313,7 @@ class Host:
             self._loss_sum, self._loss_count = 0.0, 0
         if self._virtual is None:
             self.look_for_requests()
+        self._trackers.look()
         self.tick()
 
     def tick(self) -> None:
@@ -402,7 +405,8 @@ class Host:
             self._best.look(self.server, scores)
         if self.config.eval_train and (train := self._score("train")) is not None:
             found |= _named("train", train)
-        self.events.write("evaluation", self.clock.now(), samples=self.server.samples, **found, **seconds)
+        at = {"updates": self.server.version, "samples": self.server.samples}
+        self.events.write("evaluation", self.clock.now(), **at, **found, **seconds)
         epochs = self.server.samples / self.server.budget.epoch_samples
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
         text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
@@ -464,7 +468,7 @@ class Host:
 
     def _worth_scoring(self) -> tuple[str, ...]:
         """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
-        if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, TERMINATED):
+        if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, NOT_COME, TERMINATED):
             return ()
         last = "test" if self.config.fold is None else "validation"
         if self.config.score == "none":
@@ -519,10 +523,12 @@ class Host:
             self.folder.write_result(result)
         except OSError as error:
             raise self._disk_error(error) from None
+        self._trackers.end(hurry=self.stop_reason == TERMINATED)
         return result
 
     def close(self) -> None:
         """Let go of the files."""
+        self._trackers.close()
         self._writer.close()
         self.events.close()
         self.log.close()

@@ -214,7 +214,7 @@ class Supervisor:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
-            self._report({"kind": "note", "text": f"{reason}: saving what there is"})
+            self._report({"kind": "stopping", "reason": reason})
             self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
 
         with interrupts(stop):

@@ -69,6 +69,7 @@ def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor
     return [weights, *(state[name] for name in sorted(state)), *sent]
 
 
-def sent_to(memories: dict[int, Memory], workers: list[int]) -> list[Tensor]:
-    """The weights last sent to each of `workers`."""
-    return [memories[worker].weights for worker in workers]
+def sent_to(server: Server, memories: dict[int, Memory]) -> list[Tensor]:
+    """The weights that each worker at work has: as last sent or, where replies are encoded, as those add up."""
+    held = server.differences.held if server.differences is not None else {}
+    return [held[worker] if worker in held else memories[worker].weights for worker in at_work(server)]

@@ -21,7 +21,7 @@ from paceline.launch import require_survivors, settle_data, stop_signals
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name
-from paceline.serving import Entrance, Opened, Visitor, join_server, require_star, serve, serve_again
+from paceline.serving import Entrance, Opened, Visitor, join_server, refuse_restarts, require_star, serve, serve_again
 from paceline.transports.auth import VARIABLE, make_token
 
 MAX_RESTARTS = 10
@@ -54,9 +54,9 @@ class Relay(Console):
 class ServerActor:
     """Serves one run; started again after a kill, it goes on from the run's folder."""
 
-    def __init__(self, config: dict[str, Any], listen: str, token: str) -> None:
+    def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool) -> None:
         os.environ[VARIABLE] = token
-        self._config, self._listen = from_dict(config), listen
+        self._config, self._listen, self._tls = from_dict(config), listen, tls
         self._relay = Relay()
         self._opened: Opened | None = None
         self._stop_reason: str | None = None
@@ -66,10 +66,10 @@ class ServerActor:
         folder = RunFolder(Path(self._config.runs) / str(self._config.name))
         try:
             if folder.arrivals_file.exists():
-                serve_again(folder.path, Entrance(), self._relay, tell=self._open)
+                serve_again(folder.path, Entrance(tls=self._tls), self._relay, tell=self._open)
             else:
                 folder.discard_unstarted()
-                serve(self._config, Entrance(self._listen), self._relay, self._open)
+                serve(self._config, Entrance(self._listen, tls=self._tls), self._relay, self._open)
         except PacelineError as error:
             return {"failed": str(error), "code": error.exit_code}
         return {}
@@ -97,10 +97,10 @@ class WorkerActor:
     def __init__(self, token: str) -> None:
         os.environ[VARIABLE] = token
 
-    def work(self, connect: str, data_dir: str | None, threads: int, worker: int) -> str | None:
+    def work(self, connect: str, tls: bool, data_dir: str | None, threads: int, worker: int) -> str | None:
         """Until training is over; else why not."""
         try:
-            visitor = Visitor(connect, data_dir=data_dir, threads=threads, worker=worker)
+            visitor = Visitor(connect, tls=tls, data_dir=data_dir, threads=threads, worker=worker)
             over = join_server(visitor, Console(quiet=True))
         except PacelineError as error:
             return str(error)
@@ -121,13 +121,14 @@ def require_ray() -> Any:
     return ray
 
 
-def train_on_ray(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:
     """Serve on this node, work where Ray finds room; the run's folder is here, as ever."""
     if rank_here() is not None:
         raise UserError("--engine ray places its own processes: leave the launcher (torchrun, srun) out")
     asked = config.threads
     config = resolve(replace(config, threads=config.threads or 1))
     require_star(config)
+    refuse_restarts(config)
     settle_data(config)  # data that is not here is known before anything is started
     ray = require_ray()
     if asked is None:
@@ -138,7 +139,7 @@ def train_on_ray(config: RunConfig, console: Console) -> tuple[RunFolder, dict[s
     if folder.path.exists():
         raise UserError(f"{folder.path} exists already: choose another --name, or remove it")
     with _cluster(ray) as address, _room(ray, config, address) as group:
-        crew = Crew(ray, config, address, group, console)
+        crew = Crew(ray, config, address, group, console, tls)
         crew.start()
         answer = crew.follow()
     if "failed" in answer:
@@ -197,17 +198,17 @@ def _room(ray: Any, config: RunConfig, address: str) -> Iterator[Any]:
 class Crew:
     """The actors of one run, followed to its end."""
 
-    def __init__(self, ray: Any, config: RunConfig, address: str, group: Any, console: Console) -> None:
+    def __init__(self, ray: Any, config: RunConfig, address: str, group: Any, console: Console, tls: bool) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._config, self._console = ray, config, console
+        self._ray, self._config, self._console, self._tls = ray, config, console, tls
         self._token = os.environ.get(VARIABLE) or make_token().decode()
         place = PlacementGroupSchedulingStrategy
         lives = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
         server_class = ray.remote(**lives, max_concurrency=3)(ServerActor)
         worker_class = ray.remote(**lives, max_concurrency=2)(WorkerActor)
         self.server = server_class.options(num_cpus=1, scheduling_strategy=place(group, 0)).remote(
-            to_dict(config), f"{address}:0", self._token
+            to_dict(config), f"{address}:0", self._token, tls
         )
         threads = config.threads or 1
         self.workers = [
@@ -229,7 +230,7 @@ class Crew:
             address = self._look()
         config, threads = self._config, self._config.threads or 1
         for worker, actor in enumerate(self.workers):
-            work = actor.work.remote(address, config.data_dir, threads, worker)
+            work = actor.work.remote(address, self._tls, config.data_dir, threads, worker)
             self._works[work] = worker
 
     def follow(self) -> dict[str, Any]:

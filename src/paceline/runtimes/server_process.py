@@ -225,7 +225,7 @@ class Service:
         wrong = differing(self._expected, hello.facts)
         if hello.slot.sizes[0] != self.host.server.weights.numel():
             wrong.append("size")
-        if hello.slot.sizes[2:4] != self.host.server.codecs.capacities:
+        if hello.slot.sizes[2:4] != self._capacities():
             wrong.append("codecs")
         if wrong:
             self._refuse(door, f"it differs from this run in {' and '.join(wrong)}")
@@ -233,6 +233,10 @@ class Service:
         self.host.memories[door.worker] = hello.slot
         self.host.handle(hello.join)
         self._tell_clock()
+
+    def _capacities(self) -> tuple[int | None, int | None]:
+        """The most bytes of an encoded push and of an encoded reply, as workers must know them too."""
+        return self.host.server.codecs.capacities
 
     def _refuse(self, door: Door, why: str) -> None:
         self.control.send({"kind": "note", "text": f"worker {door.worker} was refused: {why}"})

@@ -14,14 +14,16 @@ import torch
 
 from paceline.assemble import make_inside, make_policy, make_rule, make_schedule
 from paceline.config import from_dict
+from paceline.core.encoding import Codecs, Opened
 from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
-from paceline.cutting import part_of
+from paceline.crew import key_of
+from paceline.cutting import Coding, coding_of, part_of
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout
-from paceline.runtimes.orders import Part, at_work, from_words, is_finite, sent_to, spoil, tensors_of
+from paceline.runtimes.orders import Part, from_words, is_finite, sent_to, spoil, tensors_of
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shard_link import FILLED, Link, Message
 from paceline.transports.shared_memory import Hello
@@ -29,23 +31,26 @@ from paceline.transports.tcp import Heard, TcpServerDoor
 
 GRACE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
+BEAT_SECONDS = 1.0
 
 
-def make_part(order: Message) -> Server:
-    """The server of a range, as the first one describes it; its tensors come after."""
-    config, span = from_dict(order["config"]), slice(*order["span"])
-    layout = part_of(Layout.from_rows(order["layout"]), span)
+def make_part(order: Message) -> tuple[Server, Coding]:
+    """The server of a range, as the first one describes it, and how its parts are encoded; its tensors come after."""
+    config, span, whole = from_dict(order["config"]), slice(*order["span"]), Layout.from_rows(order["layout"])
+    layout, coding = part_of(whole, span), coding_of(config, whole, span)
     torch.set_num_threads(int(order["threads"]))
-    return Server(
+    server = Server(
         torch.zeros(layout.size),
         make_rule(config, layout, skew=order["skew"]),
         make_policy(config),
         Budget(**order["budget"]),
         make_schedule(config),
         config.workers or 1,
+        codecs=Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config)),
         inside=make_inside(config),
         places=config.max_workers,
     )
+    return server, coding
 
 
 class ShardService:
@@ -54,12 +59,15 @@ class ShardService:
     def __init__(self, link: Link, listener: Listener, say: Callable[[str], None]) -> None:
         self._link, self._listener, self._say = link, listener, say
         self._server: Server | None = None
+        self._coding = Coding()
+        self._opened: Opened | None = None
         self._doors: dict[tuple[int, int], TcpServerDoor] = {}
         """By worker and incarnation: a newcomer may be here before we are told that the one before it is gone."""
         self._parts: dict[tuple[int, int], Push] = {}
         self._memories: dict[int, Memory] = {}
         self._facts: dict[str, Any] = {}
         self._ended: float | None = None
+        self._next_beat = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, self._hear_first)
         self._selector.register(listener, selectors.EVENT_READ, self._let_in)
@@ -71,6 +79,7 @@ class ShardService:
                 for key, _ in self._selector.select(LOOK_SECONDS):
                     if key.fd in self._selector.get_map():  # else it was hung up on meanwhile
                         key.data()
+                self._beat(time.monotonic())
                 self._watch(self._link)
                 self._listener.expire(time.monotonic())
                 for text in self._listener.complaints():
@@ -84,6 +93,12 @@ class ShardService:
             for door in self._doors.values():
                 door.close()
         return True
+
+    def _beat(self, now: float) -> None:
+        """A sign of life for the first server; where much waits to be sent already, that is one."""
+        if now >= self._next_beat and self._ended is None and not self._link.wants_write:
+            self._link.send({"beat": True})
+            self._next_beat = now + BEAT_SECONDS
 
     def _is_over(self) -> bool:
         """Every worker has taken its last reply along, or has had the time for it."""
@@ -107,20 +122,27 @@ class ShardService:
         if "input" in message:
             self._handle(message["input"], message["finite"])
         elif "begin" in message:
-            self._server, self._facts = make_part(message["begin"]), message["begin"]["facts"]
-            self._link.expect(tensors_of(self._server.weights, self._server.rule_state, []))
+            self._begin(*make_part(message["begin"]))
+            self._facts = message["begin"]["facts"]
+            self._link.expect(tensors_of(self._known.weights, self._known.rule_state, []))
         elif message is FILLED:
             server = self._known
             server.restore(self._facts, server.weights, server.rule_state)
         elif "gather" in message:
             server = self._known
-            sent = sent_to(self._memories, at_work(server))
+            sent = sent_to(server, self._memories)
             found = [tensor.clone() for tensor in tensors_of(server.weights, server.rule_state, sent)]
             self._link.send({"gathered": message["gather"]}, found)
         elif "end" in message:
             self._ended = time.monotonic()
             self._selector.unregister(self._link)
             self._link.close()
+
+    def _begin(self, server: Server, coding: Coding) -> None:
+        self._server, self._coding = server, coding
+        if coding.push is not None:
+            self._opened = Opened(coding.push, server.weights)
+            server.take_opened(self._opened)
 
     @property
     def _known(self) -> Server:
@@ -180,7 +202,7 @@ class ShardService:
         else:
             if known is not None:
                 self._forget(known)
-            largest = Sizes(self._server.weights.numel())
+            largest = Sizes(self._server.weights.numel(), 0, *self._coding.capacities)
             known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
             self._doors[worker, incarnation] = known
         door = known
@@ -217,12 +239,21 @@ class ShardService:
             if not member.waiting and push.seq == member.seq:  # it came before, and its answer was lost
                 door.answer(self._known.last_answer(push.worker))
             return
-        self._parts[push.worker, push.incarnation] = push
-        self._vote(Part(push.worker, push.incarnation, push.seq), is_finite(push.update))
+        part, known = Part(push.worker, push.incarnation, push.seq), self._parts.get((push.worker, push.incarnation))
+        nbytes = push.update.nbytes
+        if known is None or known.seq != push.seq:  # else it came before, on a connection that broke
+            try:
+                known = push if self._opened is None else push._replace(update=self._opened.open(push.update))
+            except ProtocolError as error:
+                self._say(f"worker {push.worker}: {error}")
+                self._link.send({"part": part, "wrong": str(error)})
+                return
+            self._parts[push.worker, push.incarnation] = known
+        self._vote(part, is_finite(known.update), nbytes)
 
-    def _vote(self, part: Part, finite: bool) -> None:
+    def _vote(self, part: Part, finite: bool, nbytes: int = 0) -> None:
         if self._ended is None:
-            self._link.send({"part": part, "finite": finite})
+            self._link.send({"part": part, "finite": finite, "nbytes": nbytes})
 
     def _hang_up(self, door: TcpServerDoor) -> None:
         if door.fileno() >= 0:

@@ -7,16 +7,17 @@ import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.memory import Sizes
 from paceline.core.messages import Input, Push
-from paceline.runtimes.cluster_server import ClusterService, OwnLine
+from paceline.errors import ProtocolError
+from paceline.runtimes.cluster_server import BUSY_SECONDS, ClusterService, OwnLine
 from paceline.runtimes.host import Host
 from paceline.runtimes.orders import Part, is_finite, spoil
 from paceline.runtimes.server_process import Door
 from paceline.runtimes.shards import Shard, Shards
-from paceline.transports.listener import Applicant, Listener
+from paceline.transports.listener import Listener
 from paceline.transports.shard_link import Message
 from paceline.transports.shared_memory import Hello
 
@@ -24,13 +25,20 @@ VOTE_SECONDS = 60.0
 """How long a worker may take to bring the other servers their parts of what it brought the first."""
 
 
+class Vote(NamedTuple):
+    """What another server says of its part: whether it is finite, and how many bytes came."""
+
+    finite: bool
+    nbytes: int
+
+
 @dataclass
 class Pending:
-    """What a worker brings: here or not, and which of the other servers have their part, and whether it is finite."""
+    """What a worker brings: here or not, and what the other servers that have their part say of it."""
 
-    act: Callable[[bool], None] | None = None
+    act: Callable[[list[Vote]], None] | None = None
     since: float = 0.0
-    votes: dict[int, bool] = field(default_factory=dict)
+    votes: dict[int, Vote] = field(default_factory=dict)
 
 
 class ShardedService(ClusterService):
@@ -45,8 +53,10 @@ class ShardedService(ClusterService):
         listener: Listener,
         shards: Shards,
     ) -> None:
-        own = shards.own
-        super().__init__(host, line, expected, largest._replace(weights=own.stop - own.start), listener)
+        payload, pulled = shards.coding.capacities
+        size = shards.own.stop - shards.own.start
+        largest = largest._replace(weights=size, payload=payload, pulled=pulled)
+        super().__init__(host, line, expected, largest, listener)
         self._shards = shards
         self._welcome["shards"] = shards.rows
         self._pending: dict[Part, Pending] = {}
@@ -55,12 +65,8 @@ class ShardedService(ClusterService):
         for shard in shards.all:
             self._listen(shard.link, functools.partial(self._hear_shard, shard))
 
-    def look_at(self, applicants: list[Applicant]) -> None:
-        """As for one server; no further server is taken on."""
-        late = [applicant for applicant in applicants if applicant.fields.get("shard")]
-        for applicant in late:
-            self._turn_away(applicant, f"all {len(self._shards.all) + 1} servers of this run are here")
-        super().look_at([applicant for applicant in applicants if applicant not in late])
+    def _no_room_for_servers(self) -> str:
+        return f"all {len(self._shards.all) + 1} servers of this run are here"
 
     # what is told to the others
 
@@ -88,10 +94,14 @@ class ShardedService(ClusterService):
 
     def _hear_shard(self, shard: Shard) -> None:
         while (message := self._shards.receive(shard)) is not None:
-            self._count(shard, message)
+            if "part" in message:
+                self._count(shard, message)
         self._watch_shard(shard)
 
     def _look_around(self) -> None:
+        if time.monotonic() - self._looked > BUSY_SECONDS:
+            self._shards.excuse()
+        self._shards.require_signs()
         super()._look_around()
         while self._shards.heard:
             self._count(*self._shards.heard.popleft())
@@ -109,10 +119,15 @@ class ShardedService(ClusterService):
         member = self.host.server.members.get(part.worker)
         if member is not None and member.incarnation == part.incarnation and part.seq <= member.seq:
             return  # it came before
-        self._pending.setdefault(part, Pending()).votes[shard.number] = bool(message["finite"])
+        if "wrong" in message:
+            self._note(f"worker {part.worker}: {message['wrong']}")
+            self._send_off(door)
+            return
+        vote = Vote(bool(message["finite"]), int(message["nbytes"]))
+        self._pending.setdefault(part, Pending()).votes[shard.number] = vote
         self._act_on(part)
 
-    def _wait_for(self, part: Part, act: Callable[[bool], None]) -> None:
+    def _wait_for(self, part: Part, act: Callable[[list[Vote]], None]) -> None:
         pending = self._pending.setdefault(part, Pending())
         pending.act, pending.since = act, time.monotonic()
         self._act_on(part)
@@ -121,7 +136,7 @@ class ShardedService(ClusterService):
         pending = self._pending[part]
         if pending.act is not None and len(pending.votes) == len(self._shards.all):
             del self._pending[part]
-            pending.act(all(pending.votes.values()))
+            pending.act(list(pending.votes.values()))
 
     # workers
 
@@ -131,22 +146,44 @@ class ShardedService(ClusterService):
             super()._take(door, push)
             return
         part = Part(push.worker, push.incarnation, push.seq)
-        here = is_finite(push.update)
+        if part in self._pending and self._pending[part].act is not None:
+            return  # again, after a reconnect: it is waited for already
+        try:
+            opened = self._open(push)
+        except ProtocolError as error:
+            self._note(f"worker {door.worker}: {error}")
+            self._send_off(door)
+            return
+        here, nbytes = is_finite(opened.update), push.update.nbytes
 
-        def act(elsewhere: bool) -> None:
-            if not (here and elsewhere):
-                spoil(push.update)
+        def act(elsewhere: list[Vote]) -> None:
+            if not (here and all(vote.finite for vote in elsewhere)):
+                spoil(opened.update)
                 self._broken.add(part)
-            ClusterService._take(self, door, push)
+            self._weigh([nbytes, *(vote.nbytes for vote in elsewhere)])
+            ClusterService._take(self, door, opened)
 
         self._wait_for(part, act)
+
+    def _open(self, push: Push) -> Push:
+        opened = self._shards.opened
+        return push if opened is None else push._replace(update=opened.open(push.update))
+
+    def _weigh(self, parts: list[int]) -> None:
+        """What the push weighs that is about to be taken; where every server is sent all of it, it counts once."""
+        opened, push = self._shards.opened, self._shards.coding.push
+        if opened is not None and push is not None:
+            opened.nbytes = parts[0] if push.is_shared else sum(parts)
+
+    def _capacities(self) -> tuple[int | None, int | None]:
+        return self._shards.coding.capacities
 
     def welcome(self, door: Door, hello: Hello) -> None:
         """So is a worker let in; its memory here is the part of one that `gather` can fill."""
         weights = self.host.server.weights
         whole = hello.slot.widened(weights.new_zeros(weights.shape), self._shards.own)
 
-        def act(elsewhere: bool) -> None:
+        def act(elsewhere: list[Vote]) -> None:
             ClusterService.welcome(self, door, Hello(hello.join, whole, hello.facts))
 
         self._wait_for(Part(door.worker, door.incarnation, -1), act)

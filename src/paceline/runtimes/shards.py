@@ -15,14 +15,15 @@ import torch
 
 from paceline.assemble import make_rule
 from paceline.config import RunConfig, to_dict
+from paceline.core.encoding import Opened
 from paceline.core.messages import Input
 from paceline.core.rules.ranged import Ranged
-from paceline.cutting import part_of, spans_of
+from paceline.cutting import coding_of, grain_of, part_of, spans_of
 from paceline.errors import ProtocolError, RunFailed, ServerLost
 from paceline.interfaces import Layout
 from paceline.runs.environment import package_version
 from paceline.runtimes.host import Host
-from paceline.runtimes.orders import at_work, sent_to, tensors_of, to_words
+from paceline.runtimes.orders import sent_to, tensors_of, to_words
 from paceline.runtimes.scheduling import server_threads
 from paceline.transports.connection import ANYWHERE, format_address, is_loopback, parse_address
 from paceline.transports.listener import Applicant, Listener
@@ -30,6 +31,8 @@ from paceline.transports.shard_link import FILLED, Link, Message
 
 ENDING_SECONDS = 8.0
 LOOK_SECONDS = 0.25
+SILENT_SECONDS = 20.0
+"""They beat every second; one that is silent for so long while we listen is stopped, or its machine is gone."""
 T = TypeVar("T")
 
 
@@ -95,14 +98,17 @@ class Shards:
         assert host.task is not None and host.work is not None
         config, server, layout = host.config, host.server, host.task.layout
         self._host = host
-        self.own, *spans = spans_of(layout.size, len(applicants) + 1)
+        self.own, *spans = spans_of(layout.size, len(applicants) + 1, grain_of(config))
+        self.coding = coding_of(config, layout, self.own)
+        push, pull = self.coding
+        self.opened = Opened(push, server.weights[self.own]) if push is not None else None
         part = make_rule(config, part_of(layout, self.own), skew=host.work.skew)
         self._ranged = Ranged(server.rule, part, self.own, server.weights, server.rule_state)
         self.all = [
             self._begin(number, applicant, span, config, layout, host.work.skew)
             for number, (applicant, span) in enumerate(zip(applicants, spans, strict=True), start=1)
         ]
-        server.keep_to(self._ranged, self.own)
+        server.keep_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
         self.heard: deque[tuple[Shard, Message]] = deque()
         """What came while something else was awaited."""
         self._changed = False
@@ -144,11 +150,26 @@ class Shards:
         try:
             return do()
         except (ConnectionError, ProtocolError) as error:
-            what = (
-                f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} is gone "
-                f"({error}) at update {self._host.server.version}"
-            )
-            raise ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there") from None
+            raise self._lost(shard, f"is gone ({error})") from None
+
+    def _lost(self, shard: Shard, how: str) -> ServerLost:
+        what = (
+            f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how} "
+            f"at update {self._host.server.version}"
+        )
+        return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there")
+
+    def require_signs(self) -> None:
+        """ServerLost where one has said nothing for too long, though we have read all that came."""
+        now = time.monotonic()
+        for shard in self.all:
+            if now > shard.link.last_heard + SILENT_SECONDS:
+                raise self._lost(shard, f"has said nothing for {SILENT_SECONDS:g} s")
+
+    def excuse(self) -> None:
+        """We have not listened for a while: silence counts from now on."""
+        for shard in self.all:
+            shard.link.last_heard = time.monotonic()
 
     def order(self, message: Input, finite: bool = True) -> None:
         """Tell all of an input, before it is handled here."""
@@ -174,14 +195,15 @@ class Shards:
         if not self._changed:
             return
         self._changed = False
-        server, workers = self._host.server, at_work(self._host.server)
-        places = {shard.number: self._places(shard, workers) for shard in self.all}
+        server = self._host.server
+        places = {shard.number: self._places(shard) for shard in self.all}
         filled = {
             number: [torch.empty(place.shape, dtype=place.dtype) for place in rows] for number, rows in places.items()
         }
         for shard in self.all:
             shard.link.expect(filled[shard.number])
         self._send({"gather": server.version})
+        self.excuse()
         awaited = {shard.number: shard for shard in self.all}
         while awaited:
             writing = [shard.link for shard in self.all if shard.link.wants_write]
@@ -190,17 +212,18 @@ class Shards:
                 while shard.number in awaited and (message := self.receive(shard)) is not None:
                     if message is FILLED:
                         del awaited[shard.number]
-                    elif "gathered" not in message:
+                    elif "part" in message:
                         self.heard.append((shard, message))
+            self.require_signs()
         for number, rows in places.items():
             for place, found in zip(rows, filled[number], strict=True):
                 place.copy_(found)
 
-    def _places(self, shard: Shard, workers: list[int]) -> list[torch.Tensor]:
+    def _places(self, shard: Shard) -> list[torch.Tensor]:
         """Where what a server has belongs."""
         server, memories = self._host.server, self._host.memories
         state = self._ranged.of_span(server.rule_state, shard.span)
-        sent = [weights[shard.span] for weights in sent_to(memories, workers)]
+        sent = [weights[shard.span] for weights in sent_to(server, memories)]
         return tensors_of(server.weights[shard.span], state, sent)
 
     def close(self) -> None:

@@ -52,13 +52,21 @@ def read(connection: Connection, reading: Reading[T]) -> T:
 
 
 def introduce(
-    connection: Connection, token: bytes, binding: bytes, fields: Mapping[str, Any], seconds: float
+    connection: Connection,
+    token: bytes,
+    binding: bytes,
+    fields: Mapping[str, Any],
+    seconds: float,
+    is_known: bool = False,
 ) -> dict[str, Any]:
-    """The server's welcome. A ConnectionError can be tried again, a UserError or a refusal cannot; then hang up."""
+    """The server's welcome. A ConnectionError can be tried again, a UserError or a refusal cannot; then hang up.
+
+    A server that is not known yet and says nothing is looked at: it may want TLS.
+    """
     address = connection.peer
     connection.sock.settimeout(seconds)
     try:
-        if not isinstance(connection, TlsConnection):
+        if not is_known and not isinstance(connection, TlsConnection):
             _require_speech(connection, min(WONDER_SECONDS, seconds))
         _prove(connection, Visitor(token, binding))
         send(connection, fields_frame(Kind.APPLY, fields, MOST_APPLY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ class Link:
         self._outbox = Outbox()
         self._filler = Filler(self._message())
         self._places: list[memoryview] = []
+        self.last_heard = time.monotonic()
+        """When bytes came last, of a message that may not be whole yet."""
 
     def fileno(self) -> int:
         """Of the connection."""
@@ -65,11 +68,17 @@ class Link:
 
     def receive(self) -> Message | None:
         """The next message; None when it is not all there yet."""
-        whole = self._filler.fill(self.connection.receive_into)
+        whole = self._filler.fill(self._receive_into)
         if whole is None:
             return None
         self._filler = Filler(self._message())
         return whole[0]
+
+    def _receive_into(self, place: memoryview) -> int | None:
+        count = self.connection.receive_into(place)
+        if count is not None:
+            self.last_heard = time.monotonic()
+        return count
 
     def _message(self) -> Reading[Message]:
         packed = yield from read_bytes(HEADER_NBYTES)

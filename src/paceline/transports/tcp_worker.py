@@ -267,7 +267,8 @@ class TcpWorkerDoor:
         connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
         self._connection, self._opened = connection, time.monotonic()
         try:
-            return introduce(connection, self._token, binding, self._fields, min(HANDSHAKE_SECONDS, seconds))
+            seconds, is_known = min(HANDSHAKE_SECONDS, seconds), self._memory is not None
+            return introduce(connection, self._token, binding, self._fields, seconds, is_known)
         except (ConnectionError, Refused, UserError):
             self._drop()
             raise

@@ -10,6 +10,7 @@ from paceline.config import SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.flags import add_settings, config_from, number
 from paceline.reports.console import Console
+from paceline.terminal import table_width
 from paceline.verbs.ending import parser_for
 from paceline.verbs.studies import write
 
@@ -24,7 +25,7 @@ Every flag of 'paceline train' is handed on. The same command goes on where it w
 
 def bench_verb(arguments: list[str]) -> int:
     parser = parser_for("bench", DESCRIPTION, "paceline bench scaling [flags]")
-    parser.add_argument("what", choices=("scaling",), help="what to measure")
+    parser.add_argument("benchmark", choices=("scaling",), help="what to measure")
     parser.add_argument("--kind", choices=("strong", "weak"), default="weak", help="how the batch grows [weak]")
     parser.add_argument("--workers", dest="counts", metavar="N,N,...", help="counts to try (default: up to the cores)")
     parser.add_argument("--repeats", type=number(int), default=1, help="runs of each count; the median counts [1]")
@@ -53,7 +54,10 @@ def bench_verb(arguments: list[str]) -> int:
         if why_not is not None:
             console.note(why_not)
     made += [] if why_not else [f"{folder}/figure.png"]
-    print("\n".join([scaling_table.plain(found), "", *made]), file=sys.stderr if parsed.json else sys.stdout)
+    print(
+        "\n".join([scaling_table.plain(found, table_width()), "", *made]),
+        file=sys.stderr if parsed.json else sys.stdout,
+    )
     if parsed.json:
         print(json.dumps({"folder": str(folder), "kind": found.kind, "counts": rows}, indent=2))
     return 0

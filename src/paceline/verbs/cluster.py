@@ -41,6 +41,10 @@ def server_verb(arguments: list[str]) -> int:
     door.add_argument(
         "--shards-elsewhere", action="store_true", help="wait for S - 1 'paceline shard' instead of starting them here"
     )
+    door.add_argument(
+        "--wait", type=number(float), metavar="SECONDS",
+        help="give up, with exit code 1, when not all workers have come by then [wait for ever]",
+    )  # fmt: skip
     door.add_argument("--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -51,7 +55,10 @@ def server_verb(arguments: list[str]) -> int:
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
     tls = parsed.tls or parsed.certificate is not None
     files = parsed.certificate, parsed.key
-    entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, parsed.servers, parsed.shards_elsewhere)
+    if parsed.wait is not None and parsed.wait <= 0:
+        raise UserError(f"--wait {parsed.wait:g}: give the seconds to wait for all workers, as in --wait 600")
+    others = parsed.servers, parsed.shards_elsewhere
+    entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, *others, parsed.wait)
     with Console() as console:
         if parsed.resume is not None:
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
@@ -83,12 +90,13 @@ def shard_verb(arguments: list[str]) -> int:
     parser = parser_for("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
     _add_way(parser)
     parser.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [as the server is reached]")
+    parser.add_argument("--once", action="store_true", help="end when the server goes away: do not wait for its return")
     parsed = parser.parse_strictly(arguments)
     from paceline.serving import Visitor, join_as_shard
 
-    listen = vars(parsed).pop("listen")
+    listen, once = vars(parsed).pop("listen"), vars(parsed).pop("once")
     with Console() as console:
-        return 0 if join_as_shard(Visitor(**vars(parsed)), listen, console) else 1
+        return 0 if join_as_shard(Visitor(**vars(parsed)), listen, once, console) else 1
 
 
 def worker_verb(arguments: list[str]) -> int:
@@ -96,6 +104,10 @@ def worker_verb(arguments: list[str]) -> int:
     _add_way(parser)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set on this machine")
     parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
+    parser.add_argument(
+        "--device", metavar="NAME", default="cpu",
+        help="cuda, or one of several as in cuda:1; the server then needs --recovery checkpoint [%(default)s]",
+    )  # fmt: skip
     parser.add_argument("--worker", type=number(int), metavar="N", help="which worker to be [any that is missing]")
     parser.add_argument(
         "--overlap", type=number(int), default=0, metavar="D",

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.flags import Parser
 from paceline.reports.console import closing_lines
+from paceline.terminal import fold_for
 
 EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
 
@@ -22,11 +23,13 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
 
     info = DATASETS.get(result["dataset"]) if result["task"] is None else None
     lines = closing_lines(result, info.classes if info is not None else None, str(folder.path))
-    print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
+    stream = sys.stderr if as_json else sys.stdout
+    print(fold_for(stream, lines), file=stream)
     if as_json:
         print(json.dumps(result, indent=2))
     if result["status"] == "diverged":
-        print(f"paceline: {result['reason']}", file=sys.stderr)
+        print(fold_for(sys.stderr, [f"paceline: {result['reason']}"]), file=sys.stderr)
     if result["status"] == "stopped":
-        print(f"paceline: stopped early; {folder.way_on(folder.config())}", file=sys.stderr)
+        way_on = f"paceline: stopped early; {folder.way_on(folder.config())}"
+        print(fold_for(sys.stderr, [way_on]), file=sys.stderr)
     return EXIT_CODES[result["status"]]

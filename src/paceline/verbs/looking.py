@@ -1,16 +1,18 @@
-"""Verbs that look at runs while they go on or lie there: status, list."""
+"""Verbs that look at runs while they go on or lie there: status, list, compare."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import UserError
-from paceline.flags import number
+from paceline.flags import Parser, number
+from paceline.terminal import can_draw, table_width, width_here
 from paceline.verbs.cluster import add_proof
 from paceline.verbs.ending import parser_for
 
@@ -19,6 +21,16 @@ STATUS_DESCRIPTION = """How a run stands, what each worker does with its time, a
   paceline status runs/NAME                 running, ended, killed or simulated
   paceline status runs/NAME --watch 2       again every two seconds, until it ends
   paceline status 10.0.0.1:29500            of a run that is served there, with its token"""
+
+LIST_DESCRIPTION = """The runs of a folder, newest first, and how each stands; of damaged ones what is wrong.
+
+  paceline list runs --where status=killed
+  paceline list runs --where 'strategy=bounded:*' --sort test_accuracy"""
+COMPARE_DESCRIPTION = """Several runs in one table: the settings that differ, and what each came to.
+
+  paceline compare runs/one runs/two
+  paceline compare runs --where dataset=cifar10 --sort test_accuracy
+  paceline compare runs --csv > runs.csv"""
 
 
 def status_verb(arguments: list[str]) -> int:
@@ -43,7 +55,7 @@ def status_verb(arguments: list[str]) -> int:
                 row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
                 text = json.dumps(row, indent=None if parsed.watch is not None else 2)
             else:
-                text = describe(found, _width())
+                text = describe(found, width_here())
             print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
             if parsed.watch is None or found.status not in UNDER_WAY:
                 return 0
@@ -52,21 +64,61 @@ def status_verb(arguments: list[str]) -> int:
 
 def _clear() -> str:
     """On a terminal each look replaces the one before; elsewhere an empty line parts them."""
-    return "\x1b[H\x1b[2J" if sys.stdout.isatty() else "\n"
+    return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
 
 
-def _width() -> int:
-    return max(20, shutil.get_terminal_size((80, 24)).columns)
+def _add_choice(parser: Parser) -> None:
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="FIELD=VALUE",
+        help="only runs of which this is true, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sort", metavar="FIELD", help="by a setting or a figure: accuracies and speeds highest first, others lowest"
+    )
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print all settings and figures as JSON")
+    form.add_argument("--csv", action="store_true", help="print all settings and figures as CSV")
+
+
+def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: str) -> None:
+    from paceline.reports.tables import as_csv
+    from paceline.runs.listing import KEYS, as_texts
+
+    if parsed.json:
+        print(json.dumps(rows, indent=2))
+    elif parsed.csv:
+        print(as_csv([as_texts(row) for row in rows], KEYS), end="")
+    else:
+        print(text)
 
 
 def list_verb(arguments: list[str]) -> int:
-    parser = parser_for("list", "The runs of a folder, newest first.")
+    parser = parser_for("list", LIST_DESCRIPTION)
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where they lie [runs]")
-    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    _add_choice(parser)
     parsed = parser.parse_strictly(arguments)
-    from paceline.reports.tables import run_list
-    from paceline.runs.listing import runs_in
+    from paceline.reports.run_tables import run_list
+    from paceline.runs.listing import choose, runs_in
 
-    rows = runs_in(Path(parsed.folder))
-    print(json.dumps(rows, indent=2) if parsed.json else run_list(rows, parsed.folder))
+    rows = choose(runs_in(Path(parsed.folder)), parsed.where, parsed.sort, parsed.reverse)
+    _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width()))
+    return 0
+
+
+def compare_verb(arguments: list[str]) -> int:
+    parser = parser_for("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
+    _add_choice(parser)
+    parsed = parser.parse_strictly(arguments)
+    from paceline.reports.run_tables import compare
+    from paceline.runs.listing import choose, runs_of
+
+    found, others = runs_of([Path(run) for run in parsed.runs])
+    for line in others:
+        print(f"paceline: {line}", file=sys.stderr)
+    rows = choose(found, parsed.where, parsed.sort, parsed.reverse)
+    if not rows:
+        raise UserError(f"none of {len(found)} runs fits --where {' --where '.join(parsed.where)}: ask for less")
+    _print_runs(rows, parsed, compare(rows, table_width()))
     return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.terminal import fold_for, table_width
 from paceline.verbs.ending import parser_for
 
 
@@ -22,7 +24,7 @@ def data_verb(arguments: list[str]) -> int:
         from paceline.data.download import status
         from paceline.reports.tables import data_table
 
-        print(data_table(status(place)))
+        print(data_table(status(place), table_width()))
         return 0
     if parsed.name is None:
         raise UserError("which one? 'paceline data list' shows them, as in 'paceline data get fashion-mnist'")
@@ -37,5 +39,5 @@ def doctor_verb(arguments: list[str]) -> int:
     from paceline.reports.doctor import examine
 
     findings = examine()
-    print("\n".join(findings.lines))
+    print(fold_for(sys.stdout, findings.lines))
     return 0 if findings.usable else 1

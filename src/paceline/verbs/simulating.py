@@ -12,6 +12,7 @@ from paceline.config import to_dict
 from paceline.errors import UserError
 from paceline.flags import add_settings, config_from, number
 from paceline.reports.console import Console
+from paceline.terminal import table_width
 from paceline.verbs.ending import parser_for, show
 
 SIMULATE_DESCRIPTION = """The same training under a virtual clock, on a cluster that does not exist.
@@ -70,7 +71,7 @@ def plan_verb(arguments: list[str]) -> int:
         config = dataclasses.replace(config, workers=None)
     with Console() as console:
         plan = make_plan(config, console)
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan)))
+    print(json.dumps(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan, table_width())))
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.errors import UserError
 from paceline.flags import number
 from paceline.reports.console import Console
+from paceline.terminal import table_width
 from paceline.verbs.ending import parser_for
 
 REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs.
@@ -104,7 +105,7 @@ def sweep_verb(arguments: list[str]) -> int:
         why_not = sweep_table.draw(grid, swept, folder / "figure.png")
         if why_not is not None:
             console.note(why_not)
-    lines = [sweep_table.plain(swept), "", *made, *([] if why_not else [f"{folder}/figure.png"])]
+    lines = [sweep_table.plain(swept, table_width()), "", *made, *([] if why_not else [f"{folder}/figure.png"])]
     print("\n".join([*lines, sweep_table.verdict(swept)]), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         best = rows[0] if swept.best is not None else None

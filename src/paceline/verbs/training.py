@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from paceline.errors import UserError, unknown_name
 from paceline.flags import add_settings, config_from, number
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
+from paceline.terminal import fold_for
 from paceline.verbs.ending import EXIT_CODES, parser_for, show
 
 if TYPE_CHECKING:
@@ -75,13 +77,16 @@ def _add_hosts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     places = parser.add_argument_group("places")
     places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
     places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
-    places.add_argument("--tls", action="store_true", help="of --hosts: encrypt what workers send and get")
+    places.add_argument(
+        "--tls", action="store_true", help="of --hosts, Ray, torchrun and srun: encrypt what workers send"
+    )
     return places
 
 
 def _refuse_without_hosts(parsed: argparse.Namespace) -> None:
+    placed = getattr(parsed, "engine", None) is not None or rank_here() is not None
     for flag in ("skip_failed", "listen", "tls"):
-        if getattr(parsed, flag, None):
+        if getattr(parsed, flag, None) and not (flag == "tls" and placed):
             raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
 
 
@@ -99,10 +104,10 @@ def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> t
     if parsed.engine is not None:
         from paceline.runtimes.ray_engine import train_on_ray
 
-        return train_on_ray(config, console)
+        return train_on_ray(config, console, parsed.tls)
     from paceline.launch import train
 
-    return train(config, console)
+    return train(config, console, parsed.tls)
 
 
 def run_verb(arguments: list[str]) -> int:
@@ -158,15 +163,5 @@ def replay_verb(arguments: list[str]) -> int:
     with Console() as console:
         output = Path(parsed.output) if parsed.output is not None else None
         outcome = replay(Path(parsed.run), console, parsed.until, output)
-    print(json.dumps(outcome, indent=2) if parsed.json else "\n".join(describe(outcome)))
+    print(json.dumps(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))
     return 0 if outcome["identical"] is not False else 1
-
-
-def compare_verb(arguments: list[str]) -> int:
-    parser = parser_for("compare", "Several runs in one table.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, as in runs/*")
-    parsed = parser.parse_strictly(arguments)
-    from paceline.reports.tables import compare
-
-    print(compare([Path(run) for run in parsed.runs]))
-    return 0

@@ -1,0 +1,99 @@
+"""A user's own code by its name: MODULE:NAME or FILE.py:NAME, found, loaded and called; every mistake is one line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from paceline.errors import UserError
+
+MAIN_MODULE = "__paceline_main__"
+
+
+def split_name(kind: str, text: str, wanted: str = "FUNCTION") -> tuple[str, str]:
+    """The module or file, and the name in it."""
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise UserError(f"{kind} '{text}': write MODULE:{wanted} or FILE.py:{wanted}")
+    return where, name
+
+
+def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
+    """What the function or class of that name makes when called without arguments; `kind` says what it is for."""
+    where, name = split_name(kind, text, wanted)
+    try:
+        file = Path(where)
+        module = _module_from_file(kind, file) if where.endswith(".py") else _module_by_name(kind, where, text, wanted)
+        build = getattr(module, name, None)
+        if not callable(build):
+            raise UserError(f"{kind} '{text}': {where} has no {wanted.lower()} '{name}'")
+        return build()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{kind} '{text}' cannot be built: {in_a_line(error)}") from error
+
+
+def in_a_line(error: BaseException) -> str:
+    """What a user's code raised, and where."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(str(error).split())
+    return f"{type(error).__name__}: {what} ({Path(line.filename).name}, line {line.lineno})"
+
+
+def _module_by_name(kind: str, name: str, text: str, wanted: str) -> ModuleType:
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):  # as for 'python -m paceline', which has it
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UserError(
+                f"{kind} '{text}': no module '{name}'; run from its folder or give FILE.py:{wanted}"
+            ) from None
+        raise
+
+
+def _module_from_file(kind: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{kind} file {path} does not exist")
+    for name in ("__main__", MAIN_MODULE):
+        loaded = sys.modules.get(name)
+        file = getattr(loaded, "__file__", None)
+        if loaded is not None and file is not None and Path(file).resolve() == path.resolve():
+            return loaded
+    spec = importlib.util.spec_from_file_location(MAIN_MODULE, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MAIN_MODULE] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def require_found(kind: str, text: str, wanted: str = "FUNCTION") -> None:
+    """Without loading anything: the file or the module must be there."""
+    where, _ = split_name(kind, text, wanted)
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise UserError(f"{kind} file {where} does not exist")
+        return
+    top = where.partition(".")[0]
+    here = any(Path(os.curdir, top + ending).exists() for ending in ("", ".py"))
+    if not here and not is_installed(top):
+        raise UserError(f"{kind} '{text}': no module '{where}'; run from its folder or give FILE.py:{wanted}")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without loading it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,102 @@
+"""Runs as tables for the terminal: those of a folder, and several side by side with what differs between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from paceline.reports.tables import Column, fit_table
+from paceline.runs.listing import SETTINGS, Row, is_number
+from paceline.terminal import fold
+
+MOST_DIFFERENCES = 6
+"""Settings that get a column; the others are named below the table."""
+UNTOLD = ("data_dir", "track", "keep", "checkpoint_every", "restart", "recovery", "durable", "threads", "model", "like")
+"""Settings that say nothing about how runs compare, or that have their column anyway."""
+
+
+class Figure(NamedTuple):
+    """A column of figures: what stands above it, how it is written, how soon it goes where room is short."""
+
+    head: str
+    key: str
+    form: str
+    goes: int
+
+
+FIGURES = (
+    Figure("seconds", "train_seconds", ",.1f", 7),
+    Figure("samples/s", "samples_per_second", ",.0f", 6),
+    Figure("train %", "train_accuracy", ".2f", 4),
+    Figure("test %", "test_accuracy", ".2f", 9),
+    Figure("test loss", "test_loss", ".4f", 3),
+    Figure("stale", "staleness_mean", ".2f", 2),
+    Figure("dropped", "dropped_pushes", ",.0f", 1),
+)
+
+
+def run_list(rows: list[Row], where: str, width: int) -> str:
+    """One line a run, then what is wrong with those that are damaged."""
+    if not rows:
+        return f"{where} holds no runs that fit: 'paceline list {where}' shows all, 'paceline train' makes one"
+    columns: list[tuple[Column, Callable[[Row], str]]] = [
+        (Column("run", 0), lambda row: row["run"]),
+        (Column("strategy", 5), lambda row: str(row["strategy"] or "-")),
+        (Column("model", 2), lambda row: str(row["model"] or "-")),
+        (Column("workers", 3), lambda row: str(row["workers"] or "-")),
+        (Column("status", 0), _status),
+        (Column("test %", 4), lambda row: _number(row["test_accuracy"], ".2f")),
+        (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
+    ]
+    text = fit_table([column for column, _ in columns], [[cell(row) for _, cell in columns] for row in rows], width)
+    return "\n".join([text, *_problems(rows, width)])
+
+
+def compare(rows: list[Row], width: int) -> str:
+    """One line a run: the settings that differ, what it came to; below, what is wrong and what else differs."""
+    differing = [name for name in SETTINGS if name not in UNTOLD and len({str(row[name]) for row in _sound(rows)}) > 1]
+    shown = list(dict.fromkeys(["strategy", "workers", *differing]))[:MOST_DIFFERENCES]
+    figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in rows)]
+    if not any(row["dropped_pushes"] for row in rows):
+        figures = [figure for figure in figures if figure.key != "dropped_pushes"]
+    telling = {name: 5 if name not in differing else 10 if name == "strategy" else 8 for name in shown}
+    columns = [Column("run", 0), *(Column(name.replace("_", "-"), goes) for name, goes in telling.items())]
+    columns += [*(Column(figure.head, figure.goes) for figure in figures), Column("status", 0)]
+    cells = [
+        [
+            row["run"],
+            *(_setting(row[name]) for name in shown),
+            *(_number(row[figure.key], figure.form) for figure in figures),
+            _status(row),
+        ]
+        for row in rows
+    ]
+    lines = [fit_table(columns, cells, width), *_problems(rows, width)]
+    more = [name.replace("_", "-") for name in differing if name not in shown]
+    if more:
+        lines.append(fold(f"they differ in {', '.join(more)} too: --csv has all", width))
+    return "\n".join(lines)
+
+
+def _sound(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["strategy"] is not None]
+
+
+def _problems(rows: list[Row], width: int) -> list[str]:
+    return [fold(f"{row['run']}: {row['problem']}", width) for row in rows if row["problem"]]
+
+
+def _status(row: Row) -> str:
+    done = f" {100 * row['fraction']:.0f} %" if is_number(row["fraction"]) else ""
+    return f"{row['status']}{done}"
+
+
+def _setting(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

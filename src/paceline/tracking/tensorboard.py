@@ -1,0 +1,57 @@
+"""`--track tensorboard`: event files in `tensorboard/` of the run's folder; `tensorboard --logdir runs` shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.tracking.tracker import HAPPENINGS, final_scalars, in_words, scalars
+
+
+class TensorBoard:
+    """Scalars by update, happenings and settings as text. Written anew from the run's start, whoever wrote before."""
+
+    def started(self, settings: dict[str, Any], folder: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary, self._tensor = event_pb2, summary_pb2, tensor_pb2
+        home = folder / "tensorboard"
+        for old in home.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer = EventFileWriter(str(home), flush_secs=5)
+        self._began, self._last = (folder / "config.toml").stat().st_mtime, 0
+        table = "\n".join(f"| {name} | {value} |" for name, value in settings.items() if value is not None)
+        self._add(0, 0.0, [self._text("settings", f"| setting | value |\n|---|---|\n{table}")])
+
+    def row(self, kind: str, fields: dict[str, Any]) -> None:
+        step, now = fields["updates"], fields["now"]
+        if kind == "run_resumed" and step < self._last:  # what came after this was taken back
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._writer.add_event(self._event.Event(wall_time=self._began + now, step=step, session_log=start))
+        self._last = step
+        values = [self._scalar(name, value) for name, value in scalars(kind, fields).items()]
+        if kind in HAPPENINGS:
+            values.append(self._text(f"events/{kind}", in_words(fields) or kind))
+        self._add(step, now, values)
+
+    def finished(self, result: dict[str, Any] | None) -> None:
+        if result is not None:
+            values = [self._scalar(name, value) for name, value in final_scalars(result).items()]
+            self._add(result.get("updates", 0), result.get("train_seconds", 0.0), values)
+        self._writer.close()
+
+    def _add(self, step: int, now: float, values: list[Any]) -> None:
+        if values:
+            wall = self._began + now
+            event = self._event.Event(wall_time=wall, step=step, summary=self._summary.Summary(value=values))
+            self._writer.add_event(event)
+
+    def _scalar(self, name: str, value: float) -> Any:
+        return self._summary.Summary.Value(tag=name, simple_value=value)
+
+    def _text(self, name: str, text: str) -> Any:
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        return self._summary.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)

@@ -1,0 +1,194 @@
+"""Runs as rows and tables: chosen, ordered, as wide as the terminal, and no damage ends the listing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cli import main
+from paceline.config import RunConfig
+from paceline.errors import UserError
+from paceline.reports.run_tables import compare, run_list
+from paceline.reports.tables import Column, fit_table
+from paceline.runs.events import EventLog
+from paceline.runs.folder import RunFolder
+from paceline.runs.listing import KEYS, choose, runs_in, runs_of
+
+
+def finished(accuracy: float | None, **more: Any) -> dict[str, Any]:
+    figures = {"train_seconds": 10.0, "samples_per_second": 1000.0, "train_accuracy": 80.0, "test_loss": 0.5}
+    return {"status": "finished", "staleness": {"mean": 1.0, "max": 3}, "test_accuracy": accuracy, **figures, **more}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Four runs that differ in strategy and lr, one that goes on, and four that are broken, each in its way."""
+    for number, (strategy, lr, accuracy) in enumerate(
+        [("sync", 0.1, 80.0), ("async", 0.1, 90.0), ("bounded:3", 0.01, 70.0), ("async", 0.01, None)]
+    ):
+        config = RunConfig(runs=str(tmp_path), name=f"run{number}", strategy=strategy, lr=lr, workers=2)
+        folder = RunFolder.create(config)
+        folder.write_result(finished(accuracy, dropped_pushes=number))
+        os.utime(folder.config_file, (0, 1000 - number))
+    going = RunFolder.create(RunConfig(runs=str(tmp_path), name="going", workers=3))
+    with EventLog(going.events_file) as events:
+        events.write("progress", 2.0, updates=5, samples=160, fraction=0.25)
+    for name, file, text in [
+        ("no-toml", "config.toml", "= nonsense"),
+        ("a-setting", "config.toml", "lrr = 1\n"),
+        ("no-json", "result.json", "{"),
+        ("a-list", "result.json", "[]"),
+    ]:
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=name))
+        (tmp_path / name / file).write_text(text)
+    return tmp_path
+
+
+BROKEN = {"no-toml", "a-setting", "no-json", "a-list"}
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["run"] for row in rows if row["run"] not in BROKEN]
+
+
+def test_every_run_is_listed_and_of_damaged_ones_what_is_wrong(runs: Path) -> None:
+    rows = {row["run"]: row for row in runs_in(runs)}
+    assert rows.keys() == {"run0", "run1", "run2", "run3", "going", *BROKEN}
+    assert {name for name, row in rows.items() if row["status"] == "damaged"} == BROKEN
+    problems = {name: rows[name]["problem"] for name in BROKEN}
+    assert problems["no-toml"].startswith("config.toml cannot be read as TOML")
+    assert "unknown setting 'lrr': did you mean 'lr'" in problems["a-setting"]
+    assert problems["no-json"].startswith("result.json cannot be read")
+    assert problems["a-list"] == "result.json is no result of a run"
+    assert rows["run0"]["problem"] is None and rows["run0"]["staleness_max"] == 3
+    assert (rows["going"]["status"], rows["going"]["fraction"], rows["going"]["updates"]) == ("killed", 0.25, 5)
+    with RunFolder(runs / "going").locked():
+        assert {row["run"]: row["status"] for row in runs_in(runs)}["going"] == "running"
+    text = run_list(list(rows.values()), "runs", 200)
+    assert "killed 25 %" in text
+    assert all(f"{name}: {problem}" in text.replace("\n", " ") for name, problem in problems.items())
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        (["strategy=async"], ["run1", "run3", "going"]),
+        (["strategy=bounded:*"], ["run2"]),
+        (["strategy!=async", "status=finished"], ["run0", "run2"]),
+        (["lr>=0.1"], ["run0", "run1"]),
+        (["lr=.10"], ["run0", "run1"]),
+        (["lr=none"], ["going"]),
+        (["test-accuracy<=80"], ["run0", "run2"]),
+        (["shard=iid", "lr=0.01"], ["run2", "run3"]),
+        (["nesterov=true"], []),
+        (["betas=0.9,0.999", "workers=3"], ["going"]),
+    ],
+)
+def test_runs_are_chosen_by_settings_and_figures(runs: Path, where: list[str], found: list[str]) -> None:
+    assert sorted(names(choose(runs_in(runs), where))) == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("sort", "reverse", "order"),
+    [
+        ("test_accuracy", False, ["run1", "run0", "run2"]),
+        ("test-accuracy", True, ["run2", "run0", "run1"]),
+        ("dropped_pushes", False, ["run0", "run1", "run2", "run3"]),
+        ("run", False, ["going", "run0", "run1", "run2", "run3"]),
+    ],
+)
+def test_the_best_come_first_and_who_lacks_the_figure_last(
+    runs: Path, sort: str, reverse: bool, order: list[str]
+) -> None:
+    rows = choose(runs_in(runs), [], sort, reverse)
+    assert names(rows)[: len(order)] == order
+    assert len(rows) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--where", "strateg=a"], "--where 'strateg=a': unknown field 'strateg': did you mean 'strategy'"),
+        (["--where", "strategy"], "--where 'strategy': write FIELD=VALUE, as in strategy=async"),
+        (["--where", "lr>much"], "--where 'lr>much': > takes a number, got 'much'"),
+        (["--sort", "accuracy"], "--sort: unknown field 'accuracy': did you mean"),
+        (["--where", "workers=77"], "none of 9 runs fits --where workers=77: ask for less"),
+        (["--json", "--csv"], "not allowed with argument"),
+    ],
+)
+def test_a_wrong_question_is_one_line(
+    runs: Path, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(runs), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+
+
+def test_compare_shows_what_differs_and_all_there_is_as_csv_and_json(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(runs / f"run{number}") for number in (1, 0)]
+    (runs / "notes.md").write_text("")
+    assert main(["compare", *paths, str(runs / "notes.md")]) == 0
+    out, error = capsys.readouterr()
+    head, first, second = (line.split() for line in out.splitlines())
+    assert head[:3] == ["run", "strategy", "workers"] and "lr" not in head  # the same for both
+    assert (first[0], second[0]) == ("run1", "run0")
+    assert f"{runs / 'notes.md'} is not a run folder, nor does it hold any: it is left out" in error
+    assert main(["compare", str(runs), "--csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(lines) == 9 and set(lines[0]) == set(KEYS)
+    assert {line["run"]: line["path"] for line in lines}["run0"] == str(runs / "run0")
+    assert main(["compare", str(runs), "--json", "--where", "status=damaged"]) == 0
+    assert {row["run"] for row in json.loads(capsys.readouterr().out)} == BROKEN
+
+
+def test_a_folder_is_its_runs_and_none_is_shown_twice(runs: Path) -> None:
+    rows, others = runs_of([runs / "run1", runs])
+    assert rows[0]["run"] == "run1" and len(rows) == 9 and not others
+    with pytest.raises(UserError, match="is not a run folder: it does not exist"):
+        runs_of([runs / "run1", runs / "nowhere"])
+    (runs / "empty").mkdir()
+    with pytest.raises(UserError, match="is not a run folder, nor does it hold any"):
+        runs_of([runs / "empty"])
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_no_line_is_longer_than_the_terminal(runs: Path, width: int) -> None:
+    RunFolder.create(RunConfig(runs=str(runs), name="diloco100-inception-28-small-16w-20260101-000000"))
+    rows = runs_in(runs)
+    for row in rows:
+        row["problem"] = "it is broken in a way that takes many words to say" if row["problem"] else None
+    for text in (run_list(rows, "runs", width), compare(rows, width)):
+        assert max(map(len, text.splitlines())) <= width
+        assert all(word in text for word in ("status", "finished", "run0"))
+
+
+CELLS = st.text("abc", max_size=12)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=4), st.integers(20, 60))
+def test_a_table_fits_and_keeps_its_lines(rows: list[tuple[str, str, str]], width: int) -> None:
+    text = fit_table([Column("name", 0), Column("one", 1), Column("two", 2)], rows, width)
+    assert len(text.split("\n")) == len(rows) + 1
+    assert max(map(len, text.split("\n"))) <= width
+
+
+def test_the_tables_of_other_verbs_lose_columns_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.data.download import status
+    from paceline.reports.scaling_table import HEAD, LEAVING
+    from paceline.reports.tables import data_table
+
+    monkeypatch.delenv("PACELINE_DATA", raising=False)
+    whole, narrow = (data_table(status(None), width) for width in (200, 40))
+    assert whole.split("\n")[0].split() == ["data", "set", "train", "test", "found"]
+    assert narrow.split("\n")[0].split() == ["data", "set", "found"]
+    assert set(LEAVING) < set(HEAD)
