@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench tour screenshots clean
+.PHONY: help setup demo test check bench tour docs clean screenshots
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -30,7 +31,7 @@ check: setup ## format, lint, types and the fast tests; under a minute
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
 
-bench: setup ## the measured figures of the README, each beside its peer
+bench: setup ## the figures of docs/measured.md, each beside its peer
 	$(BIN)/python benchmarks/throughput.py --quick
 	$(BIN)/python benchmarks/server_cost.py --quick
 	$(BIN)/python benchmarks/startup.py --quick
@@ -40,8 +41,19 @@ bench: setup ## the measured figures of the README, each beside its peer
 tour: setup ## in step, free and local steps on a quadratic, under a virtual clock; seconds
 	$(BIN)/python examples/tour.py
 
+docs: $(DOCS)/.installed ## the documentation as a site that opens offline: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --clean
+	$(DOCS)/bin/python tools/check_site.py site
+	@echo "open site/index.html; to search in it too: python3 -m http.server -d site"
+
+# The site is made from the source's text: what builds it needs neither Paceline nor torch, so it has a place of its own.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS)/needs.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(DOCS)/needs.txt
+	@touch $@
 screenshots: setup ## the pictures of docs/figures, of real short runs in a real browser; needs Chromium
 	$(BIN)/python tools/screenshots.py
 
 clean: ## remove .venv and caches, never runs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

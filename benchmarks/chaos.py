@@ -1,10 +1,11 @@
 """Real processes under random misfortune: workers and server killed, stopped and restarted, the link cut and healed.
 
-    python benchmarks/chaos.py [--seconds 1800] [--workers 3] [--strategy async] [--seed 0] [-- flags of the server]
+    python benchmarks/chaos.py [--seconds 1800] [--workers 3] [--accuracy 80] [--seed 0] [-- flags of the servers]
 
-Misfortune lasts for so many seconds; then training must end, with the accuracy asked for. Afterwards the run is
-replayed from its log: every push that was acknowledged counts once, or the weights would differ. All on loopback,
-through a proxy that can cut every connection.
+One run after another, each with other flags, until so many seconds have passed; each must end with the accuracy asked
+for. Then it is replayed from its log: every push that was acknowledged counts once, or the weights would differ. All on
+loopback, through a proxy that can cut every connection. With `--max-workers` workers join and are drained too; with
+`--restart` it is the server's inner process that is killed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import random
 import signal
 import socket
@@ -30,6 +32,20 @@ from processes import ended
 PADDING = 600.0
 """Seconds that training may last when nothing happens to it any more."""
 QUIET_SECONDS = (0.5, 3.0)
+ENDING_SECONDS = 3.0
+CEILING_SECONDS = 60.0
+"""The longest that an adaptive deadline can be: nobody may be waited for longer."""
+COMMON = ["--dataset", "fashion-mnist-sample", "--split", "iid", "--epochs", "2000", "--eval-every", "2",
+          "--score", "test", "--checkpoint-every", "5", "--threads", "1", "--lr", "0.001"]  # fmt: skip
+RUNS = [
+    ("--strategy async --rule foresight --average on --codec int8 --durable", 0),
+    ("--strategy async --max-workers 5 --restart 1000", 0),
+    ("--strategy sync", 0),
+    ("--strategy bounded:4 --codec topk:0.05 --pull-codec int8", 1),
+    ("--strategy async --max-workers 8 --codec int8 --average on --recovery checkpoint", 1),
+    ("--strategy async-local:4 --codec int8", 0),
+]
+"""Flags of the server, and how many further workers each worker process is: one run after another takes the next."""
 
 
 class Link:
@@ -106,13 +122,17 @@ def _break(*ends: socket.socket) -> None:
 class Cluster:
     """A server and its workers as processes of their own."""
 
-    def __init__(self, folder: Path, workers: int, words: list[str]) -> None:
-        self.folder, self._words = folder, words
+    def __init__(self, folder: Path, workers: int, words: list[str], overlap: int = 0) -> None:
+        self.folder, self._overlap = folder, overlap
+        self.most = int(words[words.index("--max-workers") + 1]) if "--max-workers" in words else None
+        """Workers that there may be, where they come and go."""
+        self._is_kept = "--restart" in words
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = int(free.getsockname()[1])
         self.link = Link(self._port)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.server = self._start(["server", *words, "--workers", str(workers), "--runs", str(folder), "--name", "run",
+        numbers = str(workers * (overlap + 1))
+        self.server = self._start(["server", *words, "--workers", numbers, "--runs", str(folder), "--name", "run",
                                    "--listen", f"127.0.0.1:{self._port}"])  # fmt: skip
         self.workers = [self.start_worker() for _ in range(workers)]
 
@@ -124,16 +144,62 @@ class Cluster:
         return process
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        return self._start(["worker", "--connect", f"127.0.0.1:{self.link.port}", "--threads", "1"])
+        words = ["--connect", f"127.0.0.1:{self.link.port}", "--threads", "1", "--patience", "60"]
+        return self._start(["worker", *words, "--overlap", str(self._overlap)])
 
     def restart_server(self) -> None:
+        """Kill the server; whoever keeps it starts another, or we do."""
+        if self._is_kept:
+            for pid in children(self.server.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
         self.server.kill()
         self.server.wait()
         self.server = self._start(["server", "--resume", str(self.folder / "run")])
 
+    def see_off(self) -> list[int | None]:
+        """What the workers ended with, once the server has; None: cut off at the end, it knocks there still."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        codes = [worker.poll() for worker in self.workers]
+        for worker in self.workers:
+            worker.kill()
+        return codes
+
+    def drain(self, worker: int) -> None:
+        """Ask that a worker leaves; nobody of that number may be there, and that is said."""
+        self._start(["drain", str(self.folder / "run"), str(worker)])
+
+    def server_use(self) -> tuple[int, float] | None:
+        """Descriptors and megabytes of the process that serves; None while there is none."""
+        for pid in children(self.server.pid) if self._is_kept else [self.server.pid]:
+            with contextlib.suppress(OSError, StopIteration):
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                return len(list(Path(f"/proc/{pid}/fd").iterdir())), pages * 4096 / 1e6
+        return None
+
     def has_begun(self) -> bool:
         log = self.folder / "run/arrivals.log"
         return log.exists() and log.stat().st_size > 2000
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started."""
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return []
+
+
+def left_behind(folder: Path) -> list[int]:
+    """Processes whose command names the run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 class Misfortune:
@@ -142,10 +208,13 @@ class Misfortune:
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self._cluster, self._random = cluster, random.Random(seed)
         self.happened: Counter[str] = Counter()
+        self._kinds = {"worker killed": 4, "worker stopped": 3, "link cut": 4, "server killed": 1}
+        if cluster.most is not None:
+            self._kinds |= {"worker drained": 2, "worker joined": 2}
 
     def strike(self) -> None:
         """One event, and how long it lasts."""
-        kinds = {"worker killed": 4, "worker stopped": 3, "link cut": 4, "server killed": 1}
+        kinds = self._kinds
         kind = self._random.choices(list(kinds), list(kinds.values()))[0]
         self.happened[kind] += 1
         lasts = self._random.uniform(*QUIET_SECONDS)
@@ -164,6 +233,10 @@ class Misfortune:
             cluster.link.cut()
             time.sleep(lasts)
             cluster.link.heal()
+        elif kind == "worker drained":
+            cluster.drain(self._random.randrange(cluster.most or 1))
+        elif kind == "worker joined":
+            cluster.workers.append(cluster.start_worker())  # where there is no place it is sent away
         else:
             cluster.restart_server()
 
@@ -181,10 +254,13 @@ def largest_gap(run: Path) -> float:
     return max((later - sooner for sooner, later in itertools.pairwise(times)), default=0.0)
 
 
-def live_through(folder: Path, seconds: float, workers: int, seed: int, words: list[str]) -> dict[str, Any]:
+def live_through(
+    folder: Path, seconds: float, workers: int, seed: int, words: list[str], overlap: int = 0
+) -> dict[str, Any]:
     """Train under misfortune, then in peace to the end; what happened, and whether the log gives the same weights."""
-    cluster = Cluster(folder, workers, words)
+    cluster = Cluster(folder, workers, words, overlap)
     misfortune = Misfortune(cluster, seed)
+    uses: list[tuple[int, float]] = []
     with ended(cluster.processes, within=seconds + 2 * PADDING):
         deadline = time.monotonic() + PADDING
         while not cluster.has_begun():
@@ -195,9 +271,13 @@ def live_through(folder: Path, seconds: float, workers: int, seed: int, words: l
         while time.monotonic() < until and cluster.server.poll() is None:
             misfortune.strike()
             misfortune.pause()
+            uses += [use] if (use := cluster.server_use()) is not None else []
+        if all(worker.poll() is not None for worker in cluster.workers):  # all were drained
+            cluster.workers.append(cluster.start_worker())
         code = cluster.server.wait(PADDING)
-        late = [worker.wait(60.0) for worker in cluster.workers]
+        codes = cluster.see_off()
         cluster.link.close()
+    left = left_behind(folder)
     run = folder / "run"
     replayed = subprocess.run(
         [sys.executable, "-m", "paceline", "replay", str(run), "--json"], capture_output=True, text=True, check=False
@@ -205,14 +285,19 @@ def live_through(folder: Path, seconds: float, workers: int, seed: int, words: l
     result = json.loads((run / "result.json").read_text())
     return {
         "exit_code": code,
-        "workers_exit_codes": late,
+        "workers_exit_codes": codes,
         "happened": dict(misfortune.happened),
         "status": result["status"],
         "test_accuracy": result["test_accuracy"],
         "updates": result["updates"],
         "train_seconds": result["train_seconds"],
         "identical": json.loads(replayed.stdout)["identical"] if replayed.returncode in (0, 1) else replayed.stderr,
+        "lost_pushes": result["lost_pushes"],
+        "resumes": result["resumes"],
         "largest_gap": round(largest_gap(run), 1),
+        "most_descriptors": max((descriptors for descriptors, _ in uses), default=0),
+        "most_megabytes": round(max((megabytes for _, megabytes in uses), default=0.0)),
+        "left_behind": left,
     }
 
 
@@ -220,17 +305,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--strategy", default="async")
+    parser.add_argument("--accuracy", type=float, default=80.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("further", nargs="*", help="flags of the server, after --")
+    parser.add_argument("further", nargs="*", help="flags of all servers, after --")
     parsed = parser.parse_args()
-    words = ["--strategy", parsed.strategy, "--epochs", "1000", "--target-accuracy", "85", "--eval-every", "1"]
-    words += ["--checkpoint-every", "5", "--threads", "1", *parsed.further]
-    with tempfile.TemporaryDirectory() as folder:
-        found = live_through(Path(folder), parsed.seconds, parsed.workers, parsed.seed, words)
-    print(json.dumps(found, indent=2))
-    good = found["exit_code"] == 0 and found["status"] == "finished" and found["identical"] is True
-    return 0 if good else 1
+    began, good = time.monotonic(), True
+    for number in itertools.count(parsed.seed):
+        left = parsed.seconds - (time.monotonic() - began)
+        if left <= 0:
+            return 0 if good else 1
+        flags, overlap = RUNS[number % len(RUNS)]
+        words = [*COMMON, "--target-accuracy", str(parsed.accuracy), *flags.split(), *parsed.further]
+        with tempfile.TemporaryDirectory() as folder:
+            found = live_through(Path(folder), left, parsed.workers, number, words, overlap)
+            if not is_good(found, parsed.accuracy):
+                good = False
+                print((Path(folder) / "output.log").read_text()[-8000:], file=sys.stderr)
+        print(json.dumps({"seed": number, "flags": flags, "overlap": overlap, **found}), flush=True)
+    return 1
+
+
+def is_good(found: dict[str, Any], accuracy: float) -> bool:
+    """Whether training ended well, nothing was lost or doubled, nobody was waited for too long, and nothing is left."""
+    ended_well = found["exit_code"] == 0 and found["status"] == "finished" and found["identical"] is True
+    reached = found["test_accuracy"] is not None and found["test_accuracy"] >= accuracy
+    return ended_well and reached and found["largest_gap"] < CEILING_SECONDS and not found["left_behind"]
 
 
 if __name__ == "__main__":

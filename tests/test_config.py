@@ -126,7 +126,7 @@ BAD_VALUES: list[dict[str, Any]] = [
     {"weight_decay": -1.0}, {"weight_decay": math.nan}, {"clip": 0.0}, {"warmup": 1.0}, {"batch_size": 0},
     {"epochs": 0.0}, {"epochs": math.nan}, {"steps": 0}, {"seed": -1}, {"seed": 2**63}, {"threads": 0},
     {"target_accuracy": 0.0}, {"target_accuracy": 101.0}, {"eval_every": 0.0}, {"validation": 1.0},
-    {"checkpoint_every": 0.0},
+    {"checkpoint_every": 0.0}, {"max_seconds": 0.0}, {"max_seconds": -1.0}, {"max_seconds": math.nan},
 ]  # fmt: skip
 
 

@@ -230,9 +230,9 @@ def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named()
     assert verdict(swept) == "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
 
 
-def test_the_readme_shows_the_example() -> None:
+def test_the_page_about_studies_shows_the_example() -> None:
     root = Path(__file__).parents[1]
-    shown = re.search(r"```toml\n(\[run\].*?)```", (root / "README.md").read_text(), re.DOTALL)
+    shown = re.search(r"```toml\n(\[run\].*?)```", (root / "docs/studies.md").read_text(), re.DOTALL)
     assert shown is not None
     assert tomllib.loads(shown[1]) == tomllib.loads((root / "examples" / "sweep.toml").read_text())
 

@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from paceline.config import RunConfig
     from paceline.errors import PacelineError, UserError
     from paceline.session import Session, join
+    from paceline.tasks.metrics import Perplexity
     from paceline.tasks.supervised import SupervisedTask as Task
     from paceline.tracking.tracker import Tracker
 
-__all__ = ["PacelineError", "RunConfig", "Session", "Task", "Tracker", "UserError", "join", "train"]
+__all__ = ["PacelineError", "Perplexity", "RunConfig", "Session", "Task", "Tracker", "UserError", "join", "train"]
 
 _HOMES = {
     "PacelineError": "paceline.errors:PacelineError",
+    "Perplexity": "paceline.tasks.metrics:Perplexity",
     "RunConfig": "paceline.config:RunConfig",
     "Session": "paceline.session:Session",
     "Task": "paceline.tasks.supervised:SupervisedTask",

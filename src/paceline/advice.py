@@ -105,18 +105,19 @@ def _starved(config: RunConfig) -> str | None:
 
 
 def _adam_on_skew(config: RunConfig) -> str | None:
-    if config.optimizer != "adam" or not is_skewed(config.split) or config.rule in ("cached", "auto"):
+    if not config.optimizer.startswith("adam") or not is_skewed(config.split) or config.rule in ("cached", "auto"):
         return None
     return (
-        f"adam with --split {config.split} and pushes applied one by one follows whose labels came last, and its means "
-        "mix them: --rule cached steps along everybody's gradients, or --optimizer sgd with --rule auto looks ahead"
+        f"{config.optimizer} with --split {config.split} and pushes applied one by one follows whose labels came last, "
+        "and its means mix them: --rule cached steps along everybody's gradients, or --optimizer sgd with --rule auto "
+        "looks ahead"
     )
 
 
 def _momentum(config: RunConfig) -> str | None:
     workers = config.workers or 1
     most = most_momentum(workers)
-    if config.rule != "plain" or config.optimizer == "adam" or config.momentum <= most:
+    if config.rule != "plain" or config.optimizer.startswith("adam") or config.momentum <= most:
         return None
     return (
         f"momentum {config.momentum:g} with {workers} workers on rule plain can diverge, as stale pushes act as "

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import parse_strategy
 from paceline.config import FIELDS, RunConfig
 from paceline.errors import UserError, unknown_name
+from paceline.launch import in_this_process
 from paceline.launch import train as launch
 from paceline.reports.console import Console
 from paceline.tasks.supervised import SupervisedTask
@@ -24,23 +24,28 @@ def train(
     """Train and return the result (the content of result.json, with `folder` added).
 
     `build` returns a `paceline.Task`; workers import it by name, so it is a function at the top of a module or script.
+    In a notebook that is a module too, unless the workers are in this process (strategy classic, device cuda).
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
+
+    Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
+    is a `UserError`; a run that diverges returns, with `status` "diverged".
     """
     for name in settings:
         if name not in FIELDS:
             raise unknown_name("setting", name, FIELDS)
     config = RunConfig(**settings)
     if build is not None:
-        config = dataclasses.replace(config, task=build if isinstance(build, str) else importable_name(build))
-    if parse_strategy(config.strategy).name != "classic" and config.device == "cpu":
+        name = build if isinstance(build, str) else importable_name(build, here=in_this_process(config))
+        config = dataclasses.replace(config, task=name)
+    if not in_this_process(config):
         require_main_guard()
     with Console(quiet=quiet) as console:
         folder, result = launch(config, console)
     return {**result, "folder": str(folder.path)}
 
 
-def importable_name(build: Callable[[], Any]) -> str:
-    """`MODULE:NAME` or `FILE.py:NAME` under which another process finds this function."""
+def importable_name(build: Callable[[], Any], here: bool = False) -> str:
+    """`MODULE:NAME` or `FILE.py:NAME` under which another process finds this function, or this one if it is `here`."""
     name = build.__qualname__
     if not name.isidentifier() or name == "<lambda>":
         raise UserError(f"build '{name}' cannot be imported by workers: make it a function at the top of a module")
@@ -48,8 +53,12 @@ def importable_name(build: Callable[[], Any]) -> str:
         return f"{build.__module__}:{name}"
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
+        if here and getattr(sys.modules["__main__"], name, None) is build:
+            return f"__main__:{name}"
         raise UserError(
-            f"build '{name}' lives in an interactive session: put it into a .py file, so workers can import it"
+            f"build '{name}' lives in an interactive session, which workers cannot import: write its cell to a file, "
+            f"with '%%writefile my_task.py' as its first line, and 'from my_task import {name}' in the next; or train "
+            "in this process with strategy='classic'"
         )
     return f"{Path(file).resolve()}:{name}"
 

@@ -16,6 +16,7 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.delays import parse_delays
 from paceline.errors import UserError, name_and_argument, unknown_name, whole_number
+from paceline.goals import check_goals
 from paceline.preparation import check_preparation, ways_of
 from paceline.quantities import count
 from paceline.rulebook import LOCAL, OUTER, build_rule, check_rule, parse_rule, rule_for
@@ -57,7 +58,7 @@ STRATEGIES = {
 }
 ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), **dict.fromkeys(LOCAL, ("H", 1))}
 """What stands behind a strategy's colon, and the least it can be."""
-OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "lars": 1.0}
+OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "adamw": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")
 DEVICES = ("cpu", "cuda")
@@ -333,8 +334,7 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
             f"strategy {config.strategy} with {workers} worker{'s' if workers > 1 else ''} leaves nobody to wait for: "
             f"use more than {strategy.number} workers"
         )
-    if config.target_accuracy is not None and config.eval_every is None:
-        raise UserError("--target-accuracy is only seen at evaluations: add --eval-every, as in --eval-every 1")
+    check_goals(config, in_script=config.task is not None and config.task.startswith("script"))
     if config.eval_train and config.eval_every is None:
         raise UserError("--eval-train is for evaluations on the way: add --eval-every, as in --eval-every 1")
     if config.steps is not None and config.epoch_mode == "own":
@@ -444,13 +444,14 @@ def make_rule(config: RunConfig, layout: Layout, places: int | None = None, skew
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:
     """The optimizer that gradients are stepped with."""
-    from paceline.core.optimizers import Adam, Lars, Sgd
+    from paceline.core.optimizers import Adam, AdamW, Lars, Sgd
 
     mask = _decay_mask(layout) if config.weight_decay else None
     optimizer: Optimizer
-    if config.optimizer == "adam":
+    if config.optimizer in ("adam", "adamw"):
         beta1, beta2 = config.betas
-        optimizer = Adam((beta1, beta2), weight_decay=config.weight_decay, clip=config.clip, decay_mask=mask)
+        kind = Adam if config.optimizer == "adam" else AdamW
+        optimizer = kind((beta1, beta2), weight_decay=config.weight_decay, clip=config.clip, decay_mask=mask)
     elif config.optimizer == "lars":
         decay, clip = config.weight_decay, config.clip
         optimizer = Lars(layout, config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,15 +165,19 @@ class RunConfig:
         None, "pace", "the same for replies, as changes of what a worker has (default none)"
     )
     optimizer: str = setting(
-        "sgd", "optimizer", "sgd, adam or lars: one on the server, shared by all, or with local steps one a worker"
+        "sgd",
+        "optimizer",
+        "sgd, adam, adamw or lars: one on the server, shared by all, or with local steps one a worker",
     )
     lr: float | None = setting(
-        None, "optimizer", "learning rate (default .005 for sgd, .001 for adam, 1 for lars)", _positive
+        None, "optimizer", "learning rate (default .005 for sgd, .001 for adam and adamw, 1 for lars)", _positive
     )
     momentum: float = setting(0.9, "optimizer", "momentum of sgd and lars", _fraction)
     nesterov: bool = setting(False, "optimizer", "Nesterov momentum for sgd")
-    betas: list[float] = setting([0.9, 0.999], "optimizer", "betas of adam", _betas, metavar="B1,B2")
-    weight_decay: float = setting(0.0, "optimizer", "weight decay added to the gradient", _not_negative)
+    betas: list[float] = setting([0.9, 0.999], "optimizer", "betas of adam and adamw", _betas, metavar="B1,B2")
+    weight_decay: float = setting(
+        0.0, "optimizer", "weight decay added to the gradient (adamw: to the step)", _not_negative
+    )
     clip: float | None = setting(
         None, "optimizer", "largest gradient norm; longer gradients are scaled down", _positive
     )
@@ -184,8 +188,29 @@ class RunConfig:
     epochs: float = setting(6.0, "length", "data-set passes, shared by all workers", _sensible)
     epoch_mode: str = setting("shared", "length", "shared (one budget) or own (each worker passes over its own data)")
     steps: int | None = setting(None, "length", "stop after this many updates instead of epochs", _at_least_one)
+    max_seconds: float | None = setting(
+        None,
+        "length",
+        "stop after so many seconds of training, if epochs or steps have not ended it before; loading and evaluation "
+        "do not count (simulate: virtual seconds)",
+        _sensible,
+    )
     target_accuracy: float | None = setting(
         None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
+    )
+    target: str | None = setting(
+        None,
+        "length",
+        "stop once a metric of the test data is there: 'METRIC<=VALUE' or 'METRIC>=VALUE', of loss, accuracy or one of "
+        "your task's (needs --eval-every); of your own loop, one that it reports",
+        metavar="GOAL",
+    )
+    best: str | None = setting(
+        None,
+        "length",
+        "what the best weights are chosen by at evaluations: min:METRIC or max:METRIC (default: as --target says, else "
+        "accuracy, else loss)",
+        metavar="BEST",
     )
     eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _sensible)
     eval_train: bool = setting(False, "length", "score the train data too at each of these evaluations")
@@ -290,6 +315,16 @@ SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only
 
 UPKEEP = ("keep", "restart", "recovery", "durable", "track")
 """Settings that are about the run's files and say nothing about what is trained: a resumed run may have others."""
+
+SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")
+"""Settings that a loop of one's own has too, when it hands over its optimizer, or says how many epochs it makes."""
+
+
+def given(config: RunConfig, names: Iterable[str]) -> list[str]:
+    """Which of these settings are others than they are by themselves."""
+    untouched = RunConfig()
+    return [name for name in names if getattr(config, name) != getattr(untouched, name)]
+
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(RunConfig)}
 ALIASES = {spec.metadata["alias"]: name for name, spec in FIELDS.items() if spec.metadata["alias"]}

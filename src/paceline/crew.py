@@ -26,13 +26,14 @@ from paceline.codebook import build_codec
 from paceline.config import RunConfig, places_of
 from paceline.core.encoding import DENSE, Codecs, WorkerEnd
 from paceline.core.memory import MakeMemory, Sizes
-from paceline.core.messages import Deal, Join
+from paceline.core.messages import Deal, Join, Reply
 from paceline.core.schedules import Budget
 from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import DATASETS, Dataset
 from paceline.division import Work, divide_work
 from paceline.errors import UserError
+from paceline.goals import require_measured
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.models.dropout import mix64
 from paceline.own_code import make_own
@@ -43,6 +44,7 @@ from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
 from paceline.tasks.staged import Staged
 from paceline.tasks.stepping import StepSettings
+from paceline.tasks.structure import device_of, num_samples, tensors_of
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import one_vector
 from paceline.transports.segment import require_memory
@@ -75,6 +77,7 @@ def seed_generators(seed: int) -> None:
 def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
     """The task of a run, which steps as the config says. The seed fixes the initial weights."""
     task = _plain_task(config, dataset)
+    require_measured(config, task.measured, task.test is not None)
     task.step_by(
         StepSettings(config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
     )
@@ -109,16 +112,19 @@ def load_task(text: str) -> SupervisedTask:
 
 def work_of(task: SupervisedTask, config: RunConfig) -> Work:
     """How the train set of `task` is divided."""
-    return divide_work(class_labels(task.train[1], len(task.train[0]), config), config)
+    return divide_work(class_labels(task.train[1], num_samples(task.train[0]), config), config)
 
 
 def identity_of(task: SupervisedTask) -> dict[str, Any]:
     """What every process of a run must agree on, checked when a worker joins."""
-    targets = task.train[1].cpu().contiguous().numpy()
+    inputs, targets = task.train
+    check = 0
+    for tensor in tensors_of(targets) or tensors_of(inputs):
+        check = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), check)
     return {
         "layout": zlib.crc32(repr(task.layout.to_rows()).encode()),
-        "num_samples": len(targets),
-        "targets": zlib.crc32(targets.tobytes()),
+        "num_samples": num_samples(inputs),
+        "targets": check,
     }
 
 
@@ -208,7 +214,7 @@ def make_seat(
     Where it is `staged` that memory is the host's, whatever the device.
     """
     steps, loader = make_steps(config, task, work, join.worker)
-    device = task.train[0].device
+    device = device_of(task.train)
 
     def redeal(deal: Deal) -> Loader:
         return task.loader(work.batches(join.worker, config, deal), config.seed, join.worker)
@@ -222,6 +228,20 @@ def make_seat(
     return seat
 
 
+def begin_anew(config: RunConfig, dataset: Dataset | None, work: Work, seat: Seat, reply: Reply) -> Seat:
+    """Another seat over the memory of `seat`, as a reply asks for that lies there: fresh, or from the states in it."""
+    memory = seat.memory
+    kept = [(part, part.clone()) for part in (memory.weights, memory.state)]  # binding a model writes to both
+    device = torch.device(config.device)
+    task = make_task(config, dataset).to(device)
+    fresh = make_seat(config, task, work, seat.join, lambda sizes: memory, device.type != "cpu")
+    for part, told in kept if reply.serial else kept[:1]:
+        part.copy_(told)
+    if reply.serial:
+        fresh.recall(memory.kept(reply.serial - 1))
+    return fresh
+
+
 def sizes_of(config: RunConfig, task: SupervisedTask, work: Work) -> Sizes:
     """How large a worker's memory is."""
     steps, _ = make_steps(config, task, work, 0)
@@ -233,4 +253,4 @@ def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int)
     loader = task.loader(work.batches(worker, config), config.seed, worker)
     if not parse_strategy(config.strategy).is_local:
         return task, loader
-    return LocalSteps(task, make_optimizer(config, task.layout), task.train[0].device), loader
+    return LocalSteps(task, make_optimizer(config, task.layout), device_of(task.train)), loader

@@ -6,8 +6,8 @@ A worker turns weights into a push. A server turns pushes into weights. A reply 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -89,6 +89,14 @@ class Scores:
     correct: int
     total: int
     per_class: tuple[float | None, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the task measures, by name."""
+
+    def value(self, metric: str) -> float | None:
+        """Of a metric, the loss or the accuracy, by name; None where it was not measured."""
+        if metric == "accuracy":
+            return self.accuracy if self.per_class else None
+        return self.loss if metric == "loss" else self.metrics.get(metric)
 
     @property
     def accuracy(self) -> float:
@@ -99,13 +107,16 @@ class Scores:
 class Loader(Protocol):
     """A worker's data: batch `number` is a function of (seed, worker, number) alone."""
 
-    def batch(self, number: int) -> Batch: ...
+    def batch(self, number: int) -> Batch:
+        """Batch `number`, counted from 0; asked for again it is the same."""
+        ...
 
 
 class Task(Protocol):
-    """A model and a loss over one flat vector."""
+    """A model and a loss over one flat vector; what `paceline.Task` is made into for a worker."""
 
     layout: Layout
+    """Where each parameter lies in that vector."""
     state_size: int
     """Floats of a worker's own state that ride behind each push (running statistics)."""
     own: State
@@ -132,8 +143,10 @@ class Arrival(NamedTuple):
 
     worker: int | Tensor | None
     staleness: int | Tensor
+    """Updates made since the weights that it was computed from."""
     lr: Tensor
     num_live: int | Tensor
+    """Workers that are taking part now."""
 
 
 class Rule(Protocol):
@@ -148,15 +161,21 @@ class Rule(Protocol):
         """As the user writes it; a checkpoint says whose state it holds."""
         ...
 
-    def start(self, weights: Tensor) -> State: ...
+    def start(self, weights: Tensor) -> State:
+        """The state before the first update, for weights of this shape."""
+        ...
 
-    def join(self, state: State, worker: int) -> None: ...
+    def join(self, state: State, worker: int) -> None:
+        """Make room for `worker`, who starts from nothing."""
+        ...
 
     def leave(self, state: State, worker: int) -> None:
         """Forget `worker`: its rows are zeros again, and what was summed over all no longer counts it."""
         ...
 
-    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None: ...
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        """Make one update of `update` (a gradient, a mean of some, or a drift), which is only read."""
+        ...
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         """What `worker` computes on next: a plain copy, unless the rule looks ahead; called once a reply."""
@@ -184,7 +203,9 @@ class Codec(Protocol):
         ...
 
     @property
-    def primitive(self) -> Primitive: ...
+    def primitive(self) -> Primitive:
+        """Whether payloads of several workers can be added up, or have to be carried to everybody."""
+        ...
 
     @property
     def capacity(self) -> int:
@@ -212,20 +233,27 @@ class Decision(NamedTuple):
     """A policy's answer: which held pushes become one update now, and who is answered after it."""
 
     apply: tuple[int, ...] = ()
+    """Workers whose pushes are averaged into one update; none: no update now."""
     release: tuple[int, ...] = ()
+    """Workers that are answered, in this order."""
     dropped: bool = False
+    """Whether the push that was asked about is thrown away, and its batch dealt again."""
 
 
 class Policy(Protocol):
-    """When the server replies. Plain bookkeeping over worker numbers: no tensors, no clock."""
+    """When the server replies: what tells the strategies apart. Worker numbers alone, no tensors, no clock."""
 
     def join(self, worker: int) -> Decision:
         """Somebody new, who is answered if the decision says so (at the starting line: with everybody else)."""
         ...
 
-    def push(self, worker: int, staleness: int) -> Decision: ...
+    def push(self, worker: int, staleness: int) -> Decision:
+        """`worker` has pushed, computed from weights `staleness` updates old; it waits until somebody releases it."""
+        ...
 
-    def leave(self, worker: int) -> Decision: ...
+    def leave(self, worker: int) -> Decision:
+        """`worker` is gone; perhaps others only waited for it."""
+        ...
 
     def clear(self) -> None:
         """Forget everybody: the run starts again from where it is."""
@@ -235,4 +263,6 @@ class Policy(Protocol):
         """Everything needed to go on from here, as JSON values."""
         ...
 
-    def restore(self, facts: dict[str, Any]) -> None: ...
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Go on from what `facts` told."""
+        ...

@@ -67,7 +67,10 @@ def resume(path: Path, console: Console, upkeep: dict[str, Any] | None = None) -
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
     if is_script(config):
-        raise UserError(f"{path} is a run of your own loop, which cannot be resumed yet: start the script again")
+        from paceline.scripts import resume_script
+
+        with folder.locked():
+            return folder, resume_script(folder, config, console)
     if is_simulated(config):
         raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.way_on(config)}")
     with folder.locked():

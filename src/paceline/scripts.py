@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assemble import refuse_codecs, refuse_newcomers, require_gradients, resolve
-from paceline.config import RunConfig
+from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
+from paceline.runs.arrivals import next_life
 from paceline.runs.folder import SCRIPT, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.fault_injection import faults_for_processes
@@ -25,6 +26,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     script = Path(command[0])
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
+    typed = given(config, SCRIPT_MAY_DECIDE)
     config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     require_gradients(config)
     refuse_codecs(config)
@@ -33,8 +35,26 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     folder = RunFolder.create(config)
     with holding(folder), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
-        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]]}
+        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]], "typed": typed}
         processes = Processes(spec, [], server_role="script server", worker_role="script", faults=faults)
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return folder, result
+
+
+def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
+    """Start the script again where it was first started; its server goes on from the newest checkpoint.
+
+    What was pushed since is lost, and counted: only the script itself could compute it again.
+    """
+    folder.require_unfinished()
+    call = ScriptCall.load(folder)
+    if call.changed:
+        console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
+    incarnation, _ = next_life(folder.arrivals_file, config)
+    spec = {"facts": facts_of(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
+    with ForkServer() as forks:
+        processes = Processes(spec, [], incarnation, server_role="script server", worker_role="script")
+        result = run_local(config, folder, forks, processes, console.report)
+    require_survivors(result, folder)
+    return result

@@ -155,7 +155,7 @@ def _keep_serving(
             _serve(config, folder, location, door, console, None, resume or again)
 
     def lost(what: str) -> ServerLost | None:
-        return ServerLost(what, folder.way_on(config)) if folder.arrivals_file.exists() else None
+        return ServerLost(what, folder.way_on(config)) if folder.has_log else None
 
     for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
         console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")
@@ -177,6 +177,7 @@ def _serve(
 
     from paceline.runtimes.allocator import keep_freed_memory
     from paceline.runtimes.cluster_server import OwnLine
+    from paceline.runtimes.recomputing import ClusterCompany
     from paceline.runtimes.server_process import allow_many_files, make_host
     from paceline.transports.listener import Listener
 
@@ -188,7 +189,9 @@ def _serve(
     dataset = load(location, report=console.report) if location is not None else None
     line = OwnLine(console.report)
     facts = {**facts_of(config, location), "servers": entrance.num_servers}
-    host = make_host(config, dataset, folder, console.report, facts, resume)
+    alone = entrance.num_servers == 1
+    company = ClusterCompany(listener, console.report) if resume and alone else None
+    host = make_host(config, dataset, folder, console.report, facts, resume, company)
     assert host.work is not None
     if not resume:
         hint(config, location, console, host.work.skew)
@@ -202,6 +205,8 @@ def _serve(
             if tell is not None:
                 tell(Opened(listener.address, line.stop))
             with torch.inference_mode():
+                if company is not None:
+                    company.hand_over(service)
                 service.run()
             result = host.finish()
         retinue.end()

@@ -27,6 +27,7 @@ from paceline.quantities import count
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runtimes.accounts import Spent
+from paceline.runtimes.host import Host
 from paceline.runtimes.simulated import Simulation
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
@@ -54,8 +55,8 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--parameters is the size of a model that is not there: add --timing-only")
     if config.parameters is not None and not count(config.parameters):
         raise UserError("--parameters 0: a model has at least one parameter")
-    if config.timing_only and (config.eval_every is not None or config.target_accuracy is not None):
-        raise UserError("--timing-only computes nothing to evaluate: leave out --eval-every and --target-accuracy")
+    if config.timing_only and config.eval_every is not None:
+        raise UserError("--timing-only computes nothing to evaluate: leave out --eval-every and what goes with it")
     if config.timing_only and config.snapshots is not None:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.device != "cpu":
@@ -68,7 +69,6 @@ def _simulate(
 ) -> dict[str, Any]:
     from paceline.runs.resume import rebuild
     from paceline.runtimes.agenda import Agenda
-    from paceline.runtimes.host import Host
 
     crew = _timing_crew(config) if config.timing_only else _training_crew(config, location, console)
     hint(config, location, console, crew.work.skew if crew.work is not None else None)
@@ -87,6 +87,8 @@ def _simulate(
         if rebuilt is not None:
             host.go_on(rebuilt)
         hosts.append(host)
+        if config.max_seconds is not None:
+            agenda.at(agenda.now + host.seconds_left, lambda host: _look_at_the_clock(simulation, host), host)
         return host
 
     def come(worker: int, incarnation: int) -> Seat:
@@ -109,6 +111,20 @@ def _simulate(
         result = host.finish(_found(simulation, time.perf_counter() - began))
     host.close()
     return result
+
+
+def _look_at_the_clock(simulation: Simulation, host: Host) -> None:
+    """The virtual clock reads --max-seconds, unless it stood still meanwhile."""
+    agenda = simulation.agenda
+    if host is not simulation.side or simulation.wire.is_down:
+        return  # a server that starts again plans again
+    if not simulation.num_here and agenda.is_empty:
+        return  # nobody is left, and nobody is to come: that is how it ends
+    host.look_at_the_clock()
+    if host.server.over:
+        agenda.stopped = True
+    else:
+        agenda.at(agenda.now + host.seconds_left, lambda host: _look_at_the_clock(simulation, host), host)
 
 
 @dataclass(frozen=True)

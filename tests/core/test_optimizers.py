@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Adam, Lars, Optimizer, Sgd, clipped
+from paceline.core.optimizers import Adam, AdamW, Lars, Optimizer, Sgd, clipped
 from paceline.interfaces import pack
 
 SIZE, STEPS = 50, 60
@@ -29,10 +29,17 @@ ADAM_CASES: dict[str, dict[str, Any]] = {
     "large eps": {"betas": (0.8, 0.95), "eps": 1e-3},
     "no averaging": {"betas": (0.0, 0.9)},
 }
-CASES = [(Sgd, torch.optim.SGD, case) for case in SGD_CASES.values()] + [
-    (Adam, torch.optim.Adam, case) for case in ADAM_CASES.values()
+ADAMW_CASES = {name: {"weight_decay": 0.0, **case} for name, case in ADAM_CASES.items()}
+CASES = (
+    [(Sgd, torch.optim.SGD, case) for case in SGD_CASES.values()]
+    + [(Adam, torch.optim.Adam, case) for case in ADAM_CASES.values()]
+    + [(AdamW, torch.optim.AdamW, case) for case in ADAMW_CASES.values()]
+)
+NAMES = [
+    f"{kind} {name}"
+    for kind, cases in {"sgd": SGD_CASES, "adam": ADAM_CASES, "adamw": ADAMW_CASES}.items()
+    for name in cases
 ]
-NAMES = [f"sgd {name}" for name in SGD_CASES] + [f"adam {name}" for name in ADAM_CASES]
 
 
 def gradient_at(weights: Tensor, step: int) -> Tensor:

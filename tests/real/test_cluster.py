@@ -57,7 +57,7 @@ def test_sync_over_tcp_has_the_bits_of_shared_memory(tmp_path: Path) -> None:
 
 def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        server = serve(stack, tmp_path, *RUN, "--strategy", "sync", "--workers", "2", "--steps", "300")
+        server = serve(stack, tmp_path, *RUN, "--strategy", "sync", "--workers", "2", "--steps", "160")
         first, second = workers(stack, tmp_path, 2)
         wait_for_records(tmp_path / "runs/it", 60)
         first.process.kill()
@@ -72,7 +72,7 @@ def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
 def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
     settings = ("--strategy", "async", "--rule", "foresight", "--average", "on", "--codec", "int8")
     with ExitStack() as stack:
-        length = ("--workers", "2", "--steps", "400", "--checkpoint-every", "0.3")
+        length = ("--workers", "2", "--steps", "280", "--checkpoint-every", "0.3")
         server = serve(stack, tmp_path, *RUN, *settings, *length)
         there = workers(stack, tmp_path, 2)
         wait_for_records(tmp_path / "runs/it", 150)
@@ -83,7 +83,7 @@ def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path
         assert [worker.finish() for worker in there] == [0, 0]
         assert "joining again" in there[0].err
     result = result_of(tmp_path / "runs/it")
-    assert (result["status"], result["updates"]) == ("finished", 400)
+    assert (result["status"], result["updates"]) == ("finished", 280)
     replayed(tmp_path)
 
 

@@ -20,7 +20,7 @@ def train(cwd: Path, *arguments: str) -> Command:
 
 @pytest.mark.parametrize("strategy", ["async", "sync", "bounded:1"])
 def test_a_killed_worker_is_an_event_and_the_run_goes_on(tmp_path: Path, strategy: str) -> None:
-    with train(tmp_path, "--strategy", strategy, "--workers", "3", "--steps", "600") as command:
+    with train(tmp_path, "--strategy", strategy, "--workers", "3", "--steps", "300") as command:
         wait_for_records(tmp_path / "runs/it", 30)
         os.kill(command.forked()[2], signal.SIGKILL)
         assert command.finish() == 0, command.err
@@ -29,7 +29,7 @@ def test_a_killed_worker_is_an_event_and_the_run_goes_on(tmp_path: Path, strateg
     result = result_of(tmp_path / "runs/it")
     assert result["status"] == "finished"
     assert result["lost_workers"] == [1]
-    assert result["updates"] == 600
+    assert result["updates"] == 300
 
 
 def test_when_all_workers_are_killed_everything_ends_within_5_seconds(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_when_all_workers_are_killed_everything_ends_within_5_seconds(tmp_path: 
 
 
 def test_a_killed_server_ends_the_run_with_the_way_on_and_loses_nothing(tmp_path: Path) -> None:
-    arguments = ("--strategy", "async", "--workers", "2", "--steps", "500", "--checkpoint-every", "0.3")
+    arguments = ("--strategy", "async", "--workers", "2", "--steps", "300", "--checkpoint-every", "0.3")
     with train(tmp_path, *arguments) as command:
-        wait_for_records(tmp_path / "runs/it", 250)
+        wait_for_records(tmp_path / "runs/it", 150)
         os.kill(command.forked()[0], signal.SIGKILL)
         assert command.finish(5.0) == 1
         last = command.err.strip().splitlines()[-1]
@@ -60,7 +60,7 @@ def test_a_killed_server_ends_the_run_with_the_way_on_and_loses_nothing(tmp_path
     resumed = run("resume", "runs/it", cwd=tmp_path)
     assert resumed.process.returncode == 0, resumed.err
     result = result_of(tmp_path / "runs/it")
-    assert (result["status"], result["updates"]) == ("finished", 500)
+    assert (result["status"], result["updates"]) == ("finished", 300)
     again = run("replay", "runs/it", cwd=tmp_path)
     assert "identical to the run" in again.out, again.out + again.err
 
@@ -111,23 +111,23 @@ def test_ctrl_c_stops_cleanly_with_a_partial_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["classic", "sync"])
 def test_sigterm_saves_a_checkpoint_and_the_run_resumes_from_it(tmp_path: Path, strategy: str) -> None:
-    with train(tmp_path, "--strategy", strategy, "--steps", "400") as command:
+    with train(tmp_path, "--strategy", strategy, "--steps", "200") as command:
         wait_for_records(tmp_path / "runs/it", 60)
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.finish(10.0) == 130, command.err
         assert "'paceline resume runs/it'" in command.err
     stopped = result_of(tmp_path / "runs/it")
-    assert stopped["status"] == "stopped" and stopped["updates"] < 400
+    assert stopped["status"] == "stopped" and stopped["updates"] < 200
     assert len(list((tmp_path / "runs/it/checkpoints").iterdir())) == 1
     resumed = run("resume", "runs/it", cwd=tmp_path)
     assert resumed.process.returncode == 0, resumed.err
     result = result_of(tmp_path / "runs/it")
-    assert (result["status"], result["updates"]) == ("finished", 400)
+    assert (result["status"], result["updates"]) == ("finished", 200)
     assert "identical to the run" in run("replay", "runs/it", cwd=tmp_path).out
 
 
 def test_a_stopped_worker_that_wakes_again_does_no_harm(tmp_path: Path) -> None:
-    with train(tmp_path, "--strategy", "async", "--workers", "2", "--steps", "600") as command:
+    with train(tmp_path, "--strategy", "async", "--workers", "2", "--steps", "400") as command:
         wait_for_records(tmp_path / "runs/it", 60)
         sleeper = command.forked()[1]
         os.kill(sleeper, signal.SIGSTOP)

@@ -18,7 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def python(script: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a script as a user would."""
     command = [sys.executable, str(script)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env={**os.environ})
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other are slow beside other tests
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env=alone)
 
 
 def only_run(cwd: Path) -> Path:

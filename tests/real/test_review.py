@@ -45,13 +45,13 @@ def test_the_sample_that_stood_in_for_the_whole_set_is_named_in_the_config(tmp_p
     assert 'dataset = "fashion-mnist-sample"' in (tmp_path / "runs/it/config.toml").read_text()
 
 
-def test_a_run_of_an_own_loop_says_that_it_cannot_be_resumed_and_keeps_its_result(tmp_path: Path) -> None:
+def test_a_finished_run_of_an_own_loop_has_nothing_to_resume_and_keeps_its_result(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SCRIPT)
     assert run("run", "-n", "2", "--epochs", "1", "--name", "it", "loop.py", "6", cwd=tmp_path).process.returncode == 0
     assert result_of(tmp_path / "runs/it")["batch_size"] == 16
     assert result_of(tmp_path / "runs/it")["dataset"] is None
     command = run("resume", "runs/it", cwd=tmp_path)
-    assert command.process.returncode == 2 and "start the script again" in command.err
+    assert command.process.returncode == 2 and "there is nothing to resume" in command.err
     assert result_of(tmp_path / "runs/it")["status"] == "finished"
 
 

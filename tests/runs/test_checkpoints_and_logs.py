@@ -222,9 +222,27 @@ def test_the_writer_keeps_a_failure_instead_of_raising_it(tmp_path: Path) -> Non
     writer = Writer()
     writer.do("a checkpoint", lambda: write_cut(tmp_path / "checkpoints", small_cut(1)))
     writer.wait()
-    ((what, failure),) = writer.failures()
+    ((what, failure),) = writer.changes()
     assert what == "a checkpoint" and isinstance(failure, OSError)
-    assert not writer.busy and not writer.failures()
+    assert not writer.busy and not writer.changes()
+
+
+def test_what_cannot_be_written_is_told_once_and_again_when_that_changes() -> None:
+    writer = Writer(background=False)
+
+    def fail(number: int) -> None:
+        raise OSError(number, "why")
+
+    for number in (28, 28, 5):
+        writer.do("a checkpoint", lambda number=number: fail(number))
+    writer.do("something else", lambda: None)
+    assert [(what, error and error.errno) for what, error in writer.changes()] == [
+        ("a checkpoint", 28),
+        ("a checkpoint", 5),
+    ]
+    writer.do("a checkpoint", lambda: None)
+    writer.do("a checkpoint", lambda: None)
+    assert writer.changes() == [("a checkpoint", None)]
 
 
 def test_events_come_back_and_a_torn_row_at_the_end_is_left_out(tmp_path: Path) -> None:

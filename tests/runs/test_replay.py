@@ -8,7 +8,7 @@ import pytest
 import torch
 from recorded_runs import Record, RecordedRun, assert_same
 
-from paceline.core.messages import Join, Push, Stop, Verdict
+from paceline.core.messages import Join, Push, Rate, Stop, Verdict
 from paceline.errors import RunFailed
 from paceline.runs import arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
@@ -249,3 +249,27 @@ def test_messages_keep_their_meaning_in_the_log(record: Record) -> None:
     assert (push.worker, push.incarnation, push.seq, push.reply, push.samples) == (1, 0, 0, 0, 4)
     assert not isinstance(push, Push)
     assert [record.now for record in records] == sorted(record.now for record in records)
+
+
+def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoint(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(3)
+    run.host.handle(Rate(0, 0.1 / 3))
+    run.push_at_random(3)
+    run.cut()
+    run.push_at_random(3)
+    assert run.server.lr == 0.1 * (0.1 / 3)
+    run.host.handle(Rate(0, 1.0))
+    run.run_to_the_end()
+    records = arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0]
+    assert [one.message for one in records if one.kind == "rate"] == [Rate(0, 0.1 / 3), Rate(0, 1.0)]
+    replay = run.replay()
+    replay.feed(records)
+    assert_same(replay.server, run.server)
+    cut, _ = newest_cut(run.folder.checkpoints)
+    assert cut is not None
+    tail = run.replay(cut=cut)
+    assert tail.server.lr_factor == 0.1 / 3
+    tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, cut.log_offset)[0])
+    assert_same(tail.server, run.server)

@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_runs import Record, Small, small_config, small_task
 from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline.core.messages import Resume
 from paceline.errors import UserError
+from paceline.reports.console import closing_lines
+from paceline.reports.run_tables import compare
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.listing import runs_of
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
 
 
@@ -74,6 +78,30 @@ def test_a_run_stops_at_the_target_accuracy_and_counts_as_finished(record: Recor
     assert result["status"] == "finished"
     assert "target accuracy 1 % reached" in result["reason"]
     assert result["updates"] < 40
+
+
+def half_wrong(outputs: Tensor, targets: Tensor) -> float:
+    """Falls, then rises again: the best is in the middle."""
+    half_wrong.calls += 1  # type: ignore[attr-defined]
+    return abs(3.0 - half_wrong.calls)  # type: ignore[attr-defined]
+
+
+def test_metrics_of_a_task_are_shown_kept_and_end_a_run(record: Record) -> None:
+    half_wrong.calls = 0  # type: ignore[attr-defined]
+    run = record(strategy="async", workers=2, eval_every=0.5, best="min:distance", target="distance>=2", epochs=40.0)
+    run.task.metrics = {"distance": half_wrong}
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert (result["status"], result["reason"]) == ("finished", "target distance >= 2 reached")
+    evaluations = [row for row in read_events(run.folder.events_file) if row["kind"] == "evaluation"]
+    assert [row["test_metrics"] for row in evaluations] == [{"distance": 2.0}]
+    assert result["test_metrics"]["distance"] == 0.0, "train and test data were scored once more at the end"
+    assert result["best"]["measure"] == "min:distance" and result["best"]["value"] == 0.0
+    assert "test loss" in run.notes[0] and "distance 2" in run.notes[0]
+    lines = closing_lines(result, None, "here")
+    assert "Test distance: 0" in lines and any(line.startswith("Train distance: 1") for line in lines)
+    assert "distance" in compare(runs_of([run.folder.path])[0], 120).splitlines()[0]
 
 
 def test_a_diverged_run_says_so_and_what_to_change(record: Record) -> None:

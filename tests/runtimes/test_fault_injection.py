@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
 
-from commands import Command, result_of, run, wait_until_gone
+from commands import PATIENCE, Command, result_of, run, wait_until_gone
 
 from paceline.cli import main
 from paceline.core.messages import Verdict
@@ -215,9 +215,14 @@ def arrivals(cwd: Path) -> list[Record]:
     return read_arrivals(folder.arrivals_file, folder.config())[0]
 
 
+def pushes_of(cwd: Path) -> list[Record]:
+    return [record for record in arrivals(cwd) if record.kind == "push"]
+
+
 def longest_gap(records: list[Record], worker: int) -> float:
-    times = [record.now for record in records if record.kind == "push" and record.worker == worker]
-    return max(after - before for before, after in itertools.pairwise(times))
+    """The longest time without a push, from its join on."""
+    times = [record.now for record in records if record.worker == worker]
+    return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 def fault_rows(cwd: Path) -> list[dict[str, Any]]:
@@ -225,11 +230,16 @@ def fault_rows(cwd: Path) -> list[dict[str, Any]]:
     return [row for row in read_events(events) if row["kind"] == "fault"] if events.exists() else []
 
 
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for something, however slow the machine."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def wait_for_faults(cwd: Path, count: int) -> None:
-    deadline = time.monotonic() + 30.0
-    while len(fault_rows(cwd)) < count:
-        assert time.monotonic() < deadline, f"only {fault_rows(cwd)}"
-        time.sleep(0.02)
+    until(lambda: len(fault_rows(cwd)) >= count)
 
 
 @pytest.mark.real
@@ -239,13 +249,16 @@ def test_workers_are_killed_restarted_stopped_and_slowed_and_the_run_can_be_repl
         Fault("pause", 0.1, 0, lasts=0.4),
         Fault("crash", 0.2, 2, restart_after=0.1),
     ]
-    with train(tmp_path, "--workers", "4", "--steps", "240", faults=faults) as command:
-        assert command.finish() == 0, command.err
+    with train(tmp_path, "--workers", "4", "--steps", "100000", faults=faults) as command:
+        wait_for_faults(tmp_path, 3)
+        until(lambda: (2, 1) in {(one.worker, one.incarnation) for one in pushes_of(tmp_path)})
+        until(lambda: longest_gap(arrivals(tmp_path), 0) > 0.38)
+        os.killpg(command.process.pid, signal.SIGINT)
+        assert command.finish() == 130, command.err
         assert not command.family()
     assert "fault at 0.2 s: worker 2 is killed, to come back 0.1 s later" in command.err
     assert "worker 2 was lost (killed by SIGKILL, by the table of faults, to come back)" in command.err
     result, records = result_of(tmp_path / "runs/it"), arrivals(tmp_path)
-    assert (result["status"], result["updates"]) == ("finished", 240)
 
     its = [record for record in records if record.worker == 2]
     joined_and_left = [(record.kind, record.incarnation) for record in its if record.kind != "push"]
@@ -253,10 +266,10 @@ def test_workers_are_killed_restarted_stopped_and_slowed_and_the_run_can_be_repl
     assert next(record.now for record in its if record.kind == "leave") > 0.19
     assert any(record.kind == "push" and record.incarnation == 1 and record.verdict == Verdict.TAKEN for record in its)
 
-    assert longest_gap(records, 0) > 0.38 > longest_gap(records, 3)
-    assert result["staleness"]["max"] > 20
-    pushes = Counter(record.worker for record in records if record.kind == "push")
-    assert pushes[1] < pushes[3] / 2
+    order = [record.worker for record in records if record.kind == "push" and record.verdict == Verdict.TAKEN]
+    its_places = [-1, *(place for place, worker in enumerate(order) if worker == 0)]
+    missed = max(after - before - 1 for before, after in itertools.pairwise(its_places))
+    assert result["staleness"]["max"] >= missed > 0, "who stood still computed from old weights"
 
     rows = fault_rows(tmp_path)
     assert [(row["fault"], row["worker"], row["at"]) for row in rows] == [(f.kind, f.worker, f.at) for f in faults]

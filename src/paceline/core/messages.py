@@ -53,6 +53,16 @@ class Steps(NamedTuple):
     steps: int
 
 
+class Rate(NamedTuple):
+    """A setting that changed: from now on the learning rate is `factor` times what the schedule says.
+
+    The schedule of a user's own loop, as worker 0 follows it.
+    """
+
+    worker: int
+    factor: float
+
+
 class Drain(NamedTuple):
     """Somebody outside asks that `worker` finishes the push it is making, and is then told that it is over for it."""
 
@@ -76,7 +86,7 @@ class Resume:
     lost: int = 0
 
 
-Input: TypeAlias = Join | Push | Leave | Steps | Drain | Stop | Resume
+Input: TypeAlias = Join | Push | Leave | Steps | Rate | Drain | Stop | Resume
 
 
 class Deal(NamedTuple):
@@ -91,6 +101,8 @@ class Reply(NamedTuple):
 
     With `steps` above 0: step on that many batches from `batch` on by yourself, at `lr`, and push how far you drifted.
     Batches are counted, and their samples found, by `deal`; without one as the config divides the data.
+    With `anew`: forget what you keep yourself, and begin as if you had just come; where `serial` is above 0, from the
+    states in your memory, which are those that the push before left.
     """
 
     worker: int
@@ -102,6 +114,7 @@ class Reply(NamedTuple):
     steps: int = 0
     lr: float = 0.0
     deal: Deal | None = None
+    anew: bool = False
 
 
 class Verdict(enum.IntEnum):

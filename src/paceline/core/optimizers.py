@@ -127,6 +127,34 @@ class Adam(Prepared):
         weights.addcmul_(step, (lr / (1.0 - beta1**count)).to(weights.dtype), value=-1.0)
 
 
+class AdamW(Adam):
+    """Adam whose decay is no part of the gradient (arXiv 1711.05101), as torch.optim.AdamW has it.
+
+    weights -= lr decay weights, then a step of Adam.
+    """
+
+    def __init__(
+        self,
+        betas: tuple[float, float] = (0.9, 0.999),
+        *,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+        decay_mask: Tensor | None = None,
+    ) -> None:
+        super().__init__(betas, eps=eps, clip=clip)
+        self._apart = weight_decay * (torch.ones(()) if decay_mask is None else decay_mask) if weight_decay else None
+
+    def move_to(self, device: torch.device) -> None:
+        super().move_to(device)
+        self._apart = self._apart.to(device) if self._apart is not None else None
+
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
+        if self._apart is not None:
+            weights.mul_(1.0 - lr * self._apart)
+        super().step(weights, state, gradient, lr)
+
+
 TRUST = 0.001
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.deals import Deals
 from paceline.core.encoding import DENSE, Codecs, Decoded, Differences, Opened
 from paceline.core.memory import Memory
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Codec, Decision, Policy, Rule
 
@@ -100,6 +100,8 @@ class Server:
         self.inside = inside
         self.steps: dict[int, int] = {}
         """Of workers that make fewer local steps than the others."""
+        self.lr_factor = 1.0
+        """What the schedule's learning rate is multiplied by."""
         self.rule_state = rule.start(weights)
         self.members: dict[int, Member] = {}
         self.worker_states: dict[int, Tensor] = {}
@@ -168,6 +170,11 @@ class Server:
         return not self._awaited
 
     @property
+    def awaited(self) -> list[int]:
+        """Who has not come yet, and is not known never to come."""
+        return sorted(self._awaited)
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next update."""
         return self._lr_by(self.schedule)
@@ -179,7 +186,7 @@ class Server:
 
     def _lr_by(self, schedule: Schedule) -> float:
         fraction = self.budget.fraction(self.samples, self.version)
-        return schedule.lr(fraction, self.samples / self.budget.epoch_samples)
+        return schedule.lr(fraction, self.samples / self.budget.epoch_samples) * self.lr_factor
 
     def handle(self, message: Input) -> Outcome:
         """Take one input; the replies it sets free come back in the order they are to be sent."""
@@ -192,6 +199,9 @@ class Server:
                 return self._leave(message)
             case Steps(worker, steps):
                 self.steps[worker] = steps
+                return Outcome(Verdict.TAKEN)
+            case Rate(_, factor):
+                self.lr_factor = factor
                 return Outcome(Verdict.TAKEN)
             case Drain(worker):
                 return self._drain(worker)
@@ -490,6 +500,7 @@ class Server:
             "awaited": sorted(self._awaited),
             "policy": self.policy.facts(),
             "steps": sorted(self.steps.items()),
+            **({"lr_factor": self.lr_factor} if self.lr_factor != 1.0 else {}),
             **({"deals": self.deals.facts()} if self.deals is not None else {}),
         }
 
@@ -508,6 +519,7 @@ class Server:
         self.members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
         self._awaited = set(facts["awaited"])
         self.steps = dict(facts.get("steps", ()))
+        self.lr_factor = facts.get("lr_factor", 1.0)
         self._count_again()
         if self.deals is not None:
             self.deals.restore(facts["deals"])

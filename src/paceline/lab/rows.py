@@ -92,6 +92,8 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
             )
+        if config.max_seconds is not None:
+            raise UserError("the lab counts updates, not seconds: leave out --max-seconds, or 'paceline simulate'")
         if ways_of(config) or config.dataset == "imagenet":
             raise UserError(f"the lab takes images as they are: leave out --augment, or --dataset {config.dataset}")
         if config.codec is not None or config.pull_codec is not None:

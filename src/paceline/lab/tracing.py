@@ -20,6 +20,7 @@ from paceline.lab.family import Row
 from paceline.lab.feed import Feed, feed_of
 from paceline.lab.trace import Trace, trace_of
 from paceline.rulebook import RULES, parse_rule
+from paceline.tasks.structure import num_samples
 
 WORTH_PROCESSES = 200_000
 """Pushes to trace that are worth the seconds that processes take to start."""
@@ -36,7 +37,7 @@ def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, 
     for config, task in zip(configs, tasks, strict=True):
         alike = _alike(config)
         wanted.setdefault(to_toml(alike), (alike, task.layout.size))
-    labels = class_labels(tasks[0].train[1], len(tasks[0].train[0]), configs[0])
+    labels = class_labels(tasks[0].train[1], num_samples(tasks[0].train[0]), configs[0])
     found: dict[str, tuple[Trace, Feed, float]] = {}
     for key, one in zip(wanted, _all_traces(list(wanted.values()), labels), strict=True):
         found[key] = one

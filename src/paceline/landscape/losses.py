@@ -13,12 +13,12 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from paceline.assemble import cores
 from paceline.data.randomness import rng
 from paceline.errors import UserError
-from paceline.tasks.supervised import SupervisedTask
+from paceline.tasks.structure import device_of, each, num_samples, outputs_of, rows_of
+from paceline.tasks.supervised import Pair, SupervisedTask
 
 Point = tuple[Tensor, Tensor | None]
 """Weights and running statistics, flat."""
@@ -46,15 +46,13 @@ class Losses:
     can be copied and that its loss keeps nothing between calls.
     """
 
-    def __init__(
-        self, task: SupervisedTask, data: tuple[Tensor, Tensor], wanted: int, side_by_side: bool = False
-    ) -> None:
+    def __init__(self, task: SupervisedTask, data: Pair, wanted: int, side_by_side: bool = False) -> None:
         inputs, targets = data
-        rows = chosen_rows(len(inputs), wanted).to(inputs.device)
-        self._task, self.device = task, inputs.device
-        chosen = inputs.index_select(0, rows)
+        self._task, self.device = task, device_of(inputs)
+        rows = chosen_rows(num_samples(inputs), wanted).to(self.device)
+        chosen = each(lambda tensor: tensor.index_select(0, rows), inputs)
         self._inputs = task.transform(chosen) if task.transform is not None else chosen
-        self._targets = targets.index_select(0, rows)
+        self._targets = each(lambda tensor: tensor.index_select(0, rows), targets)
         self._batch = BATCHES[self.device.type]
         self.num_samples = len(rows)
         task.model.eval()
@@ -108,8 +106,9 @@ class Losses:
     def _mean(self, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, self.num_samples, self._batch):
-            x, y = self._inputs[start : start + self._batch], self._targets[start : start + self._batch]
-            total += self._task.loss(functional_call(model, tensors, (x,)), y).double() * len(y)
+            part = slice(start, start + self._batch)
+            x, y = rows_of(self._inputs, part), rows_of(self._targets, part)
+            total += self._task.loss(outputs_of(model, x, tensors), y).double() * num_samples(x)
         return total / self.num_samples
 
 

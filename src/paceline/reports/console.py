@@ -157,6 +157,8 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
             lines.append(f"Average {which} accuracy: {result[f'{which}_accuracy']:.2f} % ({correct}/{total})")
         if result[f"{which}_loss"] is not None:
             lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
+        for name, value in (result.get(f"{which}_metrics") or {}).items():
+            lines.append(f"{which.capitalize()} {name}: {_measured(value)}")
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
     stale = result["staleness"]
@@ -166,11 +168,18 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     )
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
+    for worker, figures in (result.get("reported") or {}).items():
+        told = ", ".join(f"{name} {_measured(value)}" for name, value in figures.items())
+        lines.append(f"reported by worker {worker}: {told}")
     if result.get("simulated"):
         lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _measured(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def _shares(utilisation: list[dict[str, float]]) -> str:

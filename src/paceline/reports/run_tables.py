@@ -62,12 +62,15 @@ def compare(rows: list[Row], width: int) -> str:
         figures = [figure for figure in figures if figure.key != "dropped_pushes"]
     telling = {name: 5 if name not in differing else 10 if name == "strategy" else 8 for name in shown}
     columns = [Column("run", 0), *(Column(name.replace("_", "-"), goes) for name, goes in telling.items())]
-    columns += [*(Column(figure.head, figure.goes) for figure in figures), Column("status", 0)]
+    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] or {}))
+    columns += [*(Column(figure.head, figure.goes) for figure in figures), *(Column(name, 5) for name in metrics)]
+    columns.append(Column("status", 0))
     cells = [
         [
             row["run"],
             *(_setting(row[name]) for name in shown),
             *(_number(row[figure.key], figure.form) for figure in figures),
+            *(_number((row["metrics"] or {}).get(name), ".4g") for name in metrics),
             _status(row),
         ]
         for row in rows

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import UPKEEP, RunConfig, places_of, to_toml
-from paceline.core.messages import Drain, Input, Join, Leave, Push, Resume, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Push, Rate, Resume, Steps, Stop, Verdict
 from paceline.errors import UserError
 
 _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
-_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN = 1, 2, 3, 4, 5, 6, 7
+_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE = 1, 2, 3, 4, 5, 6, 7, 8
 _NO_QUOTA = 0xFFFFFFFF
 PUSH_KIND, RESUME_KIND = _PUSH, _RESUME
 """As the first byte of a record has them."""
@@ -42,7 +42,7 @@ class Record:
     verdict: Verdict
 
     @property
-    def message(self) -> Join | Leave | Steps | Drain | Stop | Resume:
+    def message(self) -> Join | Leave | Steps | Rate | Drain | Stop | Resume:
         """The input itself, for all kinds but a push."""
         match self.kind:
             case "join":
@@ -52,6 +52,8 @@ class Record:
                 return Leave(self.worker, self.incarnation)
             case "steps":
                 return Steps(self.worker, self.seq)
+            case "rate":
+                return Rate(self.worker, struct.unpack("<d", struct.pack("<II", self.seq, self.reply))[0])
             case "drain":
                 return Drain(self.worker)
             case "resume":
@@ -86,6 +88,9 @@ class ArrivalLog:
                 fields = (_LEAVE, verdict, worker, incarnation, 0, 0, 0, 0.0, now)
             case Steps(worker, steps):
                 fields = (_STEPS, verdict, worker, 0, steps, 0, 0, 0.0, now)
+            case Rate(worker, factor):
+                halves = struct.unpack("<II", struct.pack("<d", factor))
+                fields = (_RATE, verdict, worker, 0, *halves, 0, 0.0, now)
             case Drain(worker):
                 fields = (_DRAIN, verdict, worker, 0, 0, 0, 0, 0.0, now)
             case Stop():
@@ -108,7 +113,7 @@ class ArrivalLog:
 
 
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
-_KINDS[_DRAIN] = "drain"
+_KINDS |= {_DRAIN: "drain", _RATE: "rate"}
 _VERDICTS = frozenset(Verdict)
 
 
@@ -215,7 +220,10 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: this run has no log to replay") from None
     if not content:
-        raise UserError(f"{path} is empty: the run never started, or its log was lost")
+        raise UserError(
+            f"{path} is empty: the run never started, or its log was lost; "
+            f"'paceline train {path.parent / 'config.toml'} --name NAME' starts it again"
+        )
     length = content.find(b"\n") + 1
     header = content[:length]
     if not header.startswith(MAGIC):

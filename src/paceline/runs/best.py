@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from paceline.core.server import Server
+from paceline.goals import Measure
 from paceline.interfaces import Scores
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import Trained, trained_tensors
@@ -16,20 +18,27 @@ from paceline.runs.writing import Writer
 
 
 class Best:
-    """Keeps the evaluated weights with the highest test accuracy, or the lowest loss where nothing is classified."""
+    """Keeps the evaluated weights that are best by `measure`: without one, those with the highest test accuracy, or the
+    lowest loss where nothing is classified.
+    """
 
-    def __init__(self, folder: RunFolder, model: Trained, writer: Writer) -> None:
-        self._folder, self._model, self._writer = folder, model, writer
+    def __init__(self, folder: RunFolder, model: Trained, writer: Writer, measure: Measure | None = None) -> None:
+        self._folder, self._model, self._writer, self._measure = folder, model, writer, measure
         self.found = read_best(folder)
 
     def look(self, server: Server, scores: Scores) -> None:
         """After an evaluation: keep the weights if none before were as good. One copy; another thread writes it."""
-        row = {
+        row: dict[str, Any] = {
             "updates": server.version,
             "samples": server.samples,
             "test_accuracy": round(scores.accuracy, 4) if scores.per_class else None,
             "test_loss": scores.loss,
         }
+        if self._measure is not None:
+            value = scores.value(self._measure.metric)
+            if value is None or math.isnan(value):
+                return
+            row |= {"measure": self._measure.text, "value": value}
         if self.found is not None and _rank(row) <= _rank(self.found):
             return
         self.found = row
@@ -44,6 +53,9 @@ class Best:
 
 def _rank(row: Mapping[str, Any]) -> tuple[float, float]:
     """Higher is better."""
+    if "measure" in row:
+        value = row["value"]
+        return -value if row["measure"].startswith("min") else value, 0.0
     return row["test_accuracy"] or 0.0, -row["test_loss"]
 
 
@@ -58,6 +70,7 @@ def read_best(folder: RunFolder) -> dict[str, Any] | None:
             "samples": int(texts["samples"]),
             "test_accuracy": float(accuracy) if accuracy is not None else None,
             "test_loss": float(texts["test_loss"]),
+            **({"measure": texts["measure"], "value": float(texts["value"])} if "measure" in texts else {}),
         }
     except (OSError, SafetensorError, KeyError, ValueError):
         return None

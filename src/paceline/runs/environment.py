@@ -29,6 +29,11 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def machine_kind() -> str:
+    """What the bits of a computation depend on, besides its threads."""
+    return f"{cpu_name()}, torch {package_version('torch')}"
+
+
 def git_state() -> dict[str, Any] | None:
     """The commit of the current folder and whether its tree differs from it; None outside a repository."""
 

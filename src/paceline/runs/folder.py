@@ -23,7 +23,7 @@ SCRIPT = "script"
 GLANCE_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
-INTERRUPTED, TERMINATED = "interrupted", "terminated"
+INTERRUPTED, TERMINATED, TIME_IS_UP = "interrupted", "terminated", "time is up"
 """Reasons for an early end, as the result gives them."""
 
 
@@ -39,6 +39,7 @@ class RunFolder:
         self.weights_file = path / "weights.safetensors"
         self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
+        self.frozen_file = path / "frozen.safetensors"
         self.checkpoints = path / "checkpoints"
         self.best_file = self.checkpoints / "best.safetensors"
         self.snapshots = path / "snapshots"
@@ -46,6 +47,11 @@ class RunFolder:
         self.requests = path / "requests"
         self.server_file = path / "server.json"
         self.token_file = path / "token"
+
+    @property
+    def has_log(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self.arrivals_file.exists() and self.arrivals_file.stat().st_size > 0
 
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
@@ -93,8 +99,6 @@ class RunFolder:
 
     def way_on(self, config: RunConfig) -> str:
         """What to do after an early end."""
-        if is_script(config):
-            return "start the script again to train on"
         if is_simulated(config):
             return "simulate again: it will come out the same"
         verb = "server --resume" if self.served().get("by_hand") else "resume"
@@ -157,6 +161,7 @@ class RunFolder:
         if not self.events_file.exists() and not self.arrivals_file.exists():
             self.config_file.unlink(missing_ok=True)
             self.script_file.unlink(missing_ok=True)
+            self.frozen_file.unlink(missing_ok=True)
             self.faults_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else lies there: it stays
                 self.path.rmdir()

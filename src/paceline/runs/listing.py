@@ -21,7 +21,7 @@ FIGURES = (
     *("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "staleness_mean", "staleness_max"),
     *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
 )
-ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed")
+ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics")
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)
 """What a row has, and what `--where` and `--sort` know."""
@@ -118,7 +118,15 @@ def _ended(result: dict[str, Any]) -> Row:
         result = {**result, "staleness_mean": staleness.get("mean"), "staleness_max": staleness.get("max")}
     figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
     kind = {"kind": "lab"} if result.get("lab") else {}
-    return {**figures, **kind, "status": result["status"], "reason": result.get("reason")}
+    return {**figures, **kind, "metrics": _metrics(result), "status": result["status"], "reason": result.get("reason")}
+
+
+def _metrics(result: dict[str, Any]) -> dict[str, float] | None:
+    """What a task measured of its test data, or a loop reported, beside losses and accuracies."""
+    reported = result.get("reported")
+    told = [result.get("test_metrics"), *(reported.values() if isinstance(reported, dict) else ())]
+    named = [row for row in told if isinstance(row, dict)]
+    return {name: value for row in named[::-1] for name, value in row.items() if is_number(value)} or None
 
 
 def _so_far(folder: RunFolder) -> Row:

@@ -129,9 +129,10 @@ class Replay:
                 seat.memory.state.copy_(states[str(worker)])
             if str(worker) in own:
                 seat.recall(own[str(worker)])
+            self.seats[worker] = seat
             if not member.waiting:
                 seat.pending = self.server.last_answer(worker)
-            self.seats[worker] = seat
+                self._send(seat.pending)
 
     def feed(
         self, records: Iterable[Record], progress: Callable[[int], None] | None = None, until: int | None = None

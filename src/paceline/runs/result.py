@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -70,6 +72,11 @@ def staleness_summary(counts: Counter[int]) -> dict[str, float]:
     }
 
 
+def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON has them, which knows no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
 def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
     """Accuracy in percent, loss and counts, under names that start with `prefix`; nulls for what was not measured."""
     counted = scores is not None and bool(scores.per_class)
@@ -78,6 +85,7 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
         f"{prefix}_loss": scores.loss if scores is not None else None,
         f"{prefix}_correct": scores.correct if scores is not None and counted else None,
         f"{prefix}_total": scores.total if scores is not None else None,
+        **({f"{prefix}_metrics": finite(scores.metrics)} if scores is not None and scores.metrics else {}),
     }
 
 

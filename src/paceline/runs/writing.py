@@ -16,14 +16,15 @@ class Writer:
     def __init__(self, background: bool = True) -> None:
         self._thread = ThreadPoolExecutor(1, "paceline-writer") if background else None
         self._waiting: deque[Future[None]] = deque()
-        self._failures: list[tuple[str, OSError]] = []
+        self._failing: dict[str, int | None] = {}
+        self._changes: list[tuple[str, OSError | None]] = []
 
     @property
     def busy(self) -> bool:
         return any(not job.done() for job in self._waiting)
 
     def do(self, what: str, job: Callable[[], object]) -> None:
-        """Start a job and return; an OSError is kept for `failures`, under `what` it was about."""
+        """Start a job and return; an OSError is kept for `changes`, under `what` it was about."""
         if self._thread is None:
             self._try(what, job)
             return
@@ -35,11 +36,17 @@ class Writer:
         try:
             job()
         except OSError as error:
-            self._failures.append((what, error))
+            if what not in self._failing or self._failing[what] != error.errno:
+                self._changes.append((what, error))
+            self._failing[what] = error.errno
+        else:
+            if what in self._failing:
+                del self._failing[what]
+                self._changes.append((what, None))
 
-    def failures(self) -> list[tuple[str, OSError]]:
-        """What could not be written since the last time somebody asked."""
-        found, self._failures = self._failures, []
+    def changes(self) -> list[tuple[str, OSError | None]]:
+        """What cannot be written, or for another reason, or can be again (None), since the last time somebody asked."""
+        found, self._changes = self._changes, []
         return found
 
     def wait(self) -> None:

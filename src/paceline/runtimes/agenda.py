@@ -36,6 +36,11 @@ class Agenda:
         heapq.heappush(self._planned, (time, self._serial, action, argument))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing else is planned."""
+        return not self._planned
+
+    @property
     def num_done(self) -> int:
         """Plans carried out so far."""
         return self._serial - len(self._planned)

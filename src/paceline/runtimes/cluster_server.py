@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.config import to_dict
 from paceline.core.memory import Sizes
 from paceline.core.messages import Push, Reply
 from paceline.errors import ProtocolError
@@ -21,7 +20,7 @@ from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
 from paceline.runtimes.observers import Observers
-from paceline.runtimes.server_process import Control, Door, Line, Service
+from paceline.runtimes.server_process import Control, Door, Line, Service, welcome_of
 from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Hello
@@ -70,12 +69,14 @@ class ClusterService(Service):
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         self._empty_since: float | None = None
+        self._line_since: float | None = None
+        """Since when somebody waits at the starting line of a run that goes on."""
         self._looked = self._since = time.monotonic()
         self._next_look = 0.0
         self._remind_after = REMIND_SECONDS
         self.wait_seconds: float | None = None
         """Until not all workers have come in vain."""
-        self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
+        self._welcome = welcome_of(host.config, host.folder)
         if largest.own:
             host.may_be_cut = self._own_states_are_here
         self._listen(listener, self._let_in)
@@ -105,8 +106,26 @@ class ClusterService(Service):
             self._await_workers(now - self._since)
         for worker in self._deadlines.due(now):
             self._give_up(worker, now)
+        self._begin_without_the_lost(now)
         if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
             self.host.stop(ALL_GONE)
+
+    def _begin_without_the_lost(self, now: float) -> None:
+        """After a restart nobody is waited for longer than for a worker that fell silent; it may join later."""
+        server = self.host.server
+        if server.started or not self.host.first_incarnation:  # a new run waits for all that it was promised
+            self._line_since = None
+            return
+        if self._line_since is None and server.num_live:
+            self._line_since = now
+        if self._line_since is None or now < self._line_since + CEILING_SECONDS:
+            return
+        for worker in server.awaited:
+            if worker not in self.doors:
+                self._note(
+                    f"worker {worker} did not come back within {CEILING_SECONDS:g} s: the run goes on without it"
+                )
+                self.miss(worker)
 
     def _await_workers(self, seconds: float) -> None:
         """Training has not begun: say so now and then, or give up where that was asked for."""
@@ -173,7 +192,9 @@ class ClusterService(Service):
     def _known(self, applicant: Applicant) -> TcpServerDoor | None:
         """The door of a worker that was here before; None where this server is another than it knew."""
         door = self._tcp.get(applicant.fields.get("worker", -1))
-        return door if door is not None and door.incarnation == applicant.fields.get("incarnation") else None
+        if door is None or door.incarnation != applicant.fields.get("incarnation") or door.anew or door.began_anew:
+            return None
+        return door
 
     def _consider(self, applicant: Applicant) -> None:
         wanted = applicant.fields.get("worker")
@@ -242,6 +263,13 @@ class ClusterService(Service):
 
     # workers
 
+    def adopt(self, door: Door, hello: Hello | None) -> None:
+        """Go on with a worker that was here before this service."""
+        assert isinstance(door, TcpServerDoor)
+        self._seat(door)
+        if hello is not None:
+            self.welcome(door, hello)
+
     def _seat(self, door: TcpServerDoor) -> None:
         """One more worker."""
         self.doors[door.worker] = self._tcp[door.worker] = door
@@ -269,7 +297,7 @@ class ClusterService(Service):
         elif isinstance(message, Hello):
             self.welcome(door, message)
         elif not isinstance(message, Heard):
-            self.host.figures[str(message.worker)] = message.values
+            self.host.note_figures(message.worker, message.values)
         self._watch(door)
 
     def _lose(self, door: TcpServerDoor) -> None:

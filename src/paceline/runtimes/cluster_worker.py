@@ -20,12 +20,12 @@ import torch
 from paceline.assemble import cores
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
-from paceline.crew import identity_of, make_join, make_seat, make_task, prepare_device, work_of
+from paceline.crew import begin_anew, identity_of, make_join, make_seat, make_task, prepare_device, work_of
 from paceline.cutting import coding_of
 from paceline.data.datasets import Dataset
 from paceline.delays import parse_delays
 from paceline.errors import Forgotten
-from paceline.runs.environment import package_version
+from paceline.runs.environment import machine_kind, package_version
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.timekeeping import Stopwatch
 from paceline.tasks.staged import pinned_memory
@@ -125,8 +125,8 @@ class Workbench:
     def apply(self, door: ShardDoors, number: int) -> dict[str, Any]:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
-        words = {"worker": wanted, "version": package_version("paceline"), "torch": torch.__version__}
-        words["device"] = self.own.device
+        kind = f"{machine_kind()}, {self.own.device}"
+        words = {"worker": wanted, "version": package_version("paceline"), "kind": kind, "device": self.own.device}
         return door.apply(words, KNOCKING_SECONDS)
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
@@ -162,11 +162,11 @@ class Lane:
     def _begin(self, welcome: dict[str, Any]) -> None:
         """A new incarnation: everything but the data is made anew."""
         config, dataset = self._bench.prepare(from_dict(welcome["config"]))
-        self._config, worker = config, int(welcome["worker"])
+        self._config, self._dataset, worker = config, dataset, int(welcome["worker"])
         device = prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._door.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
-        division = work_of(task, config)
+        self._division = division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
         self._seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
         self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
@@ -191,6 +191,8 @@ class Lane:
 
     def _compute(self, reply: Reply) -> None:
         self._stopwatch.replied()
+        if reply.anew:
+            self._seat = begin_anew(self._config, self._dataset, self._division, self._seat, reply)
         self._seat.pending = reply
         push = self._seat.push()
         assert push is not None, "a reply that was not the last is worth a push"

@@ -85,6 +85,7 @@ class Member:
             reason = stopped()
             if reason is not None:
                 host.stop(reason)
+            host.look_at_the_clock()
             return host.server.over
 
         with losing_nobody(self.rank, lambda: host.server.version):

@@ -19,19 +19,20 @@ from torch import Tensor
 from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Steps, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
+from paceline.goals import goal_of, measure_of
 from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.best import Best
 from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, write_atomically
+from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
-from paceline.runs.result import shared_state, summarise, trained_tensors, weights_sha256
+from paceline.runs.result import finite, shared_state, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
 from paceline.runs.snapshots import snapshots_of
 from paceline.runs.writing import Writer
@@ -40,6 +41,7 @@ from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.timekeeping import Timekeeper
 from paceline.runtimes.weighing import Weighing
 from paceline.tasks.script_model import ScriptModel
+from paceline.tasks.structure import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
 from paceline.tracking.beside import Trackers
@@ -50,8 +52,9 @@ VIRTUAL_PROGRESS = 0.01
 Report = Callable[[dict[str, Any]], None]
 
 
-def _named(part: str, scores: Scores) -> dict[str, float | None]:
-    return {f"{part}_accuracy": scores.accuracy if scores.per_class else None, f"{part}_loss": scores.loss}
+def _named(part: str, scores: Scores) -> dict[str, Any]:
+    named: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), f"{part}_loss": scores.loss}
+    return named | ({f"{part}_metrics": finite(scores.metrics)} if scores.metrics else {})
 
 
 def _all_is_here() -> None:
@@ -106,7 +109,9 @@ class Host:
         self._writer = Writer(background=source is None)
         self._snapshots = snapshots_of(config, folder, server, task, self._writer)
         scored = config.eval_every is not None and source is None
-        self._best = Best(folder, task, self._writer) if scored and isinstance(task, SupervisedTask) else None
+        kept = scored and isinstance(task, SupervisedTask)
+        self._best = Best(folder, task, self._writer, measure_of(config)) if kept else None
+        self._goal = goal_of(config)
         self.in_groups = False
         """Whether whoever brings inputs calls `commit` after several of them, not this host after each."""
         self._unsent: list[Reply] = []
@@ -153,6 +158,8 @@ class Host:
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
+        if self._virtual is None:
+            row["by_workers"] = rebuilt.by_workers
         seconds = {} if self._virtual is not None else {"seconds": round(rebuilt.seconds, 3)}
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 
@@ -234,6 +241,8 @@ class Host:
                 self._report({"kind": "lost", "worker": message.worker, "live": self.server.num_live, "pushes": pushes})
         elif isinstance(message, Steps):
             self.events.write("local_steps", now, worker=message.worker, steps=message.steps)
+        elif isinstance(message, Rate):
+            self.events.write("lr_factor", now, worker=message.worker, factor=message.factor)
         elif isinstance(message, Drain):
             self.events.write("worker_draining", now, worker=message.worker)
             self._report({"kind": "note", "text": f"worker {message.worker} is drained: it leaves after its push"})
@@ -277,10 +286,27 @@ class Host:
             self.stop_reason = reason
             self.handle(Stop())
 
+    @property
+    def seconds_left(self) -> float:
+        """Until --max-seconds are over, while the clock runs."""
+        limit = self.config.max_seconds
+        return math.inf if limit is None or self.server.over else max(0.0, limit - self.clock.now())
+
+    def look_at_the_clock(self) -> None:
+        """Whoever brings inputs asks for this between two of them: the stop is an input like any other, and logged."""
+        if not self.seconds_left:
+            self.stop(TIME_IS_UP)
+
+    def _fraction(self) -> float:
+        """How much of the run is done, by whichever of its budgets is nearer to its end."""
+        server, limit = self.server, self.config.max_seconds
+        done = server.budget.fraction(server.samples, server.version)
+        return done if limit is None else max(done, min(1.0, self.clock.now() / limit))
+
     def _virtual_progress_is_due(self) -> bool:
         """A simulated run tells of every hundredth of its budget: virtual seconds say nothing about ours."""
         assert self._virtual is not None
-        fraction = self.server.budget.fraction(self.server.samples, self.server.version)
+        fraction = self._fraction()
         if fraction < self._virtual:
             return False
         self._virtual = fraction + VIRTUAL_PROGRESS
@@ -293,7 +319,7 @@ class Host:
         row = {
             "updates": server.version,
             "samples": server.samples,
-            "fraction": round(server.budget.fraction(server.samples, server.version), 6),
+            "fraction": round(self._fraction(), 6),
             "loss": round(self._loss_sum / self._loss_count, 6) if self._loss_count else None,
             "rate": round((server.samples - self._last_samples) / span, 1) if span > 0 else None,
             "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
@@ -378,7 +404,11 @@ class Host:
         }
 
     def _complain(self) -> None:
-        for what, failure in self._writer.failures():
+        for what, failure in self._writer.changes():
+            if failure is None:
+                self.events.write("writing_works", self.clock.now(), what=what)
+                self._report({"kind": "note", "text": f"{what} could be written again"})
+                continue
             text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
             self.events.write("writing_failed", self.clock.now(), what=what, error=str(failure))
             self._report({"kind": "note", "text": text})
@@ -409,13 +439,21 @@ class Host:
         self.events.write("evaluation", self.clock.now(), **at, **found, **seconds)
         epochs = self.server.samples / self.server.budget.epoch_samples
         accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
-        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}"
+        metrics = "".join(f", {name} {value:.4g}" for name, value in scores.metrics.items())
+        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}{metrics}"
         self._report({"kind": "note", "text": text})
         self.accounts.deadlines.excuse(self.clock.source() - halted)
         self.clock.go()
-        target = self.config.target_accuracy
-        if target is not None and scores.accuracy >= target:
-            self.stop(f"target accuracy {target:g} % reached")
+        if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
+            self.stop(self._goal.reason)
+
+    def note_figures(self, worker: int, figures: dict[str, float]) -> None:
+        """What a user's own loop measured: for the result and the events, and perhaps what the run was to reach."""
+        self.figures.setdefault(str(worker), {}).update(figures)
+        row = {"samples": self.server.samples, "figures": finite(figures)}
+        self.events.write("reported", self.clock.now(), worker=worker, **row)
+        if self._goal is not None and self._goal.is_met(figures.get(self._goal.metric)):
+            self.stop(self._goal.reason)
 
     def _score(self, which: str) -> Scores | None:
         assert self.task is not None
@@ -425,7 +463,8 @@ class Host:
             rows = self.work.train if which == "train" else self.work.validation
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
-        indices = torch.from_numpy(rows).to(data[0].device) if rows is not None and len(rows) < len(data[0]) else None
+        part = rows is not None and len(rows) < num_samples(data[0])
+        indices = torch.from_numpy(rows).to(device_of(data)) if rows is not None and part else None
         self.events.write("scoring", self.clock.now(), which=which)
         os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
         before = torch.get_num_threads()
@@ -445,8 +484,8 @@ class Host:
         """How the run ended: finished, diverged or stopped."""
         if self.server.divergence is not None or not torch.isfinite(self.server.weights).all():
             return "diverged"
-        on_target = self.stop_reason is not None and self.stop_reason.startswith("target")
-        return "finished" if self.stop_reason is None or on_target else "stopped"
+        as_asked = self.stop_reason is not None and self.stop_reason.startswith(("target", TIME_IS_UP))
+        return "finished" if self.stop_reason is None or as_asked else "stopped"
 
     def why_diverged(self) -> str:
         """What happened, the likely cause, and what to change."""
@@ -514,7 +553,7 @@ class Host:
                 "lost_workers": self.lost,
                 **({"deals": self._generation} if self.server.deals is not None else {}),
                 **self._upkeep(),
-                **({"reported": self.figures} if self.figures else {}),
+                **({"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {}),
                 **(found or {}),
                 **self._facts,
                 "environment": environment(),

@@ -38,6 +38,7 @@ def run_inline(
         reason = stopped()
         if reason is not None:
             host.stop(reason)
+        host.look_at_the_clock()
         seat = turn.popleft()
         steps = host.server.steps_of(seat.join.worker)
         push = seat.push() if not host.server.over else None

@@ -201,7 +201,7 @@ class Supervisor:
             self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
 
     def _failure(self, what: str) -> RunFailed:
-        if not self._folder.arrivals_file.exists():
+        if not self._folder.has_log:
             return RunFailed(f"{what} before training began: see the lines above")
         return ServerLost(what, self._folder.way_on(self._config))
 

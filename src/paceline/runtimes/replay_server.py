@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.memory import Memory
-from paceline.core.messages import Join, Push, Reply
+from paceline.core.messages import Join, Push, Rate, Reply
 from paceline.errors import ProtocolError, RunFailed
 from paceline.runs.arrivals import Record
 from paceline.runs.comparison import compare, marks_of
@@ -52,10 +52,10 @@ class ScriptSeat:
 
 
 def receive(door: ServerDoor, patience: float, what: str) -> Hello | Push | None:
-    """A worker's next message but for figures, which a replay has no use for; None when it is gone."""
+    """A worker's next message but for figures and learning rates, which the log has; None when it is gone."""
     door.connection.settimeout(patience)
     try:
-        while isinstance(message := door.receive(), Figures):
+        while isinstance(message := door.receive(), Figures | Rate):
             pass
     except TimeoutError:
         raise RunFailed(
@@ -147,7 +147,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         if not starters:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
         first = scripts.hello(starters[0])
-        _, model, server = learn(recording.config, first, len(starters))
+        _, model, server = learn(recording.config, first, len(starters), recording.folder)
         again = Replay(server, scripts.seat, send=scripts.answer, marks=marks_of(recording))
 
         def passed(record: Record) -> None:

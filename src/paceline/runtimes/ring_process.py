@@ -114,6 +114,7 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
             gathering.ring.hear()
             if gathering.stop_reason is not None:
                 hosting.stop(gathering.stop_reason)
+            hosting.look_at_the_clock()
             return hosting.server.over
 
         replica.run(stopping)

@@ -27,9 +27,15 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
     door = WorkerDoor(socket.socket(fileno=fds[0]))
-    session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], door)
+    folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
+    typed = frozenset(spec.get("typed", ()))
+    session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], door, typed, folder)
     seed_generators(initial_seed(config))
-    return _run_again(spec) if spec.get("replay") else _run(spec["script"])
+    if spec.get("replay"):
+        return _run_again(spec)
+    if "cwd" in spec:
+        os.chdir(spec["cwd"])
+    return _run(spec["script"])
 
 
 def _run(command: list[str]) -> int:

@@ -12,14 +12,17 @@ import torch
 
 from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, from_dict
+from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
+from paceline.core.worker import Seat
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
+from paceline.runs.resume import rebuild
 from paceline.runtimes.host import Host
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.server_process import Control, Service, reporting
-from paceline.tasks.script_model import ScriptModel
+from paceline.tasks.script_model import ScriptModel, load_kept
 from paceline.transports.shared_memory import Hello, ServerDoor
 
 Introductions = list[tuple[ServerDoor, Hello]]
@@ -34,10 +37,11 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         first = introductions[0][1]
         expected = _expected(first)
         num_fitting = sum(_expected(hello) == expected for _, hello in introductions)
-        resolved, model, server = learn(config, first, num_fitting)
         folder = RunFolder(Path(spec["folder"]))
-        folder.settle_config(resolved)
-        host = Host(server, model, None, resolved, folder, control.send, 0.0, spec["facts"])
+        resolved, model, server = learn(config, first, num_fitting, folder)
+        if not spec.get("resume"):
+            folder.settle_config(resolved)
+        host = _make_host(spec, server, model, resolved, folder, control)
         service = Service(host, control, expected, patient=True)
         for door, _ in introductions:
             service.admit(door)
@@ -51,6 +55,23 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         host.close()
 
     return reporting(serve, fds[0])
+
+
+def _make_host(
+    spec: dict[str, Any], server: Server, model: ScriptModel, config: RunConfig, folder: RunFolder, control: Control
+) -> Host:
+    """The host of a new run, or of one that goes on from its newest checkpoint."""
+    if not spec.get("resume"):
+        return Host(server, model, None, config, folder, control.send, 0.0, spec["facts"])
+    skipping = dataclasses.replace(config, recovery="checkpoint")
+    rebuilt = rebuild(server, _no_seat, model, skipping, folder, control.send)
+    host = Host(server, model, None, config, folder, control.send, rebuilt.now, spec["facts"])
+    host.go_on(rebuilt)
+    return host
+
+
+def _no_seat(join: Join) -> Seat:
+    raise AssertionError("only a script computes its pushes")
 
 
 def _expected(first: Hello) -> dict[str, Any]:
@@ -89,11 +110,13 @@ def _gather(control: Control, num_workers: int) -> Introductions:
     return sorted(found, key=lambda pair: pair[0].worker)
 
 
-def learn(config: RunConfig, first: Hello, num_workers: int) -> tuple[RunConfig, ScriptModel, Server]:
+def learn(
+    config: RunConfig, first: Hello, num_workers: int, folder: RunFolder
+) -> tuple[RunConfig, ScriptModel, Server]:
     """The server starts from the first worker's weights; its data set's size, and how many came, set the budget."""
     facts = first.facts
-    config = dataclasses.replace(config, batch_size=int(facts["batch_size"]))
-    model = ScriptModel(facts["layout"], facts["state_layout"])
+    config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
+    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_kept(folder.frozen_file))
     torch.set_num_threads(server_threads(config, model.layout))
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"

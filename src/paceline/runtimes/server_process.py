@@ -11,15 +11,15 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paceline.config import RunConfig, from_dict, places_of
+from paceline.config import RunConfig, from_dict, places_of, to_dict
 from paceline.core.memory import Sizes
-from paceline.core.messages import Join, Leave, Push, Reply
+from paceline.core.messages import Join, Leave, Push, Rate, Reply
 from paceline.core.worker import Seat
-from paceline.crew import identity_of, make_seat, make_server, make_task, work_of
+from paceline.crew import identity_of, make_seat, make_server, make_task, sizes_of, work_of
 from paceline.data.datasets import Dataset
 from paceline.errors import PacelineError, ProtocolError, differing
 from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
@@ -32,6 +32,9 @@ from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.shared_dataset import attach
 from paceline.transports.segment import require_memory
 from paceline.transports.shared_memory import Hello, ServerDoor, Slot, Timing
+
+if TYPE_CHECKING:
+    from paceline.runtimes.recomputing import Company
 
 GRACE_SECONDS = 5.0
 
@@ -128,9 +131,11 @@ class Service:
                     self._tell_clock()
                 if self._all_know(deadline):
                     break
-            for line, _ in self._poll.poll(0.5 if deadline is not None else self._patience()):
+            patience = min(self._patience(), self.host.seconds_left)
+            for line, _ in self._poll.poll(0.5 if deadline is not None else patience):
                 if line in self._callbacks:  # else it was hung up on meanwhile
                     self._callbacks[line]()
+            self.host.look_at_the_clock()
             self._look_around()
             self.host.tick()
         for door in self.doors.values():
@@ -155,8 +160,17 @@ class Service:
         self._dismissed.discard(door.worker)
         self._listen(door, lambda: self._serve(door))
 
+    def adopt(self, door: ServerDoor, hello: Hello | None) -> None:
+        """Go on with a worker that was here before this service."""
+        self.admit(door)
+        if hello is not None:
+            self.welcome(door, hello)
+
     def _order(self) -> None:
-        order, fds = self.control.receive()
+        self.obey(*self.control.receive())
+
+    def obey(self, order: dict[str, Any], fds: list[int]) -> None:
+        """Do what the supervisor asks for."""
         if order["kind"] == "worker":
             self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
@@ -196,12 +210,14 @@ class Service:
             message = None
         if isinstance(message, Push):
             self._take(door, message)
+        elif isinstance(message, Rate):
+            self.host.handle(message)
         elif message is None:
             self._send_off(door)
         elif isinstance(message, Hello):
             self.welcome(door, message)
         else:
-            self.host.figures[str(message.worker)] = message.values
+            self.host.note_figures(message.worker, message.values)
 
     def _keep_time(self, worker: int, timing: Timing) -> None:
         """Before a push counts: what it took, and whether its worker should make fewer local steps from now on."""
@@ -244,7 +260,8 @@ class Service:
 
     def miss(self, worker: int) -> None:
         """A worker that was awaited will never come."""
-        self.host.handle(Leave(worker, 0))
+        member = self.host.server.members.get(worker)
+        self.host.handle(Leave(worker, member.incarnation + 1 if member is not None else 0))
 
     def _stop_listening(self, line: Line) -> None:
         self._poll.unregister(line.fileno())
@@ -274,14 +291,25 @@ class Service:
                 self._dismissed.add(reply.worker)
 
 
+def welcome_of(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
+    """What a worker is told that comes over a network."""
+    return {"config": to_dict(config), "run": folder.path.name}
+
+
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Host one run."""
 
     def serve(control: Control) -> None:
-        host = _make_host(spec, fds[1:], control)
+        from paceline.runtimes.recomputing import LocalCompany
+
+        company = LocalCompany(control) if spec["resume"] else None
+        host = _make_host(spec, fds[1:], control, company)
         assert host.task is not None
         with torch.inference_mode():  # autograd has no part in an update
-            Service(host, control, identity_of(host.task)).run()
+            service = Service(host, control, identity_of(host.task))
+            if company is not None:
+                company.hand_over(service)
+            service.run()
         host.finish()
         host.close()
 
@@ -302,16 +330,23 @@ def reporting(serve: Callable[[Control], None], line: int) -> int:
     return 0
 
 
-def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
+def _make_host(spec: dict[str, Any], fds: list[int], control: Control, company: Company | None) -> Host:
     dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
     folder = RunFolder(Path(spec["folder"]))
-    return make_host(from_dict(spec["config"]), dataset, folder, control.send, spec["facts"], spec["resume"])
+    config, facts = from_dict(spec["config"]), spec["facts"]
+    return make_host(config, dataset, folder, control.send, facts, spec["resume"], company)
 
 
 def make_host(
-    config: RunConfig, dataset: Dataset | None, folder: RunFolder, report: Report, facts: dict[str, Any], resume: bool
+    config: RunConfig,
+    dataset: Dataset | None,
+    folder: RunFolder,
+    report: Report,
+    facts: dict[str, Any],
+    resume: bool,
+    company: Company | None = None,
 ) -> Host:
-    """The host of a run: a new one, or one brought to where its log ends."""
+    """The host of a run: a new one, or one brought to where its log ends, in `company` with its workers."""
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
@@ -324,7 +359,9 @@ def make_host(
     def seat(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    rebuilt = rebuild(server, seat, task, config, folder, report)
+    if company is not None:
+        company.meet(welcome_of(config, folder), identity_of(task), sizes_of(config, task, work))
+    rebuilt = rebuild(server, seat, task, config, folder, report, company)
     host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
     host.go_on(rebuilt)
     return host

@@ -119,7 +119,7 @@ class Simulation:
         self._pacing = Pacing() if cluster.by_speed else None
         self._queue: deque[Input] = deque()
         self._serving = False
-        self._server_life = self._num_here = 0
+        self._server_life = self.num_here = 0
         self.num_events = 0
         self.on_fault: Callable[[Fault], None] | None = None
         """Told of each fault before it strikes."""
@@ -145,7 +145,7 @@ class Simulation:
                 if worker.step_began is not None:
                     worker.computing += self.agenda.now - worker.step_began
                     worker.step_began = self.agenda.now
-        if self._num_here and not self.side.server.over and not self.agenda.stopped:
+        if self.num_here and not self.side.server.over and not self.agenda.stopped:
             raise Deadlock(f"at {self.agenda.now:g} s, update {self.side.server.version}: workers wait for nothing")
 
     def _strike(self, fault: Fault) -> None:
@@ -164,7 +164,7 @@ class Simulation:
         worker.acted, worker.unanswered, worker.owed = -1, None, 0.0
         worker.joined_at = self.agenda.now
         worker.seat = self._make_seat(worker.number, worker.incarnation)
-        self._num_here += 1
+        self.num_here += 1
         self._carry_up(worker, worker.seat.join)
 
     def go(self, worker: Worker) -> None:
@@ -172,7 +172,7 @@ class Simulation:
         worker.seat, worker.step_began = None, None
         worker.life += 1
         worker.present += self.agenda.now - worker.joined_at
-        self._num_here -= 1
+        self.num_here -= 1
         if worker.job is not None and self._cores is not None:
             self._cores.call_off(worker.job)
             worker.job = None

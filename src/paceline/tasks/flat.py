@@ -14,12 +14,19 @@ from paceline.interfaces import Layout, pack
 class FlatModule:
     """Binds a module's parameters and buffers to memory that others can read and write as one vector.
 
-    Only parameters that require a gradient are laid out; frozen ones stay with the module.
+    Only parameters that require a gradient (and `trained`, where that is given) are laid out; frozen ones stay with
+    the module. A parameter with several names (tied weights) is laid out once, under the first.
     """
 
-    def __init__(self, module: nn.Module, decay: Callable[[str, nn.Parameter], bool] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        decay: Callable[[str, nn.Parameter], bool] | None = None,
+        trained: Callable[[nn.Parameter], bool] | None = None,
+    ) -> None:
         self.module = module.float()
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in wanted.items() if trained is None or trained(p)}
         if not self._parameters:
             raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
         self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
@@ -89,11 +96,22 @@ class FlatModule:
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
         """What plain `load_state_dict` takes: a copy of every named tensor, the trained ones from flat memory."""
-        trained = self.tensors(weights, state)
-        by_storage = {id(p): trained[name] for name, p in self._parameters.items()}
-        plain = self.module.state_dict(keep_vars=True)
-        merged = {name: trained.get(name, by_storage.get(id(tensor), tensor)) for name, tensor in plain.items()}
+        flat, plain, sources = self.tensors(weights, state), self.module.state_dict(), self.sources()
+        merged = {name: flat.get(sources.get(name, ""), tensor) for name, tensor in plain.items()}
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in merged.items()}
+
+    def sources(self) -> dict[str, str]:
+        """For each name in the module's state dict, the name under which its tensor is laid out, if it is."""
+        buffers = dict(self.module.named_buffers())  # new ones, where the module was moved to a device
+        laid_out = {**self._parameters, **{part.name: buffers[part.name] for part in self.state_layout.parameters}}
+        first = {id(tensor): name for name, tensor in laid_out.items()}
+        plain = self.module.state_dict(keep_vars=True)
+        return {name: first[id(tensor)] for name, tensor in plain.items() if id(tensor) in first}
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the module's state dict has beside: frozen parameters, whole numbers."""
+        laid_out = self.sources()
+        return {name: t.detach() for name, t in self.module.state_dict().items() if name not in laid_out}
 
     def mixture(self, states: list[Tensor]) -> Tensor | None:
         """One set of running statistics for all workers, or None when the module keeps none."""

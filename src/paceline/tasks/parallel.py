@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config import RunConfig
 from paceline.division import Work
+from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader
 from paceline.tasks.supervised import SupervisedTask
 
@@ -23,11 +25,26 @@ def make_parallel(task: SupervisedTask) -> DistributedDataParallel:
     task.flat.hooks = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for broadcast_buffers, 2.6 has not
-        parallel = DistributedDataParallel(
+        parallel = EveryParameter(
             task.model, broadcast_buffers=False, init_sync=False, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
         )
     task.forward = parallel
     return parallel
+
+
+class EveryParameter(DistributedDataParallel):
+    """Waits for a gradient of every parameter; a step that leaves one without is told of at the next."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        try:
+            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise UserError(
+                "a step left some parameters without a gradient, and ranks of allreduce wait for all of them: use "
+                "--strategy sync, where such a gradient counts as zero, or freeze what is never used"
+            ) from None
 
 
 class EvenShares:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data.batches import Batches
-from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.models.dropout import mix64
 from paceline.tasks.flat import FlatModule
+from paceline.tasks.metrics import Measuring, Metric, require_metrics
 from paceline.tasks.stepping import Step, StepSettings
+from paceline.tasks.structure import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Structure, Structure]
+"""Inputs and targets: a tensor each, or tuples or dicts of tensors."""
 EVALUATION_BATCH = 500
 EVALUATION_NBYTES = 16 << 20
 """Inputs of one evaluation batch, as floats, take at most this much: 27 images of 224x224."""
@@ -49,29 +51,34 @@ class ArrayLoader:
         batches: Batches,
         seed: int,
         worker: int,
-        transform: Callable[[Tensor], Tensor] | None,
-        augment: Callable[[Tensor, int], Tensor] | None = None,
+        transform: Callable[[Any], Any] | None,
+        augment: Callable[[Any, int], Any] | None = None,
     ) -> None:
         self._inputs, self._targets = data
+        self._device = device_of(self._inputs)
         self._batches = batches
         self._seed, self._worker = seed, worker
         self._transform, self._augment = transform, augment
 
     def batch(self, number: int) -> Batch:
-        indices = torch.from_numpy(self._batches.indices(number)).to(self._inputs.device)
-        inputs = self._inputs.index_select(0, indices)
+        indices = torch.from_numpy(self._batches.indices(number)).to(self._device)
+        inputs = each(lambda tensor: tensor.index_select(0, indices), self._inputs)
         dealt = (self._batches.generation,) if self._batches.generation else ()
         key = mix64(self._seed, self._worker, number, *dealt)
         if self._augment is not None:
             inputs = self._augment(inputs, key)
         if self._transform is not None:
             inputs = self._transform(inputs)
-        targets = self._targets.index_select(0, indices)
+        targets = each(lambda tensor: tensor.index_select(0, indices), self._targets)
         return Batch(inputs, targets, len(indices), key)
 
 
 class SupervisedTask:
     """Any `torch.nn.Module` with a mean loss `loss(outputs, targets)` over in-memory `(inputs, targets)` pairs.
+
+    Inputs and targets are tensors, or tuples or dicts of tensors: a tuple of inputs is the model's arguments, a dict
+    its named ones. `metrics` are functions of (outputs, targets), by name, whose means over samples are shown beside
+    the loss, or objects with `reset`, `update` and `compute` (torchmetrics' are such).
 
     `transform` is applied to whole batches of inputs (normalising, casting). `augment(inputs, key)` comes before it, on
     training batches alone; what it draws must be a function of the batch's key. `decay(name, parameter)` says which
@@ -81,18 +88,21 @@ class SupervisedTask:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[[Any, Any], Tensor],
         train: Pair,
         test: Pair | None = None,
         *,
-        transform: Callable[[Tensor], Tensor] | None = None,
-        augment: Callable[[Tensor, int], Tensor] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        augment: Callable[[Any, int], Any] | None = None,
         decay: Callable[[str, nn.Parameter], bool] | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
         for name, pair in (("train", train), ("test", test)):
-            if pair is not None and len(pair[0]) != len(pair[1]):
-                raise UserError(f"{name} data: {len(pair[0])} inputs but {len(pair[1])} targets; give one target each")
+            if pair is not None:
+                require_samples(name, *pair)
+        self.metrics = dict(metrics or {})
+        require_metrics(self.metrics)
         self.flat = FlatModule(model, decay)
         self.model = self.flat.module
         self.forward: nn.Module = self.model
@@ -126,10 +136,15 @@ class SupervisedTask:
     def to(self, device: torch.device) -> SupervisedTask:
         """Move the model and the data to `device`; before `bind`."""
         self.model.to(device)
-        self.train = (self.train[0].to(device), self.train[1].to(device))
-        if self.test is not None:
-            self.test = (self.test[0].to(device), self.test[1].to(device))
+        self.train = each(lambda tensor: tensor.to(device), self.train)
+        self.test = each(lambda tensor: tensor.to(device), self.test)
         return self
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of what an evaluation finds."""
+        accuracy = ("accuracy",) if _are_classes(self.train[1]) else ()
+        return ("loss", *accuracy, *self.metrics)
 
     def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
         """The batches of one worker's shard of the train set."""
@@ -138,7 +153,7 @@ class SupervisedTask:
     def gradient(self, batch: Batch) -> float:
         """Fill the bound gradient from the bound weights; all randomness comes from the batch's key."""
         torch.default_generator.manual_seed(batch.key)
-        if batch.inputs.is_cuda:
+        if device_of(batch.inputs).type == "cuda":
             torch.cuda.manual_seed(batch.key)
         self.flat.clear()
         loss = self._step(batch, self.forward, self.loss_weight)
@@ -147,35 +162,52 @@ class SupervisedTask:
 
     @torch.no_grad()
     def evaluate(self, weights: Tensor, state: Tensor | None, data: Pair, indices: Tensor | None = None) -> Scores:
-        """Loss and accuracy of `weights` on `data` (or some rows of it); the bound memory is not touched."""
+        """Loss, accuracy and metrics of `weights` on `data` (or some rows of it); the bound memory is not touched."""
         inputs, targets = data
-        total = len(inputs) if indices is None else len(indices)
+        total = num_samples(inputs) if indices is None else len(indices)
         tensors = self.flat.tensors(weights, state)
-        counted = targets.dtype == torch.int64 and targets.dim() == 1
-        num_classes = (int(targets.max()) + 1 if len(targets) else 0) if counted else 0
+        num_classes = int(targets.max()) + 1 if _are_classes(targets) else 0
         loss_sum, hits, seen = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
+        measuring = Measuring(self.metrics)
         with _evaluating(self.model):
             size = evaluation_batch(inputs)
             for start in range(0, total, size):
                 rows = slice(start, start + size) if indices is None else indices[start:][:size]
-                x, y = inputs[rows], targets[rows]
+                x, y = rows_of(inputs, rows), rows_of(targets, rows)
+                samples = num_samples(x)
                 outputs = self._step.outputs(self.transform(x) if self.transform else x, tensors)
-                loss_sum += self.loss(outputs, y).item() * len(y)
-                if counted:
+                loss_sum += self.loss(outputs, y).item() * samples
+                measuring.look(outputs, y, samples)
+                if num_classes and not _are_scores(outputs, num_classes):
+                    num_classes, hits, seen = 0, hits[:0], seen[:0]
+                if num_classes:
                     right = outputs.argmax(1) == y
                     seen += torch.bincount(y, minlength=num_classes).cpu()
                     hits += torch.bincount(y[right], minlength=num_classes).cpu()
         per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
-        return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class)
+        return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class, measuring.found())
 
 
-def evaluation_batch(inputs: Tensor) -> int:
+def _are_classes(targets: Structure) -> bool:
+    """Whether targets are class numbers, so that right answers can be counted."""
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64 or targets.dim() != 1 or not len(targets):
+        return False
+    return int(targets.min()) >= 0
+
+
+def _are_scores(outputs: Any, num_classes: int) -> bool:
+    """Whether a model says of every class how likely it is."""
+    return isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] >= num_classes
+
+
+def evaluation_batch(inputs: Structure) -> int:
     """How many of `inputs` are evaluated together: fewer where they are large.
 
     >>> evaluation_batch(torch.empty(0, 1, 28, 28)), evaluation_batch(torch.empty(0, 3, 224, 224))
     (500, 27)
     """
-    return max(1, min(EVALUATION_BATCH, EVALUATION_NBYTES // (4 * max(1, math.prod(inputs.shape[1:])))))
+    floats = sum(math.prod(tensor.shape[1:]) for tensor in tensors_of(inputs))
+    return max(1, min(EVALUATION_BATCH, EVALUATION_NBYTES // (4 * max(1, floats))))
 
 
 @contextmanager

@@ -22,9 +22,10 @@ ALIGNMENT = 16
 """Frames are multiples of it, so that tensors lie in the system's buffers as in ours: copies are a fifth cheaper."""
 PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff8x")
 """seq, reply, samples, bytes of update, of state, of the worker's own state, loss, seconds: cpu, wall, waited."""
-REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ8x")
-"""over, encoded, asks for the own state, serial, version, batch, lr, steps, generation of the deal, bytes of its
-members (none where the worker knows them), bytes of weights (or of the encoded)."""
+REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQ8x")
+"""over, encoded, asks for the own state, says to begin anew, serial, version, batch, lr, steps, generation of the deal,
+bytes of its members (none where the worker knows them), bytes of weights (or of the encoded) and of states sent along.
+"""
 MOST_AT_ONCE = 64
 """Places that one call sends from: the system takes no more than 1,024."""
 

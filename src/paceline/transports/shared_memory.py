@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from paceline.core.memory import Memory, Sizes
-from paceline.core.messages import Deal, Join, Push, Reply
+from paceline.core.messages import Deal, Join, Push, Rate, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
-_REPLY = struct.Struct("<BBxxIQQdII")
+_REPLY = struct.Struct("<BBBxIQQdII")
 MEMBER_NBYTES = 2
-_HELLO, _PUSHED, _REPLIED, _REPORTED = 1, 2, 3, 4
+_RATE = struct.Struct("<Bd")
+_HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
 _LARGEST = 1 << 20
 
 
@@ -121,6 +122,13 @@ class WorkerDoor:
         except (BrokenPipeError, ConnectionResetError):
             return
 
+    def set_rate(self, rate: Rate) -> None:
+        """Before the push it is meant for: the learning rate is another from now on."""
+        try:
+            self._connection.send(_RATE.pack(_RATED, rate.factor))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
     def close(self) -> None:
         """Say good-bye."""
         self._connection.close()
@@ -133,10 +141,10 @@ class WorkerDoor:
             return None
         if not packet:
             return None
-        _, over, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
+        _, over, anew, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
             self._deal = Deal(generation, unpack_members(packet[_REPLY.size :]))
-        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
+        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal, bool(anew))
 
 
 def pack_members(members: tuple[int, ...]) -> bytes:
@@ -175,6 +183,8 @@ class ServerDoor:
         self.slot: Slot | None = None
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
+        self.anew = False
+        """Whether the next reply says that the worker is to begin anew."""
         self._told: Deal | None = None
 
     def fileno(self) -> int:
@@ -185,7 +195,7 @@ class ServerDoor:
         """Hang up."""
         self.connection.close()
 
-    def receive(self) -> Hello | Push | Figures | None:
+    def receive(self) -> Hello | Push | Rate | Figures | None:
         """The next message, or None when the worker is gone; anything malformed is a ProtocolError."""
         if self.slot is not None:
             try:
@@ -194,6 +204,8 @@ class ServerDoor:
                 return None
             if packet and packet[0] == _REPORTED:
                 return self._figures(packet)
+            if len(packet) == _RATE.size and packet[0] == _RATED:
+                return Rate(self.worker, _RATE.unpack(packet)[1])
             return self._push(packet, self.slot) if packet else None
         try:
             packet, fds, _, _ = socket.recv_fds(self.connection, _LARGEST, 1)
@@ -239,7 +251,8 @@ class ServerDoor:
     def answer(self, reply: Reply) -> None:
         """Send the reply, with its deal where that is new; a worker that is gone is noticed when it is read next."""
         generation = reply.deal.generation if reply.deal is not None else 0
-        named = (_REPLIED, reply.over, reply.serial, reply.version)
+        named = (_REPLIED, reply.over, self.anew, reply.serial, reply.version)
+        self.anew = False
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation)
         if reply.deal is not None and reply.deal != self._told:
             packet += pack_members(reply.deal.members)  # once a connection

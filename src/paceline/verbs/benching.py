@@ -20,7 +20,7 @@ DESCRIPTION = """The same run on 1, 2, 4, ... workers: samples/s, efficiency, an
   paceline bench scaling --kind strong --batch-size 128 --strategy async --repeats 3
 
 Strong: --batch-size is shared by all workers. Weak: it is each worker's own. --steps are those of each worker [200].
-Every flag of 'paceline train' is handed on. The same command goes on where it was stopped."""
+Flags of 'paceline train' are handed on, but for --epochs. The same command goes on where it was stopped."""
 
 
 def bench_verb(arguments: list[str]) -> int:

@@ -57,7 +57,10 @@ def plan_verb(arguments: list[str]) -> int:
         "faults",
         "name",
         "runs",
+        "max_seconds",
         "target_accuracy",
+        "target",
+        "best",
         "eval_every",
         "snapshots",
     )

@@ -40,6 +40,7 @@ SCRIPT_DECIDES = (
     "eval_train",
     "score",
     "target_accuracy",
+    "best",
     "restart",
     "recovery",
 )

@@ -87,12 +87,14 @@ const waiting = new Set();
 
 // All that changed is drawn once, in the next frame.
 function schedule(figure) {
-  if (!waiting.size) requestAnimationFrame(() => {
-    const due = [...waiting];
-    waiting.clear();
-    due.forEach((one) => one.redraw());
-  });
+  if (!waiting.size) requestAnimationFrame(drawWaiting);
   waiting.add(figure);
+}
+
+function drawWaiting() {
+  const due = [...waiting];
+  waiting.clear();
+  due.forEach((one) => one.redraw());
 }
 
 class LineChart extends Figure {

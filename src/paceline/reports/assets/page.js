@@ -104,4 +104,5 @@ function openAddressed() {
 
 window.addEventListener("hashchange", openAddressed);
 openAddressed();
+drawWaiting();
 document.documentElement.dataset.drawn = "true";

@@ -53,7 +53,7 @@ class SeveralRuns {
     this.changed.hidden = !differing.length;
     this.changedList.replaceChildren(...differing.map(([name, groups]) => el("div", {},
       el("dt", { title: facts.help[name] || null }, name.replaceAll("_", "-")),
-      el("dd", {}, ...[...groups].map(([value, members]) => el("div", {}, el("b", {}, value), ` ${namesOf(members, runs)}`))))));
+      el("dd", {}, ...valuesOf(groups, runs)))));
   }
 
   // The first measure that any run has a curve of.
@@ -66,7 +66,7 @@ class SeveralRuns {
   updateTable(runs, differing) {
     const named = differing.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
     const rows = runs.map((run, number) => ({ run, number, key: run.id, state: this.hidden.has(run.id), className: this.hidden.has(run.id) ? "off" : null }));
-    this.table.update(rows, [
+    const columns = [
       { name: "run", title: "run", value: (row) => row.run.name, cell: (row) => this.nameCell(row) },
       { name: "status", title: "status", value: (row) => row.run.status, cell: (row) => badge(row.run) },
       measured("workers", "workers", (figures) => figures.workers, KINDS.count),
@@ -79,8 +79,10 @@ class SeveralRuns {
       measured("bytes", "moved", (figures) => (figures.bytes_pushed || 0) + (figures.bytes_pulled || 0) || null, (value) => short(value, "B")),
       ...named.map((name) => ({ name: `set-${name}`, title: name.replaceAll("_", "-"), help: facts.help[name],
         number: runs.every((run) => known(run.settings[name]) || (run.settings[name] ?? null) === null),
-        value: (row) => (known(row.run.settings[name]) ? row.run.settings[name] : settingText(row.run.settings[name])) })),
-    ]);
+        value: (row) => (known(row.run.settings[name]) ? row.run.settings[name] : settingText(row.run.settings[name])),
+        cell: (row) => settingText(row.run.settings[name]) })),
+    ];
+    this.table.update(rows, columns.filter((one) => !one.number || rows.some((row) => one.value(row) !== null)));
   }
 
   nameCell({ run, number }) {
@@ -94,6 +96,15 @@ class SeveralRuns {
     const link = el("a", { href: `#${encodeURIComponent(run.name)}`, onclick: () => this.choose(run.name) }, run.name);
     return el("span", { class: "name" }, swatch, link);
   }
+}
+
+// Each value with its runs; of many values only what they are, since the table has whose.
+function valuesOf(groups, runs) {
+  if (groups.size <= 8) {
+    return [...groups].map(([value, members]) => el("div", {}, el("b", {}, value), ` ${namesOf(members, runs)}`));
+  }
+  const values = [...groups.keys()].sort((a, b) => order(a, b, false));
+  return [el("b", {}, `${values[0]}, ${values[1]}, … ${values.at(-1)}`), ` ${values.length} values`];
 }
 
 function namesOf(members, runs) {
@@ -121,7 +132,7 @@ function overall(runs) {
     sentences.push(`Best is ${best.name} with ${KINDS.percent(best.figures.test_accuracy)} test accuracy in ${clock(best.figures.seconds)}.`);
   }
   const timed = runs.filter((run) => known(run.figures.rate) && !run.figures.simulated && !run.figures.lab);
-  if (timed.length > 1) {
+  if (new Set(timed.map((run) => run.figures.rate)).size > 1) {
     const fast = timed.reduce((a, b) => (b.figures.rate > a.figures.rate ? b : a));
     sentences.push(`Fastest is ${fast.name} with ${digits(fast.figures.rate, 4)} samples/s.`);
   }

@@ -86,7 +86,8 @@ function settle(grid) {
 
 function settingText(value) {
   if (value === null || value === undefined) return "–";
-  if (Array.isArray(value)) return value.join(", ");
+  if (Array.isArray(value)) return value.map(settingText).join(", ");
+  if (known(value)) return String(Number(value.toPrecision(10)));
   return String(value);
 }
 

@@ -1,0 +1,120 @@
+"""What a run is to reach, and what makes some weights better than others: `--target mae<=0.2`, `--best min:mae`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.config import RunConfig
+from paceline.errors import UserError
+
+_GOAL = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|=<|=>|<|>)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number of the test data (or, in a loop of your own, one that it reports) and how far it is to go."""
+
+    metric: str
+    lower: bool
+    """Whether less is better."""
+    value: float
+
+    def is_met(self, value: float | None) -> bool:
+        return value is not None and (value <= self.value if self.lower else value >= self.value)
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended."""
+        if self.metric == "accuracy":
+            return f"target accuracy {self.value:g} % reached"
+        return f"target {self.metric} {'<=' if self.lower else '>='} {self.value:g} reached"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What the best weights are the best in."""
+
+    metric: str
+    lower: bool
+
+    @property
+    def text(self) -> str:
+        """As the user writes it."""
+        return f"{'min' if self.lower else 'max'}:{self.metric}"
+
+
+def parse_goal(text: str) -> Goal:
+    """`METRIC<=VALUE` or `METRIC>=VALUE`.
+
+    >>> parse_goal("mae<=0.2")
+    Goal(metric='mae', lower=True, value=0.2)
+    """
+    found = _GOAL.fullmatch(text)
+    try:
+        value = float(found[3]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or not math.isfinite(value):
+        raise UserError(f"--target '{text}': write METRIC<=VALUE or METRIC>=VALUE in quotes, as in 'mae<=0.2'")
+    return Goal(found[1], "<" in found[2], value)
+
+
+def parse_measure(text: str) -> Measure:
+    """`min:METRIC` or `max:METRIC`.
+
+    >>> parse_measure("max:f1")
+    Measure(metric='f1', lower=False)
+    """
+    way, _, metric = text.partition(":")
+    if way not in ("min", "max") or not metric.isidentifier():
+        raise UserError(f"--best '{text}': write min:METRIC or max:METRIC, as in min:mae")
+    return Measure(metric, way == "min")
+
+
+def goal_of(config: RunConfig) -> Goal | None:
+    """What the run is to reach, if anything."""
+    if config.target is not None:
+        return parse_goal(config.target)
+    return Goal("accuracy", False, config.target_accuracy) if config.target_accuracy is not None else None
+
+
+def measure_of(config: RunConfig) -> Measure | None:
+    """What the best weights are chosen by; None: accuracy, then loss."""
+    if config.best is not None:
+        return parse_measure(config.best)
+    goal = parse_goal(config.target) if config.target is not None else None
+    return Measure(goal.metric, goal.lower) if goal is not None else None
+
+
+def check_goals(config: RunConfig, in_script: bool) -> None:
+    """What can be said before a task is there."""
+    if config.target is not None and config.target_accuracy is not None:
+        raise UserError("--target and --target-accuracy both end the run: leave one out")
+    asked = {"target-accuracy": config.target_accuracy, "target": config.target, "best": config.best}
+    goal_of(config), measure_of(config)
+    for flag, value in asked.items():
+        if value is not None and config.eval_every is None and not in_script:
+            raise UserError(f"--{flag} is only seen at evaluations: add --eval-every, as in --eval-every 1")
+
+
+def require_measured(config: RunConfig, known: Iterable[str], has_test: bool) -> None:
+    """What the run is to reach, and is chosen by, must be something that is measured on its test data."""
+    goal, measure = goal_of(config), measure_of(config)
+    if config.target_accuracy is not None and goal is not None:
+        _require(f"--target-accuracy {goal.value:g}", goal.metric, tuple(known), has_test)
+    elif goal is not None:
+        _require(f"--target '{config.target}'", goal.metric, tuple(known), has_test)
+    if config.best is not None and measure is not None:
+        _require(f"--best {config.best}", measure.metric, tuple(known), has_test)
+
+
+def _require(asked: str, metric: str, known: tuple[str, ...], has_test: bool) -> None:
+    if not has_test:
+        raise UserError(f"{asked}: this task has no test data to measure it on; give it test=(inputs, targets)")
+    if metric not in known:
+        why = ", as its targets are no class numbers" if metric == "accuracy" else ""
+        instead = f"--target '{known[-1]}<=VALUE'" if asked.startswith("--target") else f"--best min:{known[-1]}"
+        raise UserError(f"{asked}: this task has no {metric}{why}; it measures {', '.join(known)}, as in {instead}")

@@ -1,0 +1,175 @@
+"""What a script hands over to its session: a model, data, and perhaps its own optimizer and schedule.
+
+The optimizer's settings become the server's, and its `step()` becomes a push: the script's own lines stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.config import RunConfig
+from paceline.errors import UserError
+
+KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
+"""Optimizers of torch that a server has too."""
+FIXED = {"dampening": 0, "maximize": False, "amsgrad": False, "eps": 1e-8}
+"""What a server's optimizers do not let one choose."""
+SCHEDULES = (LRScheduler, ReduceLROnPlateau)
+DEFAULT_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A script's things, sorted out."""
+
+    model: nn.Module
+    data: Any
+    batch_size: int
+    collate: Callable[[list[Any]], Any] | None
+    optimizer: Optimizer | None
+    loops: bool
+    """Whether the data came as a loader, which a script passes over once an epoch."""
+
+    @property
+    def parameters(self) -> set[int]:
+        """By id, those that the optimizer steps."""
+        assert self.optimizer is not None
+        return {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+
+
+def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> Handed:
+    """Tell model, data, optimizer and schedule apart; what does not fit together is said."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"session.prepare({type(model).__name__}, ...): the first thing is the model, a torch.nn.Module"
+        )
+    optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+    schedules = [thing for thing in things if isinstance(thing, SCHEDULES)]
+    data = [thing for thing in things if not isinstance(thing, (Optimizer, *SCHEDULES))]
+    if len(data) != 1 or len(optimizers) > 1:
+        found = f"{len(data)} data sets or loaders and {len(optimizers)} optimizers"
+        raise UserError(
+            f"session.prepare(...) was given {found}: give what you train on, once, and at most one optimizer"
+        )
+    optimizer = optimizers[0] if optimizers else None
+    for schedule in schedules:
+        if schedule.optimizer is not optimizer:
+            raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one handed over")
+    if optimizer is not None:
+        _require_of_model(optimizer, model)
+    return _with_data(model, data[0], batch_size, optimizer)
+
+
+def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: Optimizer | None) -> Handed:
+    if not isinstance(data, DataLoader):
+        if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
+            data = TensorDataset(*data)
+        _require_indexable(data)
+        return Handed(model, data, batch_size or DEFAULT_BATCH, None, optimizer, loops=False)
+    if batch_size is not None and batch_size != data.batch_size:
+        raise UserError(
+            f"session.prepare(...): batch_size={batch_size}, and the loader has {data.batch_size}: leave it out"
+        )
+    if data.batch_size is None:
+        raise UserError(
+            "session.prepare(...): this loader has a batch sampler of its own, and Paceline deals batches itself; hand "
+            "over the data set with batch_size=N"
+        )
+    _require_indexable(data.dataset)
+    return Handed(model, data.dataset, data.batch_size, data.collate_fn, optimizer, loops=True)
+
+
+def _require_indexable(data: Any) -> None:
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise UserError(
+            f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed; Paceline deals samples "
+            "by number: give a map-style data set, tensors, or a DataLoader over one"
+        )
+
+
+def _require_of_model(optimizer: Optimizer, model: nn.Module) -> None:
+    """An optimizer steps parameters of the model, and no others."""
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError("session.prepare(...): the optimizer has parameters that the model has not; hand over its own")
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """A torch optimizer as the settings of a run."""
+    name = type(optimizer).__name__
+    if name not in KINDS:
+        raise UserError(
+            f"optimizer {name}: the server has {', '.join(KINDS)}; use one of them, or leave it out of "
+            "session.prepare(...), call session.step(loss) and give --optimizer lars"
+        )
+    for setting, wanted in FIXED.items():
+        for group in optimizer.param_groups:
+            if group.get(setting, wanted) != wanted:
+                raise UserError(f"optimizer {name}: {setting}={group[setting]}, and the server has {wanted}: use that")
+    decays = {float(group["weight_decay"]) for group in optimizer.param_groups} - {0.0}
+    if len(decays) > 1:
+        raise UserError(f"optimizer {name}: weight decays {sorted(decays)}; the server has one, or none, a parameter")
+    settings = {
+        "optimizer": KINDS[name],
+        "lr": lr_of(optimizer, "initial_lr"),
+        "weight_decay": max(decays, default=0.0),
+    }
+    for setting in ("momentum", "nesterov", "betas"):
+        values = [group[setting] for group in optimizer.param_groups if setting in group]
+        if any(value != values[0] for value in values):
+            raise UserError(f"optimizer {name}: groups with {setting} {values}; the server has one for all")
+        if values:
+            settings[setting] = [float(beta) for beta in values[0]] if setting == "betas" else values[0]
+    return settings
+
+
+def lr_of(optimizer: Optimizer, which: str = "lr") -> float:
+    """The learning rate of all its groups as it is now, or the `initial_lr` that a schedule began with."""
+    rates = [float(group.get(which, group["lr"])) for group in optimizer.param_groups]
+    if any(rate != rates[0] for rate in rates):
+        raise UserError(f"optimizer {type(optimizer).__name__}: groups with learning rates {rates}; the server has one")
+    return rates[0]
+
+
+def decay_of(optimizer: Optimizer) -> Callable[[str, nn.Parameter], bool]:
+    """Which parameters weight decay touches."""
+    touched = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    return lambda name, parameter: id(parameter) in touched
+
+
+def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: frozenset[str]) -> None:
+    """What is said both on the command line and in the script must be the same."""
+    for name, value in settings.items():
+        asked = getattr(config, name)
+        if name in typed and asked != value:
+            flag = f"--{name.replace('_', '-')} {asked}"
+            raise UserError(f"{flag}, and the script itself says {value}: leave out one of the two")
+
+
+def take_over(optimizer: Optimizer, push: Callable[[Any], None], begun: bool) -> None:
+    """From now on `optimizer.step()` pushes; whoever holds the optimizer (a schedule, a scaler) goes on using it.
+
+    In a run that has `begun` before, a schedule catches up with epochs in which nothing is left to do.
+    """
+    optimizer._opt_called = begun  # type: ignore[attr-defined]  # what a schedule looks at
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        push(loss)
+        self._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule complains, or wraps it once more
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

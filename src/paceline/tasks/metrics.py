@@ -1,0 +1,119 @@
+"""What is measured of a model beside its loss: functions of outputs and targets, or objects that look at all of them.
+
+An object with `reset()`, `update(outputs, targets)` and `compute()` sees every batch: torchmetrics has many of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.errors import UserError
+
+RESERVED = ("loss", "accuracy")
+"""Names of what is always measured."""
+
+
+@runtime_checkable
+class Gathered(Protocol):
+    """A metric of all the data, which is no mean over batches."""
+
+    def reset(self) -> None: ...
+
+    def update(self, outputs: Any, targets: Any) -> None: ...
+
+    def compute(self) -> float | Tensor: ...
+
+
+Metric: TypeAlias = Callable[[Any, Any], "float | Tensor"] | Gathered
+
+
+class Perplexity:
+    """exp of the mean negative log-likelihood of all tokens, as a language model is judged.
+
+    Outputs are scores [..., vocabulary], targets token ids [...]; those that are `ignored` (padding) do not count.
+
+    >>> import torch
+    >>> metric = Perplexity(ignored=0)
+    >>> metric.update(torch.zeros(2, 3, 8), torch.tensor([[1, 2, 0], [3, 0, 0]]))
+    >>> round(metric.compute(), 3)
+    8.0
+    """
+
+    def __init__(self, ignored: int = -100) -> None:
+        self._ignored = ignored
+        self.reset()
+
+    def reset(self) -> None:
+        """Before the data is looked at again."""
+        self._sum, self._count = 0.0, 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """One batch."""
+        scores, ids = outputs.float().flatten(0, -2), targets.flatten()
+        self._sum += F.cross_entropy(scores, ids, ignore_index=self._ignored, reduction="sum").item()
+        self._count += int((ids != self._ignored).sum())
+
+    def compute(self) -> float:
+        """Of everything since `reset`."""
+        mean = self._sum / self._count if self._count else math.nan
+        return math.exp(mean) if mean < math.log(1e300) else math.inf
+
+
+class _Mean:
+    """A function's mean over samples."""
+
+    def __init__(self, function: Callable[[Any, Any], float | Tensor]) -> None:
+        self._function = function
+        self._sum, self._count = 0.0, 0
+
+    def update(self, name: str, outputs: Any, targets: Any, samples: int) -> None:
+        self._sum += samples * number(name, self._function(outputs, targets))
+        self._count += samples
+
+    def compute(self) -> float:
+        return self._sum / self._count if self._count else math.nan
+
+
+class Measuring:
+    """One pass over some data with a task's metrics."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._means = {name: _Mean(metric) for name, metric in metrics.items() if not isinstance(metric, Gathered)}
+        self._gathered = {name: metric for name, metric in metrics.items() if isinstance(metric, Gathered)}
+        for metric in self._gathered.values():
+            metric.reset()
+
+    def look(self, outputs: Any, targets: Any, samples: int) -> None:
+        """One batch."""
+        for name, mean in self._means.items():
+            mean.update(name, outputs, targets, samples)
+        for metric in self._gathered.values():
+            metric.update(outputs, targets)
+
+    def found(self) -> dict[str, float]:
+        """By name."""
+        found = {name: mean.compute() for name, mean in self._means.items()}
+        return found | {name: number(name, metric.compute()) for name, metric in self._gathered.items()}
+
+
+def number(name: str, value: float | Tensor) -> float:
+    """A metric's value, which must be one number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"metric '{name}' came to {what}: return one number, the mean over the batch") from None
+
+
+def require_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Names that can be written behind --target, and things that measure."""
+    for name, metric in metrics.items():
+        if name in RESERVED or not name.isidentifier():
+            raise UserError(f"metric '{name}': give it a name of letters and digits, other than loss and accuracy")
+        if not (callable(metric) or isinstance(metric, Gathered)):
+            raise UserError(f"metric '{name}' is {type(metric).__name__}: give a function of outputs and targets")

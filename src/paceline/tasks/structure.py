@@ -1,0 +1,75 @@
+"""What a model is given and compared with: one tensor, several in a tuple, or several by name; samples come first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from paceline.errors import UserError
+
+Structure: TypeAlias = Any
+"""A tensor, or tuples, lists and dicts of structures; None where there is nothing."""
+
+
+def each(function: Callable[[Tensor], Any], data: Structure) -> Structure:
+    """The same structure with `function` of each tensor.
+
+    >>> each(lambda tensor: tensor.shape[0], {"ids": torch.zeros(3, 2), "pair": (torch.zeros(3), None)})
+    {'ids': 3, 'pair': (3, None)}
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return {name: each(function, part) for name, part in data.items()}
+    if isinstance(data, tuple | list):
+        parts = [each(function, part) for part in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    return data
+
+
+def tensors_of(data: Structure) -> list[Tensor]:
+    """Its tensors, in a fixed order."""
+    found: list[Tensor] = []
+    each(found.append, data)
+    return found
+
+
+def rows_of(data: Structure, rows: slice | Tensor) -> Structure:
+    """Some of its samples."""
+    return each(lambda tensor: tensor[rows], data)
+
+
+def num_samples(data: Structure) -> int:
+    """How many samples all its tensors have."""
+    return len(tensors_of(data)[0])
+
+
+def require_samples(part: str, inputs: Structure, targets: Structure) -> None:
+    """Every tensor of a data set has one row a sample."""
+    counts = [len(tensor) if tensor.dim() else 0 for tensor in tensors_of(inputs)]
+    if not counts:
+        raise UserError(f"{part} data: the inputs hold no tensor; give a tensor, or a tuple or dict of tensors")
+    if len(set(counts)) > 1:
+        raise UserError(f"{part} data: tensors of {' and '.join(map(str, counts))} inputs; give the same number each")
+    for tensor in tensors_of(targets):
+        if not tensor.dim() or len(tensor) != counts[0]:
+            count = len(tensor) if tensor.dim() else 0
+            raise UserError(f"{part} data: {counts[0]} inputs but {count} targets; give one target each")
+
+
+def device_of(data: Structure) -> torch.device:
+    """Where it lies."""
+    return tensors_of(data)[0].device
+
+
+def outputs_of(model: nn.Module, inputs: Structure, tensors: dict[str, Tensor] | None = None) -> Any:
+    """What the model says: a tuple of inputs is its arguments, a dict its named ones; `tensors` in place of its own."""
+    if isinstance(inputs, Mapping):
+        arguments, named = (), dict(inputs)
+    else:
+        arguments, named = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    return model(*arguments, **named) if tensors is None else functional_call(model, tensors, arguments, named)

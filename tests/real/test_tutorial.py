@@ -1,0 +1,128 @@
+"""Every command of `docs/tutorial.md` works, in the order of the page, and prints the lines that the page shows.
+
+Blocks are told by their fence: `sh` is run (with a title, where the title says), `text` is what was printed, `python`
+is a file. Numbers may differ, dots stand for anything. The two machines are two folders here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import GIVING_WAY, PATIENCE
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """What a line of output must look like: the same words, any numbers, any spaces.
+
+    >>> bool(pattern("188 updates, 69.95 %").search("1,250 updates,  7 %"))
+    True
+    """
+    words = re.split(r"(\d[\d.,:/-]*\d|\d|\.\.\.|\s+)", line.strip())
+    parts = [r"\s+" if word.isspace() else ".+" if word == "..." else re.escape(word) for word in words]
+    numbered = [r"[\d.,:/-]+" if word[:1].isdigit() else part for word, part in zip(words, parts, strict=True)]
+    return re.compile(r"(?m)^\s*" + "".join(numbered) + r"\s*$")
+
+
+class Reader:
+    """Someone who does what the page says, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.here, self.there = folder / "first", folder / "second"
+        self.here.mkdir()
+        self.there.mkdir()
+        self.log = folder / "output"
+        self.log.touch()
+        self.read = 0
+        self.running: list[subprocess.Popen[bytes]] = []
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self.environment = {**os.environ, **GIVING_WAY, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+
+    def start(self, text: str, folder: Path) -> subprocess.Popen[bytes]:
+        """Run a block as it stands on the page, but for the address and the token of a server."""
+        text = text.replace("10.0.0.1", "127.0.0.1").replace(":29500", f":{self.port}")
+        if "PACELINE_TOKEN=..." in text:
+            token = (self.here / "runs/two/token").read_text().strip()
+            text = text.replace("PACELINE_TOKEN=...", f"PACELINE_TOKEN={token}")
+        with self.log.open("ab") as log:
+            words = ["sh", "-e", "-c", text]
+            process = subprocess.Popen(
+                words, cwd=folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self.running.append(process)
+        return process
+
+    def run(self, text: str, *folders: Path) -> None:
+        """Run a block to its end, in all folders at the same time."""
+        for process in [self.start(text, folder) for folder in folders]:
+            assert process.wait(PATIENCE) == 0, f"{text}\n{self.log.read_text()[self.read :]}"
+
+    def expect(self, text: str) -> None:
+        """Wait until every line of `text` was printed since the last command."""
+        missing, deadline = text.splitlines(), time.monotonic() + PATIENCE
+        while missing:
+            printed = self.log.read_text()[self.read :]
+            missing = [line for line in missing if not pattern(line).search(printed)]
+            assert not missing or time.monotonic() < deadline, f"never printed: {missing}\nbut: {printed}"
+            assert not missing or any(process.poll() is None for process in self.running), f"{missing}\nin: {printed}"
+            time.sleep(0.02 if missing else 0)
+
+    def close(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+            process.wait()
+
+
+def follow(reader: Reader, kind: str, title: str, text: str) -> None:
+    """Do what one block says."""
+    match kind, title:
+        case "sh", "install":
+            targets = re.findall(r"^make (\w+)", text, re.MULTILINE)
+            assert targets == ["setup"]
+            subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
+        case "sh", "on the first machine":
+            reader.read = reader.log.stat().st_size
+            reader.start(text, reader.here)
+        case "sh", "on both machines":
+            shutil.copy(reader.here / "my_model.py", reader.there)
+            reader.run(text, reader.here, reader.there)
+        case "sh", "":
+            reader.read = reader.log.stat().st_size
+            reader.run(text, reader.here)
+        case "python", file:
+            (reader.here / file).write_text(text)
+        case "text", _:
+            reader.expect(text)
+        case _:
+            pytest.fail(f"a block of kind {kind} with title '{title}': what is to be done with it?")
+
+
+@pytest.mark.timeout(300)
+def test_a_stranger_can_follow_the_tutorial(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    try:
+        for kind, title, text in BLOCK.findall(PAGE):
+            follow(reader, kind, title, text)
+        assert all(process.wait(PATIENCE) == 0 for process in reader.running)
+    finally:
+        reader.close()
+    assert {path.name for path in (reader.here / "runs").iterdir()} >= {"first", "second", "mine", "loop", "two"}
+
+
+def test_no_block_of_the_page_is_overlooked() -> None:
+    assert len(BLOCK.findall(PAGE)) == PAGE.count("\n```") / 2
+    assert not re.search(r"^paceline ", BLOCK.sub("", PAGE), re.MULTILINE)

@@ -1,0 +1,166 @@
+"""The documentation is always true: its pages, links, commands and pictures."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.assemble import STRATEGIES, resolve
+from paceline.cli import VERBS
+from paceline.flags import Parser, add_settings, config_from
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_site  # noqa: E402
+import site_navigation  # noqa: E402
+import strategy_figures  # noqa: E402
+
+PAGES = sorted(DOCS.rglob("*.md"))
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    found = {**site_navigation.SEE, **site_navigation.OWN_CODE}
+    listed = {*re.findall(r"[\w/-]+\.md", CONFIG), *found.values()}
+    assert not [name_of(page) for page in PAGES if page.parent.name != "decisions" and name_of(page) not in listed]
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            where = (page.parent / target).resolve()
+            assert where.exists() or where == DOCS / "index.md", f"{name_of(page)} links to {target}"
+
+
+def test_a_link_to_a_file_that_is_no_page_is_its_name_on_the_site() -> None:
+    text = "[a](../examples/tour.py), [b](rules.md), [c](nowhere.md), ![d](../README.md)"
+    on_site = site_navigation.without_outside_links(text, Path("docs/data.md"))
+    assert on_site == "a (`examples/tour.py`), [b](rules.md), [c](nowhere.md), ![d](../README.md)"
+
+
+def test_the_first_page_is_the_readme_with_links_that_lead_to_pages() -> None:
+    page = site_navigation.first_page((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "## The house" not in page and "# Paceline" in page
+    targets = re.findall(r"\]\(([^):#]+)\)", page)
+    assert targets and all((DOCS / target).is_file() for target in targets)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_has_a_page_with_its_picture_and_a_command(strategy: str) -> None:
+    text = (DOCS / f"strategies/{strategy}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {strategy}") and f"figures/strategies/{strategy}.svg" in text
+    assert re.search(rf"^paceline train --strategy {strategy}[ :]", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_picture_is_the_one_that_is_made_today(strategy: str) -> None:
+    there = (DOCS / f"figures/strategies/{strategy}.svg").read_text(encoding="utf-8")
+    assert strategy_figures.make(strategy) == there, f"python tools/strategy_figures.py {strategy}"
+
+
+def commands() -> list[str]:
+    """Every `paceline train` and `simulate` in the pages that show commands for any machine."""
+    pages = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "strategies"]
+    pages += [(DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("codecs", "local-steps", "landscape")]
+    return re.findall(r"^paceline (?:train|simulate) .*$", "\n".join(pages), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_that_trains_is_one_that_works(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    parser = Parser(f"paceline {words[1]}", "")
+    add_settings(parser)
+    resolve(config_from(parser.parse_strictly(words[2:]), None))
+
+
+def test_every_verb_and_benchmark_that_pages_name_exists() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        verbs = set(re.findall(r"^(?:\$ )?paceline ([a-z]+)\b", text, re.MULTILINE))
+        assert verbs <= set(VERBS), f"{name_of(page)}: {verbs - set(VERBS)}"
+        for script in set(re.findall(r"\b(?:benchmarks|tools)/\w+\.py", text)):
+            assert (ROOT / script).is_file(), f"{name_of(page)}: {script}"
+
+
+def test_a_site_that_fetches_from_elsewhere_is_found_out(tmp_path: Path) -> None:
+    good = '<link rel="canonical" href="https://a.example/"><a href="https://a.example/">read on</a><img src="b.svg">'
+    (tmp_path / "good.html").write_text(good)
+    assert check_site.main(tmp_path) == 0
+    for bad in (
+        '<script src="https://cdn.example/a.js"></script>',
+        '<link rel="stylesheet" href="//fonts.example/a.css">',
+        "<style>@import 'https://fonts.example/a.css';</style>",
+        '<p style="background: url(http://a.example/b.png)">',
+        '<pre class="mermaid">graph LR</pre>',
+    ):
+        (tmp_path / "bad.html").write_text(bad)
+        assert check_site.main(tmp_path) == 1, bad
+
+
+def messages() -> list[str]:
+    """Every line that the page about trouble quotes."""
+    quoted = re.findall(r"```text\n(.*?)```", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.DOTALL)
+    return [line for block in quoted for line in block.splitlines()]
+
+
+LEAST_LETTERS = 8
+"""A part of a text that is shorter says nothing about a message in which it occurs."""
+LEAST_SHARE = 0.6
+"""Of a message that the source must account for; the rest is names and numbers."""
+
+
+def texts_of_the_source() -> list[list[str]]:
+    """Every text in the source, as the parts between what is filled in."""
+    found = []
+    for file in (ROOT / "src/paceline").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append([str(part.value) for part in node.values if isinstance(part, ast.Constant)])
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append([node.value])
+    return [parts for parts in found if any(len(part) >= LEAST_LETTERS for part in parts)]
+
+
+def places_of(parts: list[str], message: str) -> list[range]:
+    """Where all parts of a text stand in the message, one after the other; nowhere if one is missing."""
+    found, at = [], 0
+    for part in parts:
+        at = message.find(part, at)
+        if at < 0:
+            return []
+        found.append(range(at, at + len(part)))
+        at += len(part)
+    return found
+
+
+def share_said(message: str, texts: list[list[str]]) -> float:
+    """How much of the message stands in the source."""
+    ranges = [place for parts in texts for place in places_of(parts, message)]
+    return len({at for place in ranges for at in place}) / len(message)
+
+
+def test_every_message_about_trouble_is_one_that_the_source_can_say() -> None:
+    texts = texts_of_the_source()
+    assert len(messages()) >= 25
+    gone = [message for message in messages() if share_said(message.removeprefix("paceline: "), texts) < LEAST_SHARE]
+    assert not gone, gone
+    assert share_said("runs/NAME has been eaten by the dog at update 118: buy another", texts) < LEAST_SHARE
+
+
+def test_the_keys_of_a_result_are_those_that_the_page_names(tmp_path: Path) -> None:
+    table = (DOCS / "api.md").read_text(encoding="utf-8").partition("### What it returns")[2].partition("\n:::")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    config = strategy_figures.config_of(strategy_figures.FIGURES_OF["sync"], tmp_path)
+    _, result = strategy_figures.simulate(config, strategy_figures.Console(quiet=True))
+    assert len(named) > 20 and named - {"folder"} <= set(result), named - set(result)

@@ -1,0 +1,228 @@
+"""Makes the pictures of `docs/strategies/`: who computes, sends and waits, and when the weights change.
+
+    python tools/strategy_figures.py [sync ...]      # all of them without a name; a few seconds
+
+Each is drawn from the folder of a run that is simulated for it. The same command makes the same bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from strategy_timeline import Push, Timeline, agrees, read_timeline, waits
+
+from paceline.config import RunConfig
+from paceline.reports.console import Console
+from paceline.simulate import simulate
+
+FIGURES = Path(__file__).parents[1] / "docs/figures/strategies"
+SPEEDS, LINK = "61ms,68ms,79ms,180ms", "1000gbit,5ms"
+"""Four workers, the last one slow."""
+LEFT, WIDTH, ROW, BAR = 118, 600, 34, 18
+DIGIT = 8
+"""Pixels that a figure takes."""
+STYLE = """
+  text { font: 12px system-ui, sans-serif; fill: #24292f }
+  .faint { fill: #57606a } .axis { stroke: #8c959f }
+  .compute { fill: #3b76c4 } .dropped { fill: #fff; stroke: #c93c37; stroke-width: 1.5 } .cross { stroke: #c93c37 }
+  .wait { fill: #dfe3e8 } .send { stroke: #d08700; stroke-width: 2.5 } .step { stroke: #fff }
+  .update { stroke: #1f7a3d; stroke-width: 3 } .round { stroke: #1f7a3d; stroke-dasharray: 2 3 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6e8ec } .faint { fill: #a9b1bc } .axis { stroke: #6b7480 }
+    .compute { fill: #6ea3ea } .dropped { fill: none; stroke: #ff7b72 } .cross { stroke: #ff7b72 }
+    .wait { fill: #3d4350 } .send { stroke: #f0b23a } .step { stroke: #1e2129 }
+    .update { stroke: #57c274 } .round { stroke: #57c274 }
+  }"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One strategy as it is drawn: its text, and how many milliseconds are shown."""
+
+    strategy: str
+    window: int = 600
+
+    @property
+    def name(self) -> str:
+        return self.strategy.partition(":")[0]
+
+
+FIGURES_OF = {
+    figure.name: figure
+    for figure in (
+        Figure("classic"),
+        Figure("sync"),
+        Figure("backup:1"),
+        Figure("async"),
+        Figure("bounded:1"),
+        Figure("allreduce"),
+        Figure("local:4", 1800),
+        Figure("diloco:4", 1800),
+        Figure("async-local:4", 1800),
+    )
+}
+
+
+def config_of(figure: Figure, runs: Path) -> RunConfig:
+    """The run that is drawn: times alone, no gradient."""
+    alone = figure.name == "classic"
+    return RunConfig(
+        strategy=figure.strategy,
+        workers=1 if alone else 4,
+        speeds=SPEEDS.split(",")[0] if alone else SPEEDS,
+        link=None if alone else LINK,
+        timing_only=True,
+        parameters="62k",
+        steps=60,
+        name=figure.name,
+        runs=str(runs),
+    )
+
+
+def line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{css}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def bar(css: str, x1: float, x2: float, y: float) -> str:
+    return f'<rect class="{css}" x="{x1:.1f}" y="{y:.1f}" width="{x2 - x1:.1f}" height="{BAR}" rx="2"/>'
+
+
+def text(content: str, x: float, y: float, css: str = "", anchor: str = "start") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{content}</text>'
+
+
+class Drawing:
+    """The parts of one picture; what lies behind the window's end is cut off."""
+
+    def __init__(self, timeline: Timeline, window: int) -> None:
+        self.timeline, self.window = timeline, window / 1000
+        self.rows = len(timeline.step_seconds)
+        self.parts: list[str] = []
+
+    def x(self, seconds: float) -> float:
+        return LEFT + WIDTH * min(max(seconds, 0.0), self.window) / self.window
+
+    def draw(self) -> str:
+        """The whole SVG."""
+        for worker in range(self.rows):
+            self.worker(worker)
+        self.updates()
+        bottom = self.axis()
+        bottom = self.legend(bottom + 22)
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 28} {bottom + 8}" role="img">'
+        title = f"<title>{self.timeline.strategy}: {self.summary()}</title>"
+        return "\n".join([head, title, f"<style>{STYLE}\n</style>", *self.parts, "</svg>", ""])
+
+    def worker(self, number: int) -> None:
+        y = 8 + ROW * number
+        milliseconds = round(1000 * self.timeline.step_seconds[number])
+        self.parts.append(text(f"worker {number}", 4, y + 13))
+        self.parts.append(text(f"{milliseconds} ms", LEFT - 8, y + 13, "faint", "end"))
+        for began, ended in waits(self.timeline, number):
+            if ended - began > 0.001 and began < self.window:
+                self.parts.append(bar("wait", self.x(began), self.x(ended), y))
+        for push in self.timeline.pushes:
+            if push.worker == number and push.began < self.window:
+                self.push(push, y)
+
+    def push(self, push: Push, y: float) -> None:
+        """The work for one push, its steps, and the way there and back."""
+        middle, exchange = y + BAR / 2, self.timeline.exchange
+        if push.began - exchange >= 0 and exchange:
+            self.parts.append(line("send", self.x(push.began - exchange), middle, self.x(push.began), middle))
+        self.parts.append(bar("compute" if push.counted else "dropped", self.x(push.began), self.x(push.ended), y))
+        for step in range(1, push.steps):
+            at = push.began + step * (push.ended - push.began) / push.steps
+            if at < self.window:
+                self.parts.append(line("step", self.x(at), y, self.x(at), y + BAR))
+        if push.arrived > push.ended and push.ended < self.window:
+            self.parts.append(line("send", self.x(push.ended), middle, self.x(push.arrived), middle))
+        if not push.counted and push.ended < self.window:
+            at = self.x(push.ended) - 9
+            self.parts += [
+                line("cross", at - 4, middle - 4, at + 4, middle + 4),
+                line("cross", at - 4, middle + 4, at + 4, middle - 4),
+            ]
+
+    def updates(self) -> None:
+        """When the weights change, and for pushes that come one by one how stale each was."""
+        y = 8 + ROW * self.rows + 6
+        where = "in the worker" if self.rows == 1 else "in all workers" if self.timeline.ring else "server"
+        self.parts.append(text(where, 4, y + 13))
+        taken, shown = [push for push in self.timeline.pushes if push.counted], -99.0
+        for at in (update for update in self.timeline.updates if update < self.window):
+            self.parts.append(line("update", self.x(at), y, self.x(at), y + BAR))
+            if self.timeline.in_rounds:
+                self.parts.append(line("round", self.x(at), 4, self.x(at), y))
+        if self.timeline.in_rounds or self.rows == 1:
+            return
+        for push in taken:
+            at = self.x(push.arrived)
+            if push.arrived < self.window and at - shown >= DIGIT:
+                self.parts.append(text(str(push.staleness), at, y + BAR + 13, "faint", "middle"))
+                shown = at
+
+    def axis(self) -> float:
+        digits = not self.timeline.in_rounds and self.rows > 1
+        y = 8 + ROW * self.rows + 6 + BAR + (20 if digits else 8)
+        self.parts.append(line("axis", LEFT, y, LEFT + WIDTH, y))
+        every = 100 if self.window <= 0.6 else 300
+        for milliseconds in range(0, round(1000 * self.window) + 1, every):
+            at = self.x(milliseconds / 1000)
+            self.parts.append(line("axis", at, y, at, y + 4))
+            self.parts.append(text(f"{milliseconds} ms" if milliseconds else "0", at, y + 17, "faint", "middle"))
+        return y + 17
+
+    def legend(self, y: float) -> float:
+        """What the colours mean, as far as they occur, and the sums."""
+        x = 4.0
+        entries = [("compute", "computing"), ("wait", "waiting"), ("send", "sending"), ("dropped", "dropped")]
+        if self.rows == 1:
+            entries = entries[:1]
+        for css, label in entries:
+            if not any(f'class="{css}"' in part for part in self.parts):
+                continue
+            mark = line(css, x, y - 4, x + 16, y - 4) if css == "send" else bar(css, x, x + 16, y - 13)
+            self.parts += [mark, text(label, x + 22, y)]
+            x += 34 + 7 * len(label)
+        stale = "" if self.timeline.in_rounds or self.rows == 1 else ", below it how stale the push was"
+        self.parts += [line("update", x + 4, y - 13, x + 4, y + 5), text(f"update{stale}", x + 14, y)]
+        self.parts.append(text(self.summary(), 4, y + 22, "faint"))
+        return y + 22
+
+    def summary(self) -> str:
+        """What the window holds."""
+        updates = [at for at in self.timeline.updates if at <= self.window]
+        batches = sum(push.steps for push in self.timeline.pushes if push.counted and push.arrived <= updates[-1])
+        busy = sum(
+            min(push.ended, self.window) - push.began for push in self.timeline.pushes if push.began < self.window
+        )
+        share = 100 * busy / (self.rows * self.window)
+        return (
+            f"in {1000 * self.window:g} ms: {len(updates)} updates from {batches} batches; "
+            f"workers compute {share:.0f} % of the time"
+        )
+
+
+def make(name: str) -> str:
+    """Simulate the run of one strategy and draw it."""
+    figure = FIGURES_OF[name]
+    with tempfile.TemporaryDirectory() as runs:
+        folder, _ = simulate(config_of(figure, Path(runs)), Console(quiet=True))
+        timeline = read_timeline(folder.path)
+        assert agrees(timeline, folder.path), f"the timeline of {name} is not what its result says"
+    return Drawing(timeline, figure.window).draw()
+
+
+def main(names: list[str]) -> None:
+    """Write the pictures of these strategies, or of all."""
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for name in names or FIGURES_OF:
+        (FIGURES / f"{name}.svg").write_text(make(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

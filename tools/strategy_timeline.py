@@ -1,0 +1,113 @@
+"""What each worker did and when, read from the folder of a simulated run with constant step times and a fast link."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from paceline.assemble import on_ring, parse_strategy, pushes_per_update
+from paceline.config import RunConfig
+from paceline.core.messages import Verdict
+from paceline.quantities import seconds
+from paceline.runs.arrivals import Record, read_arrivals
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.network import parse_link, ring_seconds
+
+SLACK = 0.0001
+"""Seconds that the bytes of small messages may add to the latency of the link."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push: when its work began and ended, when the server had it, how stale it was, and whether it counted."""
+
+    worker: int
+    began: float
+    ended: float
+    arrived: float
+    steps: int
+    staleness: int
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run as a picture needs it; times in seconds."""
+
+    strategy: str
+    step_seconds: list[float]
+    pushes: list[Push]
+    updates: list[float]
+    exchange: float
+    """Seconds a message is under way; around a ring, the whole exchange."""
+    ring: bool
+
+    @property
+    def in_rounds(self) -> bool:
+        return parse_strategy(self.strategy).in_rounds
+
+
+def read_timeline(path: Path) -> Timeline:
+    """The timeline of the run folder at `path`."""
+    folder = RunFolder.open(path)
+    config = folder.config()
+    records, _ = read_arrivals(folder.arrivals_file, config)
+    ring = on_ring(config)
+    step_seconds = [seconds(text) for text in (config.speeds or "").split(",")]
+    exchange = _exchange(config, ring)
+    updates = _updates(records, config)
+    way = 0.0 if ring else exchange
+    steps = {worker: parse_strategy(config.strategy).local_steps for worker in range(len(step_seconds))}
+    told, pushes, taken = dict(steps), [], 0
+    number = pushes_per_update(parse_strategy(config.strategy), len(step_seconds))
+    last: dict[int, tuple[float, int]] = {}  # when a worker's last push came, and the version after it
+    for record in records:
+        worker = record.worker
+        if record.kind == "steps":
+            told[worker] = record.seq  # holds from the reply to the push that comes with it
+        if record.kind != "push":
+            continue
+        ended = record.now - way
+        began = ended - steps[worker] * step_seconds[worker]
+        replied = began - exchange
+        arrived, version = last.get(worker, (0.0, 0))
+        given = version if replied - arrived < SLACK else bisect_right(updates, replied + SLACK)
+        counted = record.verdict == Verdict.TAKEN
+        pushes.append(Push(worker, began, ended, record.now, steps[worker], taken // number - given, counted))
+        taken += counted
+        last[worker] = record.now, taken // number
+        steps[worker] = told[worker]
+    return Timeline(config.strategy, step_seconds, pushes, updates, exchange, ring)
+
+
+def _exchange(config: RunConfig, ring: bool) -> float:
+    if config.link is None:
+        return 0.0
+    link = parse_link(config.link)
+    return ring_seconds(config.workers or 1, 0, link) if ring else link.latency
+
+
+def _updates(records: list[Record], config: RunConfig) -> list[float]:
+    """When each update was made: at every push that counts, or at the last of every round."""
+    taken = [record.now for record in records if record.kind == "push" and record.verdict == Verdict.TAKEN]
+    number = pushes_per_update(parse_strategy(config.strategy), config.workers or 1)
+    return taken[number - 1 :: number]
+
+
+def waits(timeline: Timeline, worker: int) -> list[tuple[float, float]]:
+    """When `worker` stood idle: between its push's arrival and the reply's leaving."""
+    own = [push for push in timeline.pushes if push.worker == worker]
+    return [(first.arrived, then.began - timeline.exchange) for first, then in pairwise(own)]
+
+
+def agrees(timeline: Timeline, path: Path) -> bool:
+    """Whether the timeline counts what the run's result counts."""
+    result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+    counted = [push.staleness for push in timeline.pushes if push.counted]
+    mean = sum(counted) / len(counted)
+    dropped = sum(not push.counted for push in timeline.pushes)
+    same_mean = abs(mean - result["staleness"]["mean"]) < 0.001
+    return same_mean and len(timeline.updates) == result["updates"] and dropped == result["dropped_pushes"]
