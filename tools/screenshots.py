@@ -1,6 +1,6 @@
 """Makes the pictures of `docs/figures` that show pages: real short runs, opened in a headless Chromium.
 
-    python tools/screenshots.py [--keep DIR]
+    python tools/screenshots.py [--keep DIR] [--only report|compared|live ...]
 
 Each page is photographed 1280 and 400 pixels wide, light and dark, cut to its content and reduced to 128 colours.
 """
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from PIL import Image, ImageChops
@@ -20,7 +21,10 @@ from PIL import Image, ImageChops
 FIGURES = Path(__file__).parents[1] / "docs/figures"
 WIDTHS = {1280: 2300, 400: 3800}
 """Pixels wide, and at most as many high."""
+LIVE_WIDTHS = {1280: 1700, 400: 1500}
+LIVE_SECONDS, SETTLING_SECONDS = 180.0, 2.5
 SCHEMES = {"light": "1", "dark": "0"}
+PAGES = ("report", "compared", "live")
 MOST_BYTES = 250_000
 COMMON = ["--dataset", "fashion-mnist-sample", "--runs", "runs"]
 FAULTS = """
@@ -99,20 +103,58 @@ def photograph_all(name: str, address: str) -> None:
                 )
 
 
+def photograph_live(folder: Path) -> None:
+    """A real run with a slow worker while it goes on, beside one that has ended, in a browser that follows them."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/real"))
+    from browser import Browser
+
+    chromium()
+    program, runs = [sys.executable, "-m", "paceline"], str(folder / "watched")
+    brief = ["--strategy", "sync", "--workers", "2", "--epochs", "3", "--eval-every", "0.5", "--name", "sync-2"]
+    endless = ["--strategy", "async", "--workers", "4", "--delay", "20ms@2", "--epochs", "100", "--eval-every", "0.5"]
+    shutil.rmtree(runs, ignore_errors=True)
+    paceline(folder, "train", *COMMON[:2], "--runs", runs, *brief)
+    command = [*program, "train", *COMMON[:2], "--runs", runs, *endless, "--name", "async-4"]
+    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    watching = subprocess.Popen([*program, "watch", runs, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert watching.stdout is not None
+        address = watching.stdout.readline().split()[-1]
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:
+            browser.open(address)
+            browser.wait_for("document.title.startsWith('4 %')", LIVE_SECONDS)
+            for width, height in LIVE_WIDTHS.items():
+                for scheme in SCHEMES:
+                    browser.show(width, height, dark=scheme == "dark")
+                    time.sleep(SETTLING_SECONDS)
+                    picture = Path(profile) / "picture.png"
+                    browser.picture(picture)
+                    save(Image.open(picture).convert("RGB"), FIGURES / f"live-{width}-{scheme}.png")
+    finally:
+        for process in (watching, training):
+            process.terminate()
+            process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--keep", metavar="DIR", help="where the runs are kept, or taken from if they are there already"
     )
+    parser.add_argument("--only", nargs="+", choices=PAGES, default=PAGES, help="which pages [all]")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(asked.keep or f"{temporary}/made").resolve()
-        if not folder.exists():
+        if not folder.exists() and {"report", "compared"} & set(asked.only):
             make_runs(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, runs in (("report", "runs/async-3"), ("compared", "compared")):
-            page = Path(temporary) / f"{name}.html"
-            paceline(folder, "report", runs, "-o", str(page))
-            photograph_all(name, page.as_uri())
+            if name in asked.only:
+                page = Path(temporary) / f"{name}.html"
+                paceline(folder, "report", runs, "-o", str(page))
+                photograph_all(name, page.as_uri())
+        if "live" in asked.only:
+            photograph_live(folder)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from paceline.verbs.reporting import report_verb
 from paceline.verbs.simulating import plan_verb, simulate_verb, soak_verb
 from paceline.verbs.studies import reproduce_verb, sweep_verb
 from paceline.verbs.training import replay_verb, resume_verb, run_verb, train_verb
+from paceline.verbs.watching import watch_verb
 
 DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
 
@@ -102,6 +103,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
     "replay": (replay_verb, "execute a run again from its log and compare"),
     "status": (status_verb, "how a run stands, and which worker is slow and why"),
+    "watch": (watch_verb, "runs while they go on, in the browser or the terminal"),
     "list": (list_verb, "the runs of a folder, newest first"),
     "compare": (compare_verb, "several runs in one table"),
     "export": (export_verb, "tell TensorBoard, MLflow or your own tracker of a run"),

@@ -23,6 +23,7 @@ SCRIPTS = (
     "one_run.js",
     "several_runs.js",
     "page.js",
+    "feed.js",
 )
 STYLE = "page.css"
 

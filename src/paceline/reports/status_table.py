@@ -31,19 +31,31 @@ COLUMNS = (
 
 def describe(status: RunStatus, width: int = 80) -> str:
     """Everything there is to say, no line longer than `width`."""
-    parts = [fold(_run_line(status), width)]
+    return "\n".join([describe_run(status, width), *describe_workers(status, width)])
+
+
+def describe_run(status: RunStatus, width: int = 80) -> str:
+    """What is to be said of the run as a whole."""
+    return fold(_run_line(status), width)
+
+
+def describe_workers(status: RunStatus, width: int = 80, most: int = MOST_WORKERS) -> list[str]:
+    """Of its workers: at most so many, and who is slow."""
+    parts = []
     if status.workers:
         found = stragglers(status.workers)
-        shown = _chosen(status.workers, found)
+        shown = _chosen(status.workers, found, most)
         parts.append(fold(_span_line(status), width))
         parts.append(worker_table(shown, width))
         if len(shown) < len(status.workers):
             left = len(status.workers) - len(shown)
-            parts.append(fold(f"and {left:,} workers more, none of them worse; --json has all", width))
+            parts.append(
+                fold(f"and {left:,} workers more, none of them worse; 'paceline status --json' has all", width)
+            )
         parts += [fold(line, width) for line in findings(status, found)]
     elif status.status != "starting":
         parts.append(fold("its events say nothing of its workers", width))
-    return "\n".join(parts)
+    return parts
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -88,12 +100,12 @@ def _span_line(status: RunStatus) -> str:
     return f"each worker, over the last {seconds_text(status.span)} of training:"
 
 
-def _chosen(workers: Sequence[WorkerStatus], found: Sequence[Straggler]) -> list[WorkerStatus]:
+def _chosen(workers: Sequence[WorkerStatus], found: Sequence[Straggler], most: int) -> list[WorkerStatus]:
     """All, or where there are too many the stragglers first and some of the others."""
-    if len(workers) <= MOST_WORKERS:
+    if len(workers) <= most:
         return list(workers)
     named = {one.worker: place for place, one in reversed(list(enumerate(found)))}
-    return sorted(workers, key=lambda worker: named.get(worker.worker, len(found)))[:MOST_WORKERS]
+    return sorted(workers, key=lambda worker: named.get(worker.worker, len(found)))[:most]
 
 
 def worker_table(workers: Sequence[WorkerStatus], width: int = 80) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import operator
 import re
@@ -38,6 +39,20 @@ def runs_in(path: Path) -> list[Row]:
         raise UserError(f"{path} is no folder: give the one that holds your runs, as in 'paceline list runs'")
     rows = [_row(folder, _name(folder, path)) for folder in _folders_in(path)]
     return sorted(rows, key=lambda row: (-row["changed"], row["run"]))
+
+
+def newest_folders(path: Path) -> list[Path]:
+    """The folders of `runs_in`, their files unread."""
+    return [folder.path for folder in sorted(_folders_in(path), key=lambda folder: (-_changed(folder), folder.path))]
+
+
+def _changed(folder: RunFolder) -> float:
+    """When anything was last written down of the run; 0 where nothing is there any more."""
+    dates = []
+    for file in (folder.config_file, folder.events_file):
+        with contextlib.suppress(FileNotFoundError):
+            dates.append(file.stat().st_mtime)
+    return max(dates, default=0.0)
 
 
 def runs_of(paths: list[Path]) -> tuple[list[Row], list[str]]:
@@ -82,8 +97,7 @@ def _name(folder: RunFolder, above: Path) -> str:
 def _row(folder: RunFolder, name: str) -> Row:
     row: Row = {**dict.fromkeys(KEYS), "run": name, "path": str(folder.path), "status": "damaged", "changed": 0.0}
     try:
-        files = [file for file in (folder.config_file, folder.events_file) if file.exists()]
-        row["changed"] = max((file.stat().st_mtime for file in files), default=0.0)
+        row["changed"] = _changed(folder)
         config = folder.config()
         settings = to_dict(config)
         row |= {setting: settings[setting] for setting in SETTINGS}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config import is_simulated
 from paceline.runs.events import read_tail
@@ -73,13 +73,36 @@ class RunStatus:
     span: float | None = None
     """Seconds of training that the workers' figures are about; None: all since the server began."""
     workers: tuple[WorkerStatus, ...] = ()
+    samples: int = 0
+    loss: float | None = None
+    """Mean of the latest pushes."""
+    staleness: float | None = None
+    """Mean of all pushes so far."""
+    test_accuracy: float | None = None
+    """In percent, as last scored."""
+
+
+class Standing(NamedTuple):
+    """How a run stands, and the latest events that say so."""
+
+    status: RunStatus
+    events: list[dict[str, Any]]
 
 
 def read_status(path: Path) -> RunStatus:
     """How the run in this folder stands."""
+    return read_standing(path).status
+
+
+def read_standing(path: Path) -> Standing:
+    """The same, with the latest events of its server."""
     folder = RunFolder.open(path)
-    config, result = folder.config(), folder.result()
     events, quiet = _latest(folder)
+    return Standing(_status_of(folder, events, quiet), events)
+
+
+def _status_of(folder: RunFolder, events: list[dict[str, Any]], quiet: float | None) -> RunStatus:
+    config, result = folder.config(), folder.result()
     simulated = is_simulated(config)
     status: str = result["status"] if result is not None else _status(folder, events)
     reason = result["reason"] if result is not None else None
@@ -87,7 +110,7 @@ def read_status(path: Path) -> RunStatus:
     workers, span = _workers(events, result, whole=simulated or status in ENDED)
     row = result or last
     return RunStatus(
-        run=str(path),
+        run=str(folder.path),
         strategy=config.strategy,
         model=config.model if config.task is None else config.task,
         num_workers=config.workers or 1,
@@ -103,6 +126,10 @@ def read_status(path: Path) -> RunStatus:
         deals=(result or {}).get("deals", (_last(events, "workers") or {}).get("deal", 0)),
         span=span,
         workers=tuple(workers),
+        samples=row.get("samples", 0),
+        loss=last.get("loss"),
+        staleness=last.get("staleness"),
+        test_accuracy=(result or _last(events, "evaluation") or {}).get("test_accuracy"),
     )
 
 

@@ -19,6 +19,9 @@ class Figure {
       const width = this.plot.clientWidth;
       if (width && width !== this.width) schedule(this);
     }).observe(this.plot);
+    this.seen = !facts.live;
+    if (facts.live) this.plot.style.minHeight = `${height}px`;
+    if (facts.live) new IntersectionObserver(([entry]) => this.sight(entry.isIntersecting)).observe(this.figure);
     this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX, event.offsetY));
     this.plot.addEventListener("pointerleave", () => this.leave());
     this.plot.addEventListener("blur", () => this.leave());
@@ -34,13 +37,21 @@ class Figure {
     if (spec) schedule(this);
   }
 
+  // What changes every second is drawn only where somebody sees it.
+  sight(seen) {
+    this.seen = seen;
+    if (seen && this.undrawn) schedule(this);
+  }
+
   redraw() {
-    if (!this.spec || this.figure.hidden) return;
+    this.undrawn = !this.seen;
+    if (!this.seen || !this.spec || this.figure.hidden) return;
     this.width = this.plot.clientWidth;
     if (!this.width) return;
     const height = this.heightOf(this.spec);
     this.svg = svg("svg", { viewBox: `0 0 ${this.width} ${height}`, height, width: "100%", "aria-hidden": "true" });
     this.draw(this.spec, this.width, height);
+    this.plot.style.minHeight = "";
     this.plot.replaceChildren(this.svg, this.readout);
     this.readout.hidden = true;
     setText(this.caption, this.spec.caption || "");

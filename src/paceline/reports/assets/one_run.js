@@ -72,18 +72,19 @@ class OneRun {
     this.meter.value = share || 0;
     factList(this.tiles, tilesOf(run), true);
     this.notes.hidden = !run.notes.length;
-    this.notes.replaceChildren(...run.notes.map((text) => el("li", {}, text)));
+    drawOnce(this.notes, run.notes, () => this.notes.replaceChildren(...run.notes.map((text) => el("li", {}, text))));
     this.updateLearning(run);
     this.updatePace(run);
     const told = run.happenings;
     this.told.hidden = !told.length;
     const left = run.happenings_left_out ? [el("li", { class: "quiet" }, `${run.happenings_left_out.toLocaleString("en-US")} more, between these, are left out`)] : [];
-    this.toldList.replaceChildren(...told.map((one) => el("li", {}, el("time", {}, clock(one.t)), ` ${one.text}`)), ...left);
+    drawOnce(this.toldList, [told, run.happenings_left_out], () =>
+      this.toldList.replaceChildren(...told.map((one) => el("li", {}, el("time", {}, clock(one.t)), ` ${one.text}`)), ...left));
     setText(this.command, run.command || "not known: this run was made before commands were kept");
     this.ended.hidden = !run.closing.length;
     setText(this.closing, run.closing.join("\n"));
-    factList(this.machine, machineOf(run));
-    drawSettings(this.settings, run);
+    drawOnce(this.machine, machineOf(run), () => factList(this.machine, machineOf(run)));
+    drawOnce(this.settings, run.settings, () => drawSettings(this.settings, run));
   }
 
   x(run) {

@@ -9,6 +9,7 @@ class Page {
     this.several = null;
     this.one = null;
     this.chosen = null;
+    this.picked = false;
     this.root = root;
     this.title = el("h1");
     this.status = el("span", { class: "badge" });
@@ -20,6 +21,7 @@ class Page {
 
   update() {
     const all = [...runs.values()];
+    if (facts.live) all.sort((a, b) => (b.made || "").localeCompare(a.made || ""));
     tellApart(all);
     if (!all.length) {
       setText(this.title, "No runs yet");
@@ -43,10 +45,11 @@ class Page {
 
   build(several) {
     this.body.replaceChildren();
-    this.several = several ? new SeveralRuns(this.body, (name) => this.open(name)) : null;
+    const [top, beside] = [el("div", { class: facts.live ? "short" : null }), el("div")];
     const box = el("div", several ? { class: "inner" } : {});
     this.box = box;
-    this.body.append(box);
+    this.body.append(top, ...(facts.live ? [box, beside] : [beside, box]));
+    this.several = several ? new SeveralRuns(top, beside, (name) => this.open(name)) : null;
     if (several) {
       this.select = el("select", { "aria-label": "which run", onchange: () => { location.hash = encodeURIComponent(runs.get(this.select.value).name); } });
       box.append(el("div", { class: "heading" }, el("h2", {}, "One run in full"), this.select));
@@ -59,11 +62,14 @@ class Page {
     const run = [...runs.values()].find((one) => one.name === name);
     if (!run || !this.several) return;
     this.chosen = run.id;
+    this.picked = true;
     this.update();
     this.box.scrollIntoView();
   }
 
   pick(all) {
+    const busy = facts.live && !this.picked ? all.filter((run) => run.going_on) : [];
+    if (busy.length) this.chosen = busy.reduce((a, b) => ((b.made || "") > (a.made || "") ? b : a)).id;
     if (!runs.has(this.chosen)) {
       const scored = all.filter((run) => known(run.figures.test_accuracy));
       const best = scored.reduce((a, b) => (b.figures.test_accuracy > a.figures.test_accuracy ? b : a), scored[0] || all[0]);
@@ -99,24 +105,4 @@ function openAddressed() {
 window.addEventListener("hashchange", openAddressed);
 openAddressed();
 drawWaiting();
-
-// Digests that come faster than frames are drawn once.
-let changed = false;
-
-function take(digests) {
-  for (const digest of digests) runs.set(digest.id, digest);
-  if (changed) return;
-  changed = true;
-  requestAnimationFrame(() => {
-    changed = false;
-    page.update();
-  });
-}
-
-if (facts.live) {
-  const source = new EventSource(facts.live);
-  source.onopen = () => page.feed("live", "on");
-  source.onerror = () => page.feed("connection lost, trying again", "off");
-  source.onmessage = (event) => take(JSON.parse(event.data));
-}
 document.documentElement.dataset.drawn = "true";

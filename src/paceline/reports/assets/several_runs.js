@@ -4,14 +4,14 @@ const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"],
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
 
 class SeveralRuns {
-  constructor(parent, choose) {
+  constructor(top, parent, choose) {
     this.hidden = new Set();
     this.choose = choose;
     this.verdict = el("p", { class: "verdict" });
     this.notes = el("ul", { class: "notes", hidden: true });
-    parent.append(this.verdict, this.notes);
-    const all = section(parent, "All runs", "all-runs");
-    this.table = new SortedTable(all, [], { caption: "Runs", sortBy: "test", falling: true });
+    top.append(this.verdict, this.notes);
+    const all = section(top, "All runs", "all-runs");
+    this.table = new SortedTable(all, [], { caption: "Runs", sortBy: facts.live ? null : "test", falling: true });
     const curves = section(parent, "How they learned", "curves");
     this.metric = new Choice(curves, "what is drawn", METRICS, () => this.update(this.runs));
     const grid = el("div", { class: "grid" });

@@ -64,6 +64,14 @@ class Choice {
   }
 }
 
+// Calls `draw` unless `value` is what the element was last drawn from.
+function drawOnce(element, value, draw) {
+  const text = JSON.stringify(value);
+  if (element.drawnFrom === text) return;
+  element.drawnFrom = text;
+  draw();
+}
+
 function factList(parent, pairs, boxed = false) {
   const facts = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);

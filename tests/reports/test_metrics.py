@@ -1,0 +1,86 @@
+"""`/metrics`: text that Prometheus takes, whatever a run is called and however little is known of it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+from test_status_table import RUNS
+
+from paceline.reports.metrics import MOST_WORKERS, exposition
+from paceline.runs.status import RunStatus, WorkerStatus
+
+NAME, LABEL = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\\n]|\\["\\n])*)"')
+ESCAPES = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+Sample = tuple[str, dict[str, str], float]
+
+
+def parse(text: str) -> list[Sample]:
+    """A strict reader of the format: a family is announced once, its samples stand together, no sample comes twice."""
+    samples: list[Sample] = []
+    family, announced = "", set()
+    assert not text or text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            family = line.split()[2]
+            assert family not in announced
+            announced.add(family)
+            continue
+        if line.startswith("# TYPE "):
+            assert line.split()[2] == family and line.split()[3] in ("gauge", "counter")
+            assert family.endswith("_total") == (line.split()[3] == "counter")
+            continue
+        name = NAME.match(line)
+        assert name is not None and name[0] == family
+        labels, place = {}, name.end() + 1
+        assert line[name.end()] == "{"
+        while line[place] != "}":
+            label = LABEL.match(line, place)
+            assert label is not None, line
+            labels[label[1]] = re.sub(r"\\.", lambda found: ESCAPES[found[0]], label[2])
+            place = label.end() + (line[label.end()] == ",")
+        samples.append((family, labels, float(line[place + 2 :])))
+    keys = [(name, tuple(labels.items())) for name, labels, _ in samples]
+    assert len(keys) == len(set(keys))
+    return samples
+
+
+@given(st.lists(RUNS, max_size=3, unique_by=id))
+def test_whatever_is_known_can_be_read_back(runs: list[RunStatus]) -> None:
+    named = [RunStatus(**{**vars(run), "run": f"runs/{number}", "workers": ()}) for number, run in enumerate(runs)]
+    found = parse(exposition(named))
+    assert all(math.isfinite(value) for _, _, value in found)
+    updates = {labels["run"]: value for name, labels, value in found if name == "paceline_updates_total"}
+    assert updates == {run.run: run.updates for run in named}
+    states = [labels for name, labels, value in found if name == "paceline_run_status" and value == 1.0]
+    assert [labels["status"] for labels in states] == [run.status for run in named]
+
+
+def test_a_name_with_anything_in_it_is_escaped() -> None:
+    name = 'runs/"a"\\b\nc}'
+    (found,) = [
+        one for one in parse(exposition([RunStatus(name, "async", "lenet5", 2, "running")])) if "info" in one[0]
+    ]
+    assert found[1] == {"run": name, "strategy": "async", "model": "lenet5"}
+
+
+def test_what_is_not_known_has_no_sample() -> None:
+    names = {name for name, _, _ in parse(exposition([RunStatus("runs/a", "sync", "cnn", 2, "starting")]))}
+    assert "paceline_loss" not in names and "paceline_progress_ratio" not in names
+    assert exposition([]) == ""
+
+
+def test_workers_are_told_one_by_one_unless_there_are_many() -> None:
+    def workers(number: int) -> tuple[WorkerStatus, ...]:
+        slow = WorkerStatus(0, "live", {"computing": 1.0}, 9.0, 0.0, 10, 5)
+        return (slow, *(WorkerStatus(n, "live", {"computing": 1.0}, 1.0, 0.0, 10, 5) for n in range(1, number)))
+
+    few = parse(exposition([RunStatus("runs/a", "async", "cnn", 3, "running", workers=workers(3))]))
+    many = parse(exposition([RunStatus("runs/a", "async", "cnn", 10_000, "running", workers=workers(10_000))]))
+    assert ("paceline_worker_share_ratio", {"run": "runs/a", "worker": "1", "part": "computing"}, 1.0) in few
+    for found in (few, many):
+        assert ("paceline_straggler", {"run": "runs/a", "worker": "0", "cause": "compute"}, 1.0) in found
+    assert ("paceline_workers", {"run": "runs/a", "state": "live"}, 10_000.0) in many
+    assert len(many) < 2 * MOST_WORKERS
