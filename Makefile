@@ -25,11 +25,11 @@ test: setup ## all tests: the fast ones on all cores, then those that start proc
 	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m real -n 2 --dist worksteal
 
-check: setup ## format, lint, types and the fast tests; under a minute
+check: setup ## format, lint, types and the quick tests; under a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "not real and not long" -n auto --dist worksteal
 
 bench: setup ## the figures of docs/measured.md, each beside its peer
 	$(BIN)/python benchmarks/throughput.py --quick

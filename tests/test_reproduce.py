@@ -23,6 +23,8 @@ from paceline.reproduce import Reproduced, markdown
 from paceline.runs.folder import RunFolder
 from paceline.runs.several import Several
 
+pytestmark = pytest.mark.long
+
 
 def test_the_table_has_all_its_rows() -> None:
     rows = published_rows()

@@ -28,6 +28,8 @@ from paceline.runtimes.speeds import StepTimes
 from paceline.runtimes.trial import Trial
 from paceline.soak import Summary, attempt, draw, soak, with_faults
 
+pytestmark = pytest.mark.long
+
 Patch = pytest.MonkeyPatch
 SEEDS_FOR_A_MUTANT = 400
 

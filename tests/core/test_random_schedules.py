@@ -17,6 +17,8 @@ from paceline.core.schedules import Budget
 from paceline.interfaces import pack
 from paceline.rulebook import RULES
 
+pytestmark = pytest.mark.long
+
 LONG = Budget(samples=10**9, epoch_samples=100)
 LENGTH = 120
 

@@ -26,6 +26,8 @@ from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.unlogged import Unlogged
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:

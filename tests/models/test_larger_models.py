@@ -14,6 +14,8 @@ from paceline.models.inception import halving_pool
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.supervised import SupervisedTask
 
+pytestmark = pytest.mark.long
+
 GREY, COLOUR, LARGE = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 ODD = (3, 37, 41)
 QUICK = ["resnet18", "resnet18-gn", "resnet50", "inception-28-small", "inception-bn"]

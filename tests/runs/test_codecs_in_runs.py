@@ -22,6 +22,8 @@ from paceline.models.dropout import mix64
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, restore, take_cut, write_cut
 
+pytestmark = pytest.mark.long
+
 PAIRS = [("int8", None), ("lowrank:1", "int8"), (None, "topk:0.1"), ("sign", "bf16"), ("topk:0.1", "lowrank:1")]
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 

@@ -23,6 +23,8 @@ from paceline.runs.replay import same_float32
 from paceline.runs.result import trained_tensors, weights_sha256
 from paceline.runs.resume import rebuild
 
+pytestmark = pytest.mark.long
+
 STRATEGIES = ["classic", "sync", "async", "backup:1", "bounded:1"]
 
 

@@ -19,6 +19,8 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.requests import ask_to_drain, take_requests
 from paceline.runs.resume import rebuild
 
+pytestmark = pytest.mark.long
+
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1", "async-local:2"]
 
 

@@ -10,6 +10,8 @@ from paceline.core.messages import Steps
 from paceline.runs.checkpoint import write_cut
 from paceline.runs.resume import rebuild
 
+pytestmark = pytest.mark.long
+
 STRATEGIES = ["local:2", "diloco:3", "async-local:2"]
 
 

@@ -25,6 +25,8 @@ from paceline.transports.listener import Listener
 from paceline.transports.shared_memory import Hello, Slot, Timing, WorkerDoor, channel
 from paceline.transports.tcp_worker import TcpWorkerDoor
 
+pytestmark = pytest.mark.long
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "async": {"strategy": "async", "rule": "foresight", "average": "on"},
     "sync": {"strategy": "sync", "rule": "plain", "codec": "topk:0.2"},

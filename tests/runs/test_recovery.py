@@ -21,6 +21,8 @@ from paceline.runs.comparison import compare
 from paceline.runs.events import read_events
 from paceline.runs.recording import open_recording
 
+pytestmark = pytest.mark.long
+
 
 def killed(record: Record, **settings: object) -> RecordedRun:
     """A run that was killed some pushes after its second checkpoint."""

@@ -14,6 +14,8 @@ from paceline.runs import arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
 from paceline.runtimes.inline import run_inline
 
+pytestmark = pytest.mark.long
+
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 

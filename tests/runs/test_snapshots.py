@@ -19,6 +19,8 @@ from paceline.runs.resume import rebuild
 from paceline.runs.snapshots import go_back, read_index, read_snapshot
 from paceline.runs.writing import MOST_WAITING, Writer
 
+pytestmark = pytest.mark.long
+
 STRATEGIES = ["classic", "sync", "async", "bounded:1", "backup:1"]
 
 

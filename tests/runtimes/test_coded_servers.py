@@ -28,6 +28,8 @@ from paceline.runtimes.orders import at_work, is_finite, sent_to, spoil
 from paceline.runtimes.shard import make_part
 from paceline.transports.shard_doors import _Part
 
+pytestmark = pytest.mark.long
+
 LAYOUT = pack([("a", (40, 33), True), ("b", (90,), False), ("c", (17, 21), True)])
 EMPTY = torch.empty(0)
 FILLED = torch.zeros(LAYOUT.size)

@@ -26,6 +26,8 @@ from paceline.rulebook import RULES
 from paceline.runtimes.orders import from_words, is_finite, spoil, to_words
 from paceline.runtimes.shard import make_part
 
+pytestmark = pytest.mark.long
+
 LAYOUT = pack([("a", (11, 13), True), ("b", (90,), False), ("c", (70,), True)])
 EMPTY = torch.empty(0)
 FILLED = torch.zeros(LAYOUT.size)

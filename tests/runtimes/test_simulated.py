@@ -12,6 +12,8 @@ from paceline.cli import main
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.folder import RunFolder
 
+pytestmark = pytest.mark.long
+
 SMALL = ["--dataset", "fashion-mnist-sample", "--threads", "1"]
 
 
