@@ -56,8 +56,8 @@ def test_a_few_hundred_seeds_keep_every_promise() -> None:
 
 
 @pytest.mark.real
-def test_eight_hundred_more_seeds_keep_every_promise() -> None:
-    require_clean(800, 1000)
+def test_four_hundred_more_seeds_keep_every_promise() -> None:
+    require_clean(400, 1000)
 
 
 def test_a_seed_is_the_same_trial_every_time() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import equal
 
 SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--seed", "3", "--steps", "160", "--checkpoint-every", "0.2")
+SAMPLE += ("--score", "none")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

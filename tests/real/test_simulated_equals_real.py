@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from commands import result_of, run
 
-FLAGS = ["--dataset", "fashion-mnist-sample", "--threads", "1", "--strategy", "sync", "--steps", "12"]
+FLAGS = ["--dataset", "fashion-mnist-sample", "--threads", "1", "--strategy", "sync", "--steps", "8"]
+FLAGS += ["--score", "test"]
 
 
 @pytest.mark.parametrize(("model", "workers", "optimizer"), [("lenet5", 3, "sgd"), ("cnn", 2, "adam")])

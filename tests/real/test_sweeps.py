@@ -36,9 +36,7 @@ def wait_for_results(folder: Path, count: int) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    ("strategy", "number"), [("async", signal.SIGINT), ("local:2", signal.SIGINT), ("local:2", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("strategy", "number"), [("async", signal.SIGINT), ("local:2", signal.SIGTERM)])
 def test_a_stopped_sweep_goes_on(tmp_path: Path, strategy: str, number: int) -> None:
     (tmp_path / "try.toml").write_text(GRID.format(strategy=strategy))
     with Command("sweep", "try.toml", cwd=tmp_path) as command:

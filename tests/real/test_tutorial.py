@@ -47,7 +47,8 @@ class Reader:
         self.read = 0
         self.running: list[subprocess.Popen[bytes]] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self.environment = {**os.environ, **GIVING_WAY, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        told = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        self.environment = {**told, **GIVING_WAY, "PATH": path, "PYTHONUNBUFFERED": "1"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
 

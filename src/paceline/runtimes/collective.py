@@ -21,7 +21,8 @@ from paceline.ranks import Rank
 from paceline.runs.environment import package_version
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.allocator import keep_freed_memory
-from paceline.runtimes.host import Host, Report
+from paceline.runtimes.host import Host
+from paceline.runtimes.noting import Report
 from paceline.runtimes.replica import Place, Replica
 from paceline.runtimes.unlogged import Unlogged
 from paceline.tasks.parallel import EvenShares, make_parallel

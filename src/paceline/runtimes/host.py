@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.assemble import cores
 from paceline.config import RunConfig, is_simulated
 from paceline.core.memory import Memory
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Steps, Stop, Verdict
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Stop, Verdict
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.errors import UserError
@@ -28,20 +26,22 @@ from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.best import Best
 from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
+from paceline.runs.divergence import why_diverged
 from paceline.runs.environment import environment
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
-from paceline.runs.result import finite, shared_state, summarise, trained_tensors, weights_sha256
+from paceline.runs.result import finite, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
 from paceline.runs.snapshots import snapshots_of
 from paceline.runs.writing import Writer
 from paceline.runtimes.accounts import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
 from paceline.runtimes.clock import TrainingClock
+from paceline.runtimes.noting import Notes, Report
+from paceline.runtimes.scoring import Scorer, named
 from paceline.runtimes.timekeeping import Timekeeper
 from paceline.runtimes.weighing import Weighing
 from paceline.tasks.script_model import ScriptModel
-from paceline.tasks.structure import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
 from paceline.tracking.beside import Trackers
@@ -49,12 +49,6 @@ from paceline.tracking.beside import Trackers
 PROGRESS_SECONDS = 0.25
 EVENT_SECONDS = 1.0
 VIRTUAL_PROGRESS = 0.01
-Report = Callable[[dict[str, Any]], None]
-
-
-def _named(part: str, scores: Scores) -> dict[str, Any]:
-    named: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), f"{part}_loss": scores.loss}
-    return named | ({f"{part}_metrics": finite(scores.metrics)} if scores.metrics else {})
 
 
 def _all_is_here() -> None:
@@ -94,7 +88,6 @@ class Host:
         self.gather: Callable[[], None] = _all_is_here
         """Brings all weights and rule state here, where other servers have parts of them."""
         self.stop_reason: str | None = None
-        self.lost: list[int] = []
         self.figures: dict[str, dict[str, float]] = {}
         self.timekeeper = Timekeeper()
         self.accounts = Accounts(self.timekeeper)
@@ -103,7 +96,6 @@ class Host:
         folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
         self.events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
-        self._cores = os.sched_getaffinity(0)
         self._facts = facts or {}
         self._report = report
         self._writer = Writer(background=source is None)
@@ -125,7 +117,8 @@ class Host:
         self._last_now, self._last_samples = seconds, server.samples
         self._loss_sum, self._loss_count = 0.0, 0
         self._next_evaluation = self._evaluation_after(server.samples)
-        self._generation = server.deals.now.generation if server.deals is not None else 0
+        self._notes = Notes(server, self.events, report)
+        self._scorer = Scorer(server, work, self.events, self.clock, self.timekeeper)
         kind = "run_resumed" if server.version or seconds else "run_started"
         self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
         self._trackers = Trackers(config.track or [], folder, report)
@@ -180,12 +173,12 @@ class Host:
             self._loss_sum += message.loss
             self._loss_count += 1
         elif outcome.verdict == Verdict.TAKEN:
-            self._note(message, now)
+            self._notes.take(message, now, self.stop_reason)
         if now >= self._next_progress if self._virtual is None else self._virtual_progress_is_due():
             self._progress(now)
         if self._snapshots is not None:
             self._keep_weights()
-        self._note_deal(now)
+        self._notes.look_for_a_deal(now)
         if now >= self._next_room:
             self._make_room()
         if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy and self.may_be_cut():
@@ -225,41 +218,14 @@ class Host:
             f"{self.folder.way_on(self.config)}"
         )
 
-    def _note(self, message: Input, now: float) -> None:
-        """The event row of a join, a leave, another number of local steps, or a stop."""
-        if isinstance(message, Join):
-            row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
-            self.events.write("worker_joined", now, **row)
-        elif isinstance(message, Leave) and not self.server.over:
-            member = self.server.members.get(message.worker)
-            if member is not None and member.dismissed:
-                self.events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
-            elif member is None or not member.done:
-                self.lost.append(message.worker)
-                pushes = member.pushes if member is not None else 0
-                self.events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=self.server.num_live)
-                self._report({"kind": "lost", "worker": message.worker, "live": self.server.num_live, "pushes": pushes})
-        elif isinstance(message, Steps):
-            self.events.write("local_steps", now, worker=message.worker, steps=message.steps)
-        elif isinstance(message, Rate):
-            self.events.write("lr_factor", now, worker=message.worker, factor=message.factor)
-        elif isinstance(message, Drain):
-            self.events.write("worker_draining", now, worker=message.worker)
-            self._report({"kind": "note", "text": f"worker {message.worker} is drained: it leaves after its push"})
-        elif isinstance(message, Stop):
-            self.events.write("stopped", now, reason=self.stop_reason)
-
-    def _note_deal(self, now: float) -> None:
-        """The event row of data that was dealt anew; the log needs none, since the deal follows from its inputs."""
-        deals = self.server.deals
-        if deals is not None and deals.now.generation != self._generation:
-            self._generation, members = deals.now
-            self.events.write("deal", now, generation=self._generation, members=members, updates=self.server.version)
+    @property
+    def lost(self) -> list[int]:
+        """Workers that were lost, in that order."""
+        return self._notes.lost
 
     def note_fault(self, fault: dict[str, Any]) -> None:
         """The event row of a fault that was fired on purpose."""
-        row = {name: value for name, value in fault.items() if name != "kind"}
-        self.events.write("fault", self.clock.now(), fault=fault["kind"], **row)
+        self._notes.fault(fault, self.clock.now())
 
     def look_for_requests(self) -> None:
         """Do what somebody outside asks for in the run's folder; whoever waits for inputs in vain may look too."""
@@ -427,14 +393,14 @@ class Host:
         self.clock.halt()
         began, halted = time.perf_counter(), self.clock.source()
         self.gather()
-        scores = self._score("test")
+        scores = self._scorer.score(self.task, "test")
         seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None
-        found = _named("test", scores)
+        found = named("test", scores)
         if self._best is not None:
             self._best.look(self.server, scores)
-        if self.config.eval_train and (train := self._score("train")) is not None:
-            found |= _named("train", train)
+        if self.config.eval_train and (train := self._scorer.score(self.task, "train")) is not None:
+            found |= named("train", train)
         at = {"updates": self.server.version, "samples": self.server.samples}
         self.events.write("evaluation", self.clock.now(), **at, **found, **seconds)
         epochs = self.server.samples / self.server.budget.epoch_samples
@@ -455,26 +421,6 @@ class Host:
         if self._goal is not None and self._goal.is_met(figures.get(self._goal.metric)):
             self.stop(self._goal.reason)
 
-    def _score(self, which: str) -> Scores | None:
-        assert self.task is not None
-        data = self.task.test if which == "test" else self.task.train
-        rows = None
-        if self.work is not None and which != "test":
-            rows = self.work.train if which == "train" else self.work.validation
-        if data is None or (which == "validation" and (rows is None or not len(rows))):
-            return None
-        part = rows is not None and len(rows) < num_samples(data[0])
-        indices = torch.from_numpy(rows).to(device_of(data)) if rows is not None and part else None
-        self.events.write("scoring", self.clock.now(), which=which)
-        os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
-        before = torch.get_num_threads()
-        torch.set_num_threads(cores())
-        try:
-            with self.timekeeper.scoring():
-                return self.task.evaluate(self.server.evaluated, shared_state(self.server, self.task), data, indices)
-        finally:
-            torch.set_num_threads(before)
-
     def named_weights(self) -> dict[str, Tensor]:
         """The trained tensors by name, for `load_state_dict`."""
         return trained_tensors(self.server, self._trained)
@@ -486,24 +432,6 @@ class Host:
             return "diverged"
         as_asked = self.stop_reason is not None and self.stop_reason.startswith(("target", TIME_IS_UP))
         return "finished" if self.stop_reason is None or as_asked else "stopped"
-
-    def why_diverged(self) -> str:
-        """What happened, the likely cause, and what to change."""
-        config, found = self.config, self.server.divergence
-        where = f"update {self.server.version} ({self.server.samples} samples)"
-        what = (
-            f"worker {found.worker} sent a push with a NaN or infinity (its loss was {found.loss:g})"
-            if found is not None
-            else "the weights are no longer finite"
-        )
-        stale = " Stale pushes act as extra momentum, so" if self.server.num_workers > 1 else " So"
-        lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
-        advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
-        if config.rule == "plain" and config.strategy.startswith(("async", "bounded")) and self.server.num_workers > 1:
-            advice += "; or --rule auto, which allows for staleness"
-        if config.outer_lr is not None:
-            advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
-        return f"training diverged at {where}: {what}.{advice}"
 
     def _worth_scoring(self) -> tuple[str, ...]:
         """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
@@ -531,7 +459,8 @@ class Host:
         scores: dict[str, Scores | None] = {}
         for which in self._worth_scoring():
             self._report({"kind": "scoring", "which": which})
-            scores[which] = self._score(which)
+            assert self.task is not None, "only what has data is worth scoring"
+            scores[which] = self._scorer.score(self.task, which)
         try:
             if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
                 self.checkpoint()
@@ -549,9 +478,9 @@ class Host:
                 "weights_sha256": weights_sha256(tensors),
                 "num_parameters": self._num_parameters,
                 "status": status,
-                "reason": self.why_diverged() if status == "diverged" else self.stop_reason,
-                "lost_workers": self.lost,
-                **({"deals": self._generation} if self.server.deals is not None else {}),
+                "reason": why_diverged(self.config, self.server) if status == "diverged" else self.stop_reason,
+                "lost_workers": self._notes.lost,
+                **({"deals": self._notes.generation} if self.server.deals is not None else {}),
                 **self._upkeep(),
                 **({"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {}),
                 **(found or {}),

@@ -26,7 +26,8 @@ from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
 from paceline.runs.resume import rebuild
 from paceline.runtimes.accounts import ROW_SECONDS
 from paceline.runtimes.allocator import keep_freed_memory
-from paceline.runtimes.host import Host, Report
+from paceline.runtimes.host import Host
+from paceline.runtimes.noting import Report
 from paceline.runtimes.pacing import Pacing
 from paceline.runtimes.scheduling import server_threads
 from paceline.runtimes.shared_dataset import attach
