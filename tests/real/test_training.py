@@ -88,7 +88,7 @@ def test_classic_is_the_plain_loop_bit_for_bit_and_runs_twice_alike(tmp_path: Pa
         ("--strategy", "async", "--workers", "2", "--epochs", "1"),
         ("--strategy", "async", "--workers", "3", "--epochs", "0.5", "--epoch-mode", "own", "--split", "labels"),
         ("--strategy", "backup:1", "--workers", "3", "--steps", "80"),
-        tuple(["--strategy", "async", "--workers", "2", "--model", "cnn", "--steps", "8", "--optimizer", "adam", "--score", "test"]),
+        ("--workers", "2", "--model", "cnn", "--steps", "8", "--optimizer", "adam", "--score", "test"),
     ],
     ids=["async", "own-labels", "backup", "cnn-adam"],
 )
