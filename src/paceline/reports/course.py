@@ -104,19 +104,28 @@ def _fold(table: Column, join: Any, empty: float) -> None:
 
 
 def plain(values: Column, digits: int = DIGITS) -> list[float | None]:
-    """As JSON has them: so many digits, None for what is not known.
+    """As JSON has them: so many digits, None for what is not known, whole numbers where all of them are.
 
     >>> plain(np.array([1.0, 0.123456789, np.nan, 123456.0]))
-    [1, 0.12346, None, 123460]
+    [1.0, 0.12346, None, 123460.0]
+    >>> plain(np.array([7.0, 123456.0]))
+    [7, 123460]
     """
-    return [_short(value, digits) for value in values.tolist()]
+    known = np.isfinite(values)
+    short = _short(np.where(known, values, 0.0), digits)
+    if (short == np.floor(short)).all() and (np.abs(short) < 1e15).all():
+        short = short.astype(np.int64)
+    found: list[float | None] = short.tolist()
+    return found if known.all() else [value if here else None for value, here in zip(found, known, strict=True)]
 
 
-def _short(value: float, digits: int) -> float | None:
-    if value != value or value in (np.inf, -np.inf):
-        return None
-    short = float(f"{value:.{digits}g}")
-    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+def _short(values: Column, digits: int) -> Column:
+    """Rounded to so many digits; powers of ten are whole, so that each result is the nearest to its decimal."""
+    sizes = np.abs(values)
+    shift = digits - 1 - np.floor(np.log10(np.where(sizes > 1e-200, sizes, 1.0)))
+    finer, coarser = 10.0 ** np.clip(shift, 0.0, 300.0), 10.0 ** np.clip(-shift, 0.0, 300.0)
+    rounded: Column = np.round(values * finer / coarser) / finer * coarser
+    return rounded
 
 
 def rates(times: Column, amounts: Column, most: int = 80) -> tuple[Column, Column]:
