@@ -80,7 +80,7 @@ def serve(
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _keep_serving(config, folder, location, entrance, console, tell, resume=False)
+        return folder, _keep_serving(_Order(config, folder, location, entrance, console, tell, resume=False))
 
 
 def serve_again(
@@ -107,7 +107,8 @@ def serve_again(
         entrance = dataclasses.replace(entrance, servers=1 + len(folder.served().get("shards", ())))
     require_cuttable(config, entrance.num_servers)
     with folder.locked():
-        return folder, _keep_serving(config, folder, locate_data(config), entrance, console, tell, resume=True)
+        order = _Order(config, folder, locate_data(config), entrance, console, tell, resume=True)
+        return folder, _keep_serving(order)
 
 
 def refuse_restarts(config: RunConfig) -> None:
@@ -135,24 +136,31 @@ def require_star(config: RunConfig) -> None:
         raise UserError(f"--faults {config.faults}: processes of other machines are not ours to kill; leave it out")
 
 
-def _keep_serving(
-    config: RunConfig,
-    folder: RunFolder,
-    location: Location | None,
-    entrance: Entrance,
-    console: Console,
-    tell: Tell | None,
-    resume: bool,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Order:
+    """One run to be served, and how."""
+
+    config: RunConfig
+    folder: RunFolder
+    location: Location | None
+    entrance: Entrance
+    console: Console
+    tell: Tell | None
+    resume: bool
+
+
+def _keep_serving(order: _Order) -> dict[str, Any]:
     """Serve in this process, or with `--restart` in others that replace each other at the same address."""
+    config, folder, console = order.config, order.folder, order.console
     if not config.restart:
-        return _serve(config, folder, location, entrance, console, tell, resume)
+        return _serve(order)
     from paceline.runtimes.keeper import keep_going
 
     def live(again: bool) -> None:
-        door = dataclasses.replace(entrance, listen=_address_before(folder)) if again else entrance
+        door = order.entrance
+        door = dataclasses.replace(door, listen=_address_before(folder)) if again else door
         with console:
-            _serve(config, folder, location, door, console, None, resume or again)
+            _serve(dataclasses.replace(order, entrance=door, tell=None, resume=order.resume or again))
 
     def lost(what: str) -> ServerLost | None:
         return ServerLost(what, folder.way_on(config)) if folder.has_log else None
@@ -164,15 +172,7 @@ def _keep_serving(
     return result
 
 
-def _serve(
-    config: RunConfig,
-    folder: RunFolder,
-    location: Location | None,
-    entrance: Entrance,
-    console: Console,
-    tell: Tell | None,
-    resume: bool,
-) -> dict[str, Any]:
+def _serve(order: _Order) -> dict[str, Any]:
     import torch
 
     from paceline.runtimes.allocator import keep_freed_memory
@@ -183,6 +183,8 @@ def _serve(
 
     keep_freed_memory()
     allow_many_files()
+    config, folder, location, entrance = order.config, order.folder, order.location, order.entrance
+    console, tell, resume = order.console, order.tell, order.resume
     token = _token(entrance, parse_address(entrance.listen or LOOPBACK)[0], folder, console)
     tls = _tls(entrance, folder, console)
     listener = Listener(entrance.listen or LOOPBACK, token, tls)

@@ -45,14 +45,16 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     return _whole_rows(path.read_bytes().split(b"\n"))
 
 
-class EventReader:
-    """Reads a file that may still be written: each time what has come since, row by row."""
+class LineReader:
+    """Reads a file that may still be written: each time the whole lines that have come since."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read, self._begun = path, 0, b""
+        self._path, self._read = path, 0
+        self.rest = b""
+        """Behind the last whole line: being written, or cut off."""
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The whole rows that are new; one that is half there comes another time."""
+    def read(self) -> Iterator[list[bytes]]:
+        """The lines that are new, many at a time; one that is half there comes another time."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -61,8 +63,20 @@ class EventReader:
             file.seek(self._read)
             while chunk := file.read(CHUNK_BYTES):
                 self._read += len(chunk)
-                *lines, self._begun = (self._begun + chunk).split(b"\n")
-                yield from _whole_rows(lines)
+                *lines, self.rest = (self.rest + chunk).split(b"\n")
+                yield lines
+
+
+class EventReader:
+    """The rows of a file that may still be written: each time those that have come since."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineReader(path)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The whole rows that are new."""
+        for lines in self._lines.read():
+            yield from _whole_rows(lines)
 
 
 def read_tail(path: Path, nbytes: int) -> list[dict[str, Any]]:
@@ -74,11 +88,14 @@ def read_tail(path: Path, nbytes: int) -> list[dict[str, Any]]:
     return list(_whole_rows(lines[1:] if begin else lines))
 
 
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row that a line holds; None for a line that holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def _whole_rows(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+    return (row for line in lines if (row := parse_row(line)) is not None)

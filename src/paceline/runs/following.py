@@ -5,7 +5,6 @@ For whoever looks at a run, while it goes on or after; what is cut off or damage
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.runs.arrivals import MAGIC, RECORD_BYTES, RESUME_KIND
+from paceline.runs.events import LineReader, parse_row
 
 RECORDS = np.dtype(
     [
@@ -41,23 +41,14 @@ class EventFollower:
     """`events.jsonl`, row by row."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = self.rows = 0
+        self.path, self.rows = path, 0
         self.broken: list[int] = []
         """The numbers of rows that are none, counted from 1."""
-        self.rest = b""
-        """Behind the last whole row: being written, or cut off."""
+        self._lines = LineReader(path)
 
     def read(self) -> list[dict[str, Any]]:
         """The rows since the last look."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                content = self.rest + file.read()
-                self.offset = file.tell()
-        except FileNotFoundError:
-            return []
-        *lines, self.rest = content.split(b"\n")
+        lines = [line for some in self._lines.read() for line in some]
         found = self._parse(lines)
         self.rows += len(lines)
         return found
@@ -83,8 +74,9 @@ class EventFollower:
             more = f" and {len(self.broken) - MOST_NAMED:,} more" if len(self.broken) > MOST_NAMED else ""
             rows = "row" if len(self.broken) == 1 else "rows"
             notes.append(f"{self.path.name}: {rows} {named}{more} of {self.rows:,} cannot be read and are left out")
-        if self.rest and not going_on:
-            rest = f"the last {len(self.rest):,} bytes are no whole row and are left out"
+        rest_nbytes = len(self._lines.rest)
+        if rest_nbytes and not going_on:
+            rest = f"the last {rest_nbytes:,} bytes are no whole row and are left out"
             notes.append(f"{self.path.name} is cut off after row {self.rows:,}: {rest}")
         return notes
 
@@ -104,11 +96,8 @@ def _passed_over(lines: list[bytes]) -> set[int]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    usable = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("now"), int | float)
+    row = parse_row(line)
+    usable = row is not None and isinstance(row.get("kind"), str) and isinstance(row.get("now"), int | float)
     return row if usable else None
 
 
