@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 
 from paceline.errors import PacelineError, unknown_name
+from paceline.interrupts import ended_by_signals
 from paceline.terminal import fold_for, fold_help, width_here
 from paceline.verbs.benching import bench_verb
 from paceline.verbs.cluster import server_verb, shard_verb, worker_verb
@@ -34,9 +34,9 @@ DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _dispatch(arguments)
+        with ended_by_signals():
+            return _dispatch(arguments)
     except PacelineError as error:
         _complain(str(error))
         return error.exit_code
@@ -49,19 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         _complain(str(error))
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _complain(text: str) -> None:
     """One line; on a terminal folded between words."""
     if sys.stderr is not None:
         print(fold_for(sys.stderr, [f"paceline: {text}"]), file=sys.stderr)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """SIGTERM before training has handlers of its own ends like Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def _dispatch(arguments: list[str]) -> int:
