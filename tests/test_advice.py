@@ -110,3 +110,5 @@ def test_a_run_with_few_exchanges_is_named_with_a_number_that_gives_enough(name:
     assert f"{name}:500 with 5 workers exchanges only 2 times in 3 epochs" in line and "\n" not in line
     offered = line.partition(f"{name}:500")[2].partition(f"{name}:")[2].split()[0]
     assert advice(resolve(RunConfig(strategy=f"{name}:{offered}", workers=5, epochs=3.0))) == []
+    (line,) = advice(resolve(RunConfig(strategy=f"{name}:500", workers=5, epochs=1.0)))
+    assert "exchanges only once in 1 epoch:" in line

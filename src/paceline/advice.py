@@ -133,7 +133,9 @@ def _few_exchanges(config: RunConfig) -> str | None:
     exchanges, most = batches / strategy.local_steps, int(batches / FEWEST_EXCHANGES)
     if exchanges >= FEWEST_EXCHANGES or strategy.local_steps == 1:
         return None
+    often = f"{exchanges:.0f} times" if exchanges >= 1.5 else "once"
+    epochs = f"{config.epochs:g} epochs" if config.epochs != 1 else "1 epoch"
     return (
-        f"strategy {config.strategy} with {config.workers} workers exchanges only {max(1, round(exchanges))} times in "
-        f"{config.epochs:g} epochs: {strategy.name}:{max(1, most)} would exchange {FEWEST_EXCHANGES} times"
+        f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: "
+        f"{strategy.name}:{max(1, most)} would exchange {FEWEST_EXCHANGES} times"
     )

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.reports.console import Console
+from paceline.rerun import describe, replay
 from paceline.runs.arrivals import RECORD_BYTES
 
 PATIENCE = 60.0
@@ -106,6 +108,15 @@ def wait_until_gone(command: Command, seconds: float) -> None:
     while command.family():
         assert time.monotonic() < deadline, f"still alive after {seconds} s: {command.family()}"
         time.sleep(0.02)
+
+
+def replays(folder: Path) -> bool:
+    """Whether a run's log gives its weights again, bit for bit; in this process, where torch is there already."""
+    with Console() as console:
+        outcome = replay(folder, console)
+    if not outcome["identical"]:
+        print("\n".join(describe(outcome)))
+    return outcome["identical"] is True
 
 
 def result_of(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE, Command, result_of, run, wait_for_records
+from commands import PATIENCE, Command, replays, result_of, run, wait_for_records
 
 pytestmark = pytest.mark.real
 
@@ -33,12 +33,6 @@ def address_of(folder: Path) -> str:
 def workers(stack: ExitStack, cwd: Path, count: int, *arguments: str) -> list[Command]:
     words = ("worker", "--connect", address_of(cwd / "runs/it"), "--threads", "1", *arguments)
     return [stack.enter_context(Command(*words, cwd=cwd)) for _ in range(count)]
-
-
-def replayed(cwd: Path) -> None:
-    outcome = run("replay", "runs/it", "--json", cwd=cwd)
-    assert outcome.process.returncode == 0, outcome.err
-    assert json.loads(outcome.out)["identical"] is True
 
 
 def test_sync_over_tcp_has_the_bits_of_shared_memory(tmp_path: Path) -> None:
@@ -68,7 +62,7 @@ def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
         assert server.finish() == 0, server.err
         assert [newcomer.finish(), second.finish()] == [0, 0], newcomer.err
     assert result_of(tmp_path / "runs/it")["lost_workers"] in ([0], [1])
-    replayed(tmp_path)
+    assert replays(tmp_path / "runs/it")
 
 
 def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
@@ -86,7 +80,7 @@ def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path
         assert "joining again" in there[0].err
     result = result_of(tmp_path / "runs/it")
     assert (result["status"], result["updates"]) == ("finished", 280)
-    replayed(tmp_path)
+    assert replays(tmp_path / "runs/it")
 
 
 def test_a_server_that_keeps_itself_going_is_found_at_the_same_address(tmp_path: Path) -> None:
@@ -104,7 +98,7 @@ def test_a_server_that_keeps_itself_going_is_found_at_the_same_address(tmp_path:
         assert address_of(tmp_path / "runs/it") == address and not server.family()
     result = result_of(tmp_path / "runs/it")
     assert (result["status"], result["updates"], result["resumes"]) == ("finished", 250, 1)
-    replayed(tmp_path)
+    assert replays(tmp_path / "runs/it")
 
 
 def test_strangers_and_misfits_are_told_in_one_line(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commands import result_of, run
+from commands import replays, result_of, run
 
 from paceline.runs.arrivals import read_arrivals
 from paceline.runs.folder import RunFolder
@@ -20,8 +20,7 @@ def test_star_equals_ring_equals_simulated_equals_replayed(tmp_path: Path, small
     star, ring, simulated = (result_of(tmp_path / name) for name in ("star", "ring", "simulated"))
     assert star["weights_sha256"] == ring["weights_sha256"] == simulated["weights_sha256"]
     assert (star["updates"], star["samples"]) == (5, simulated["samples"])
-    replayed = run("replay", str(tmp_path / "star"), cwd=tmp_path)
-    assert replayed.process.returncode == 0 and "identical to the run" in replayed.out, replayed.out + replayed.err
+    assert replays(tmp_path / "star")
 
 
 def test_a_slow_process_makes_fewer_steps_and_the_replay_knows(tmp_path: Path, small_files: Path) -> None:
@@ -41,5 +40,4 @@ def test_a_slow_process_makes_fewer_steps_and_the_replay_knows(tmp_path: Path, s
     assert done.process.returncode == 0, done.err
     records, _ = read_arrivals(tmp_path / "it" / "arrivals.log", RunFolder.open(tmp_path / "it").config())
     assert any(record.kind == "steps" and record.worker == 1 and record.seq < 4 for record in records)
-    replayed = run("replay", str(tmp_path / "it"), cwd=tmp_path)
-    assert replayed.process.returncode == 0 and "identical to the run" in replayed.out, replayed.out + replayed.err
+    assert replays(tmp_path / "it")

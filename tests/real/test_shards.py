@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import result_of, run, wait_for_records
-from test_cluster import RUN, address_of, replayed, serve, workers
+from commands import replays, result_of, run, wait_for_records
+from test_cluster import RUN, address_of, serve, workers
 
 pytestmark = pytest.mark.real
 
@@ -61,4 +61,4 @@ def test_a_killed_server_of_two_is_replaced_or_ends_the_run_in_one_line_and_it_c
     result = result_of(folder)
     assert (result["status"], result["updates"], result["servers"], result["resumes"]) == ("finished", 300, 2, 2)
     assert address_of(folder)
-    replayed(tmp_path)
+    assert replays(tmp_path / "runs/it")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE, Command, result_of, run
+from commands import PATIENCE, Command, replays, result_of, run
 
 pytestmark = pytest.mark.real
 
@@ -71,7 +71,7 @@ def test_a_fold_is_a_setting_of_any_run(tmp_path: Path) -> None:
     assert run("train", *flags, cwd=tmp_path).process.returncode == 0
     result = result_of(tmp_path / "runs/folded")
     assert (result["train_total"], result["validation_total"], result["test_total"]) == (9600, 2400, None)
-    assert "identical to the run" in run("replay", "runs/folded", cwd=tmp_path).out
+    assert replays(tmp_path / "runs/folded")
 
 
 def test_a_terminal_sees_a_bar(tmp_path: Path) -> None:

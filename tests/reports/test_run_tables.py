@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,20 @@ def test_a_folder_is_its_runs_and_none_is_shown_twice(runs: Path) -> None:
     (runs / "empty").mkdir()
     with pytest.raises(UserError, match="is not a run folder, nor does it hold any"):
         runs_of([runs / "empty"])
+
+
+def test_runs_that_are_called_alike_are_told_apart_by_their_folders(runs: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "run0"
+    shutil.copytree(runs / "run0", other)
+    rows, _ = runs_of([runs / "run0", runs / "run1", other])
+    assert [row["run"] for row in rows] == [str(runs / "run0"), "run1", str(other)]
+
+
+def test_a_folder_of_runs_is_said_to_be_one(runs: Path) -> None:
+    with pytest.raises(UserError, match=f"'paceline list {runs}' shows what is there"):
+        RunFolder.open(runs)
+    with pytest.raises(UserError, match=f"'paceline list {runs}' shows what is there"):
+        RunFolder.open(runs / "nowhere")
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80])

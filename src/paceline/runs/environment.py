@@ -34,6 +34,14 @@ def machine_kind() -> str:
     return f"{cpu_name()}, torch {package_version('torch')}"
 
 
+def machine_name() -> str:
+    """The same for all processes of one machine, in whatever container, and for no other machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
 def git_state() -> dict[str, Any] | None:
     """The commit of the current folder and whether its tree differs from it; None outside a repository."""
 

@@ -79,7 +79,8 @@ class RunFolder:
         folder = RunFolder(path)
         if not folder.config_file.is_file():
             what = "has no config.toml" if path.is_dir() else "does not exist"
-            raise UserError(f"{path} is not a run folder: it {what}; 'paceline list {path.parent}' shows what is there")
+            above = path if any(path.glob("*/config.toml")) else path.parent
+            raise UserError(f"{path} is not a run folder: it {what}; 'paceline list {above}' shows what is there")
         return folder
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,10 @@ def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
 
 
 def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[str]]:
-    """Runs by their folders, or all in a folder that holds some, in this order; and what of `paths` is neither."""
+    """Runs by their folders, or all in a folder that holds some, in this order; and what of `paths` is neither.
+
+    Each has a name of its own: that of its folder, or the whole path where several folders are called alike.
+    """
     found: dict[Path, tuple[str, RunFolder]] = {}
     others = []
     for path in paths:
@@ -82,7 +86,8 @@ def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[
             others.append(f"{path} is not a run folder, nor does it hold any: it is left out")
     if not found:
         raise UserError(f"{paths[0]} is not a run folder, nor does it hold any: 'paceline train' makes one")
-    return list(found.values()), others
+    count = Counter(name for name, _ in found.values())
+    return [(name if count[name] == 1 else str(folder.path), folder) for name, folder in found.values()], others
 
 
 def _folders_in(path: Path) -> list[RunFolder]:

@@ -106,6 +106,8 @@ class TcpServerDoor:
         self.began_anew = False
         """Whether it was told so, and has not pushed since: what it would send again is of before."""
         self._largest = largest
+        self._most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
+        """The frames that are taken, and how large each may be; pushes once there is memory for them."""
         self._seq = -1
         """Of the last push whose bytes are all there."""
         self._told: Deal | None = None
@@ -157,16 +159,11 @@ class TcpServerDoor:
 
     def _message(self) -> Reading[Hello | Push | Figures | Heard]:
         """Read one frame, whichever it is."""
-        slot, views = self.slot, self._views
-        most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
-        if slot is not None:
-            bodies = slot.update.nbytes + slot.state.nbytes + slot.sizes.own
-            most[Kind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         try:
-            kind, nbytes = yield from read_header(most)
+            kind, nbytes = yield from read_header(self._most)
             if kind is Kind.PUSH:
-                assert slot is not None and views is not None
-                return (yield from self._push(nbytes, slot, views))
+                assert self.slot is not None and self._views is not None
+                return (yield from self._push(nbytes, self.slot, self._views))
             if kind in (Kind.BEAT, Kind.BYE):
                 self.left = kind is Kind.BYE
                 return HEARD
@@ -187,8 +184,10 @@ class TcpServerDoor:
             if self._greeted is not None:
                 self.answer(self._greeted)
             return HEARD
-        self.slot = Memory.private(sizes)
-        self._views = Views(self.slot)
+        self.slot = slot = Memory.private(sizes)
+        self._views = Views(slot)
+        bodies = slot.update.nbytes + slot.state.nbytes + sizes.own
+        self._most[Kind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         return Hello(join, self.slot, fields)
 
     def _figures(self, fields: Mapping[str, Any]) -> Figures:
