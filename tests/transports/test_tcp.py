@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import socket
+import subprocess
 import threading
 import time
 import weakref
@@ -434,6 +435,19 @@ def test_another_certificate_is_refused(certificate: tuple[Path, Path]) -> None:
             TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(fingerprint(b"other"))).apply({})
         with pytest.raises(UserError, match="not trusted"):
             TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(authorities=certificate[0])).apply({})
+
+
+def test_a_certificate_of_another_time_is_refused_with_the_time_here(tmp_path: Path) -> None:
+    _, key = make_certificate(tmp_path)
+    request, names, expired = (tmp_path / name for name in ("request.pem", "names", "expired.pem"))
+    names.write_text("subjectAltName = IP:127.0.0.1")
+    ask = f"openssl req -new -key {key} -subj /CN=paceline -out {request}"
+    sign = f"openssl x509 -req -in {request} -signkey {key} -days -1 -extfile {names} -out {expired}"
+    for command in (ask, sign):
+        subprocess.run(command.split(), check=True, capture_output=True)
+    message = r"not trusted \(certificate has expired; here it is \d{4}-"
+    with Star(DENSE, UPDATES, server_tls(expired, key)) as star, pytest.raises(UserError, match=message):
+        TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(authorities=expired)).apply({})
 
 
 @pytest.mark.parametrize("at_the_server", [True, False])

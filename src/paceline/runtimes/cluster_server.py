@@ -17,9 +17,9 @@ from paceline.core.messages import Push, Reply
 from paceline.errors import ProtocolError
 from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE, NOT_COME
-from paceline.runtimes.crowds import Crowds
 from paceline.runtimes.deadlines import Deadlines
 from paceline.runtimes.host import Host
+from paceline.runtimes.machines import Machines
 from paceline.runtimes.observers import Observers
 from paceline.runtimes.server_process import GRACE_SECONDS, Control, Door, Line, Service, welcome_of
 from paceline.transports.connection import ANYWHERE, parse_address
@@ -69,7 +69,7 @@ class ClusterService(Service):
         """Lines that wake us when they can be written."""
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
-        self._crowds = Crowds()
+        self._machines = Machines()
         self._empty_since: float | None = None
         self._line_since: float | None = None
         """Since when somebody waits at the starting line of a run that goes on."""
@@ -224,9 +224,8 @@ class ClusterService(Service):
         device = applicant.fields.get("device", "cpu")
         if device != "cpu":
             self._note(f"worker {worker} computes on {device}: 'paceline replay' will depart from its first push on")
-        crowded = self._crowds.come(worker, applicant.fields.get("place"))
-        if crowded is not None:
-            self._note(crowded)
+        for oddity in self._machines.come(worker, applicant.fields.get("place"), time.time()):
+            self._note(oddity)
         door = applicant.welcome({**self._welcome, **known}, self._largest)
         self._seat(door)
 
@@ -333,7 +332,7 @@ class ClusterService(Service):
         """The worker leaves the run."""
         self._deadlines.forget(door.worker)
         self._signs.pop(door.worker, None)
-        self._crowds.leave(door.worker)
+        self._machines.leave(door.worker)
         if self._tcp.get(door.worker) is door:
             del self._tcp[door.worker]
         super()._send_off(door)

@@ -27,7 +27,7 @@ from paceline.delays import parse_delays
 from paceline.errors import Forgotten
 from paceline.runs.environment import machine_kind, package_version
 from paceline.runtimes.allocator import keep_freed_memory
-from paceline.runtimes.crowds import own_place
+from paceline.runtimes.machines import own_place
 from paceline.runtimes.timekeeping import Stopwatch
 from paceline.tasks.staged import pinned_memory
 from paceline.transports.shard_doors import ShardDoors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Sequence
 
 from paceline.errors import UserError
@@ -16,6 +17,10 @@ SILENT_MILLISECONDS = 20_000
 ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 _PIECE = 1 << 30
 """More bytes are not received or handed to TLS at once: lengths are C integers there."""
+
+
+_DATES = (9, 10)
+"""How TLS numbers certificates that are not valid yet, or no longer: it may be our clock that is wrong."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -184,7 +189,8 @@ def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection
         wrapped = tls.context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
         sock.close()
-        raise UserError(f"{address}: its certificate is not trusted ({error.verify_message})") from None
+        clock = f"; here it is {time.strftime('%Y-%m-%d %H:%M')}" if error.verify_code in _DATES else ""
+        raise UserError(f"{address}: its certificate is not trusted ({error.verify_message}{clock})") from None
     except OSError as error:
         sock.close()
         if _speaks_plainly((host, port), min(seconds, 1.0)):
