@@ -14,11 +14,12 @@ import torch
 
 from paceline.cli import main
 from paceline.core.deals import Deals
+from paceline.core.members import Member
 from paceline.core.messages import Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Bounded, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.server import Member, Server
+from paceline.core.server import Server
 from paceline.faults import KINDS, read_faults
 from paceline.interfaces import Decision
 from paceline.rulebook import RULES

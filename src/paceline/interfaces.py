@@ -153,7 +153,7 @@ class Rule(Protocol):
     """How an update changes the weights: in place, elementwise over [..., P], no branch on an arrival's numbers.
 
     State has one leading axis a leading axis of the weights, so run r of many is `{k: t[r] for k, t in state.items()}`,
-    a state of its own: that is how `join` and `leave`, which name one worker of one run, are called for it.
+    a state of its own: that is how `join`, `leave` and `lapse`, which name one worker of one run, are called for it.
     """
 
     @property
@@ -171,6 +171,10 @@ class Rule(Protocol):
 
     def leave(self, state: State, worker: int) -> None:
         """Forget `worker`: its rows are zeros again, and what was summed over all no longer counts it."""
+        ...
+
+    def lapse(self, state: State, worker: int) -> None:
+        """Go on without what `worker` last pushed, if that still moves the weights: it is silent, and may yet push."""
         ...
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:

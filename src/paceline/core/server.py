@@ -16,43 +16,11 @@ from torch import Tensor
 
 from paceline.core.deals import Deals
 from paceline.core.encoding import DENSE, Codecs, Decoded, Differences, Opened
+from paceline.core.members import Member
 from paceline.core.memory import Memory
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Codec, Decision, Policy, Rule
-
-
-@dataclass(slots=True)
-class Member:
-    """What the server knows of one worker number, over all its incarnations."""
-
-    incarnation: int
-    quota: int | None
-    live: bool = True
-    waiting: bool = True
-    accepted: int = 0
-    """Batches whose pushes count; the quota is in batches too."""
-    seq: int = -1
-    serial: int = -1
-    version: int = 0
-    pushes: int = 0
-    steps: int = 0
-    """What its last reply asked for, and at which learning rate."""
-    lr: float = 0.0
-    draining: bool = False
-    """Somebody outside asked that it leaves after the push it is making."""
-    dismissed: bool = False
-    """It was told that it is over for it alone."""
-    threads: int = 0
-    """It computes on so many, which some sums depend on; 0: nobody said."""
-
-    @property
-    def spent(self) -> bool:
-        return self.quota is not None and self.accepted >= self.quota
-
-    @property
-    def done(self) -> bool:
-        return self.dismissed or self.spent
 
 
 @dataclass(frozen=True)
@@ -119,6 +87,7 @@ class Server:
         self.over = False
         self.divergence: Divergence | None = None
         self._awaited = set(range(num_workers))
+        self._roll: list[int] = []
         self._held: dict[int, Push] = {}
         self._num_live: int | None = None
         self._is_dealt = True
@@ -284,6 +253,7 @@ class Server:
         if self._decoded is not None and not self.over:
             push = push._replace(update=self._decoded.decode(push.update))  # before anything is changed
         self.bytes_pushed += nbytes
+        member.heard(self.version)
         member.seq, member.waiting = push.seq, True
         member.pushes += 1
         self.pushes += 1
@@ -399,7 +369,17 @@ class Server:
         for worker, age in zip(workers, staleness, strict=True):
             self.staleness[age] += 1
             self.members[worker].accepted += self.steps_of(worker)
+        if self._has_weights:
+            self._look_for_silence()
         return True
+
+    def _look_for_silence(self) -> None:
+        """At one member an update: of who has fallen silent, the rule goes on without what it last said."""
+        if len(self._roll) != len(self.members):
+            self._roll = sorted(self.members)
+        worker = self._roll[self.version % len(self._roll)]
+        if self.members[worker].fell_silent(self.version, self.num_live):
+            self.rule.lapse(self.rule_state, worker)
 
     def _change_weights(self, pushes: list[Push], samples: int, staleness: int) -> bool:
         """Hand the rule the push, or the mean of several; False when it holds a NaN or an infinity."""

@@ -26,6 +26,9 @@ class Around:
     def leave(self, state: State, worker: int) -> None:
         self.rule.leave(state, worker)
 
+    def lapse(self, state: State, worker: int) -> None:
+        self.rule.lapse(state, worker)
+
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         self.rule.weights_for(weights, state, worker, out)
 

@@ -16,9 +16,9 @@ from paceline.interfaces import Arrival, State
 class Cached(Live):
     """total += g - c_i;  c_i = g;  weights = optimizer(weights, total / n)
 
-    total / n is the mean over the n live workers, zeros standing for those that have not pushed yet; who leaves is
-    taken out of the sum. The mean is a gradient like any other, so every optimizer may step along it. Touches 4 tensors
-    and the optimizer's: g, c_i, total, the mean.
+    total / n is the mean over the n live workers, zeros standing for those that have not pushed yet; who leaves, or is
+    silent for long, is taken out of the sum. The mean is a gradient like any other, so every optimizer may step along
+    it. Touches 4 tensors and the optimizer's: g, c_i, total, the mean.
 
     >>> from paceline.core.optimizers import Sgd
     >>> weights, rule = torch.zeros(1), Cached(Sgd(), places=2)
@@ -43,6 +43,9 @@ class Cached(Live):
         return {**rows, **self.optimizer.start(weights)}
 
     def leave(self, state: State, worker: int) -> None:
+        forget(state, worker)
+
+    def lapse(self, state: State, worker: int) -> None:
         forget(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:

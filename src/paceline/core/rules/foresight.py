@@ -73,6 +73,9 @@ class Foresight(Live):
         forget(state, worker)
         state["numbers"][worker] = 0.0
 
+    def lapse(self, state: State, worker: int) -> None:
+        forget(state, worker)
+
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         interval, decay, step, share = self._measure(state["numbers"], arrival)
         gradient = self.prepared.prepare(weights, update)

@@ -63,6 +63,9 @@ class Live:
     def leave(self, state: State, worker: int) -> None:
         pass
 
+    def lapse(self, state: State, worker: int) -> None:
+        pass
+
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         out.copy_(weights)
 

@@ -49,6 +49,9 @@ class Ranged(Around):
     def leave(self, state: State, worker: int) -> None:
         self.part.leave(self.of_span(state), worker)
 
+    def lapse(self, state: State, worker: int) -> None:
+        self.part.lapse(self.of_span(state), worker)
+
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.part.apply(weights[self.span], self.of_span(state), update, arrival)
 
