@@ -111,15 +111,15 @@ def test_checkpoints_are_copied_into_the_same_memory_and_stay_what_they_were(rec
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(1)
-    run.host._make_room()
-    run.host._writer.wait()
-    room = run.host._room._free[run.server.weights.shape, torch.float32]
+    run.host._checkpoints._make_room(run.host.memories)
+    run.host._checkpoints.writer.wait()
+    room = run.host._checkpoints._room._free[run.server.weights.shape, torch.float32]
     places = {tensor.data_ptr() for tensor in room}
     weights = []
     for _ in range(2):
         run.push_at_random(2)
         run.host.checkpoint()
-        run.host._writer.wait()
+        run.host._checkpoints.writer.wait()
         weights.append(run.server.weights.clone())
     assert {tensor.data_ptr() for tensor in room} == places
     cuts = [read_cut(path) for path in sorted(run.folder.checkpoints.iterdir())]
@@ -180,9 +180,9 @@ def test_a_full_disk_at_a_checkpoint_is_said_and_the_last_good_one_stays(record:
     with files_limited_to(run.folder.arrivals_file.stat().st_size + 20 * RECORD_BYTES):
         run.host.checkpoint()
         run.push_at_random(3)
-        run.host._writer.wait()
+        run.host._checkpoints.writer.wait()
     run.push_at_random(1)
-    run.host._complain()
+    run.host._checkpoints.complain(run.host.clock.now())
     assert run.notes == ["a checkpoint could not be written (File too large): the run goes on without it"]
     assert [path.name for path in run.folder.checkpoints.iterdir()] == [f"{3:012d}"]
     before = run.server

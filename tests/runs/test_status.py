@@ -47,7 +47,7 @@ def test_a_run_in_this_process_is_running_then_finished(record: Record) -> None:
         assert read_status(run.folder.path).status == "starting"
         run.join_all()
         run.push_at_random(5)
-        run.host._progress(1.0)
+        run.host.tell_progress()
         assert read_status(run.folder.path).status == "running"
         run.push_at_random(10_000)
         run.host.finish()

@@ -25,30 +25,25 @@ from paceline.goals import goal_of, measure_of
 from paceline.interfaces import Scores
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.best import Best
-from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.divergence import why_diverged
 from paceline.runs.environment import environment
-from paceline.runs.events import EventLog, read_events
+from paceline.runs.events import EventLog
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.requests import take_requests
 from paceline.runs.result import finite, summarise, trained_tensors, weights_sha256
 from paceline.runs.resume import Rebuilt
 from paceline.runs.snapshots import snapshots_of
-from paceline.runs.writing import Writer
 from paceline.runtimes.accounts import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
+from paceline.runtimes.checkpointing import Checkpoints
 from paceline.runtimes.clock import TrainingClock
 from paceline.runtimes.noting import Notes, Report
+from paceline.runtimes.progress import Progress
 from paceline.runtimes.scoring import Scorer, named
 from paceline.runtimes.timekeeping import Timekeeper
-from paceline.runtimes.weighing import Weighing
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.timing import TimingModel
 from paceline.tracking.beside import Trackers
-
-PROGRESS_SECONDS = 0.25
-EVENT_SECONDS = 1.0
-VIRTUAL_PROGRESS = 0.01
 
 
 def _all_is_here() -> None:
@@ -92,30 +87,28 @@ class Host:
         self.timekeeper = Timekeeper()
         self.accounts = Accounts(self.timekeeper)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
-        self._virtual = 0.0 if source is not None else None
+        self._is_virtual = source is not None
         folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
         self.events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
         self._facts = facts or {}
         self._report = report
-        self._writer = Writer(background=source is None)
-        self._snapshots = snapshots_of(config, folder, server, task, self._writer)
+        kept_by = (folder, self.log, self.events, report, seconds)
+        self._checkpoints = Checkpoints(server, config, *kept_by, virtual=source is not None)
+        writer = self._checkpoints.writer
+        self._snapshots = snapshots_of(config, folder, server, task, writer)
         scored = config.eval_every is not None and source is None
         kept = scored and isinstance(task, SupervisedTask)
-        self._best = Best(folder, task, self._writer, measure_of(config)) if kept else None
+        self._best = Best(folder, task, writer, measure_of(config)) if kept else None
         self._goal = goal_of(config)
         self.in_groups = False
         """Whether whoever brings inputs calls `commit` after several of them, not this host after each."""
         self._unsent: list[Reply] = []
-        self._room = Room()
-        self._weighing = Weighing(server, virtual=source is not None)
         self.first_incarnation = 0
         """Of a worker that joins: those before may have been somebody's whose join was taken back."""
-        self._next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
-        self._next_room = seconds + config.checkpoint_every / 2 if source is None else math.inf
-        self._next_progress = self._next_event = self._next_accounts = 0.0
-        self._last_now, self._last_samples = seconds, server.samples
-        self._loss_sum, self._loss_count = 0.0, 0
+        told = (self.events, report, seconds, config.max_seconds)
+        self._progress = Progress(server, *told, virtual=self._is_virtual)
+        self._next_accounts = 0.0
         self._next_evaluation = self._evaluation_after(server.samples)
         self._notes = Notes(server, self.events, report)
         self._scorer = Scorer(server, work, self.events, self.clock, self.timekeeper)
@@ -151,9 +144,9 @@ class Host:
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
-        if self._virtual is None:
+        if not self._is_virtual:
             row["by_workers"] = rebuilt.by_workers
-        seconds = {} if self._virtual is not None else {"seconds": round(rebuilt.seconds, 3)}
+        seconds = {} if self._is_virtual else {"seconds": round(rebuilt.seconds, 3)}
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 
     def _handle(self, message: Input) -> None:
@@ -170,18 +163,15 @@ class Host:
             self.clock.go()  # who came, or will never come, was the last to be awaited
         self._reply(outcome, began)
         if isinstance(message, Push):
-            self._loss_sum += message.loss
-            self._loss_count += 1
+            self._progress.count(message.loss)
         elif outcome.verdict == Verdict.TAKEN:
             self._notes.take(message, now, self.stop_reason)
-        if now >= self._next_progress if self._virtual is None else self._virtual_progress_is_due():
-            self._progress(now)
+        if self._progress.is_due(now):
+            self.tell_progress()
         if self._snapshots is not None:
             self._keep_weights()
         self._notes.look_for_a_deal(now)
-        if now >= self._next_room:
-            self._make_room()
-        if now >= self._next_checkpoint and self.server.can_be_cut and not self._writer.busy and self.may_be_cut():
+        if self._checkpoints.look(now, self.memories, self.may_be_cut):
             self.checkpoint()
 
     def _reply(self, outcome: Outcome, began: float) -> None:
@@ -198,7 +188,7 @@ class Host:
     @property
     def is_cut_due(self) -> bool:
         """Whether the next checkpoint is only waiting for its moment."""
-        return self.clock.now() >= self._next_checkpoint
+        return self._checkpoints.is_due(self.clock.now())
 
     def _keep_weights(self) -> None:
         """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""
@@ -263,121 +253,38 @@ class Host:
         if not self.seconds_left:
             self.stop(TIME_IS_UP)
 
-    def _fraction(self) -> float:
-        """How much of the run is done, by whichever of its budgets is nearer to its end."""
-        server, limit = self.server, self.config.max_seconds
-        done = server.budget.fraction(server.samples, server.version)
-        return done if limit is None else max(done, min(1.0, self.clock.now() / limit))
-
-    def _virtual_progress_is_due(self) -> bool:
-        """A simulated run tells of every hundredth of its budget: virtual seconds say nothing about ours."""
-        assert self._virtual is not None
-        fraction = self._fraction()
-        if fraction < self._virtual:
-            return False
-        self._virtual = fraction + VIRTUAL_PROGRESS
-        self._next_event = 0.0
-        return True
-
-    def _progress(self, now: float) -> None:
-        server = self.server
-        span = now - self._last_now
-        row = {
-            "updates": server.version,
-            "samples": server.samples,
-            "fraction": round(self._fraction(), 6),
-            "loss": round(self._loss_sum / self._loss_count, 6) if self._loss_count else None,
-            "rate": round((server.samples - self._last_samples) / span, 1) if span > 0 else None,
-            "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
-            "live": server.num_live,
-            "lr": server.lr_inside,
-        }
-        if row["loss"] is not None and not math.isfinite(row["loss"]):
-            row["loss"] = None
-        self._report({"kind": "progress", "now": round(now, 3), **row})
-        self._next_progress = now + PROGRESS_SECONDS
-        if now >= self._next_event and self._loss_count:
-            norm = self._weighing.norm() if self.gather is _all_is_here else None
-            row |= {"bytes_pushed": server.bytes_pushed, "bytes_pulled": server.bytes_pulled}
-            self.events.write("progress", now, **row, **({"norm": norm} if norm is not None else {}))
-            self._next_event = now + EVENT_SECONDS
-            self._last_now, self._last_samples = now, server.samples
-            self._loss_sum, self._loss_count = 0.0, 0
-        if self._virtual is None:
+    def tell_progress(self) -> None:
+        """To the user and to whoever tracks the run; and what has to be looked at now and then is."""
+        self._progress.tell(self.clock.now(), with_norm=self.gather is _all_is_here)
+        if not self._is_virtual:
             self.look_for_requests()
         self._trackers.look()
         self.tick()
 
     def tick(self) -> None:
         """Write down where each worker's time went, now and then; in silence too, so that silence is seen."""
-        at = self.clock.source() if self._virtual is None else self._virtual
-        if at >= self._next_accounts and (self._virtual is None or self.server.num_workers <= MANY_VIRTUAL):
+        share = self._progress.next_share
+        at = self.clock.source() if share is None else share
+        if at >= self._next_accounts and (share is None or self.server.num_workers <= MANY_VIRTUAL):
             try:
                 nbytes = self._write_accounts()
             except OSError as error:
                 raise self._disk_error(error) from None
-            self._next_accounts = at + (
-                max(ROW_SECONDS, nbytes / BYTES_A_SECOND) if self._virtual is None else OFTEN_VIRTUAL
-            )
+            self._next_accounts = at + (max(ROW_SECONDS, nbytes / BYTES_A_SECOND) if share is None else OFTEN_VIRTUAL)
 
     def _write_accounts(self) -> int:
         return self.events.write("workers", self.clock.now(), **self.accounts.row(self.server, self.clock.source()))
 
     def checkpoint(self) -> None:
-        """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
-        now, began = self.clock.now(), time.perf_counter()
-        self.gather()
-        cut = take_cut(self.server, self.memories, self.log.nbytes, now, self._room)
-        pause = {} if self._virtual is not None else {"pause_seconds": round(time.perf_counter() - began, 6)}
-        self._writer.do("a checkpoint", lambda: self._write(cut))
-        self.events.write("checkpoint", now, updates=self.server.version, **pause)
-        self._next_checkpoint = now + self.config.checkpoint_every
-        self._complain()
+        """Cut now; the cut is written beside the run."""
+        self._checkpoints.take(self.clock.now(), self.memories, self.gather)
 
     def checkpoint_now(self) -> None:
-        """Take a cut and see it written before anything else happens; others wait for it."""
-        self.gather()
+        """Cut, and return when that is on disk."""
         try:
-            self._write(take_cut(self.server, self.memories, self.log.nbytes, self.clock.now()))
+            self._checkpoints.take_and_wait(self.clock.now(), self.memories, self.gather)
         except OSError as error:
             raise self._disk_error(error) from None
-
-    def _write(self, cut: Cut) -> None:
-        """On disk, the log first: a checkpoint never speaks of more than the log has, even after a power cut."""
-        self.log.sync()
-        write_cut(self.folder.checkpoints, cut, self.config.keep)
-        self._room.take_back(cut)
-
-    def _make_room(self) -> None:
-        """Long before the first checkpoint, on the other thread, what would make its pause longer than the others'."""
-        self._next_room = math.inf
-        kinds = kinds_of(self.server, self.memories)
-        self._writer.do("room for checkpoints", lambda: self._room.make(kinds))
-
-    def _upkeep(self) -> dict[str, Any]:
-        """What the result says of checkpoints and resumes, over all lives of the run."""
-        rows = list(read_events(self.folder.events_file)) if self._virtual is None else []
-        pauses = [row["pause_seconds"] for row in rows if row["kind"] == "checkpoint" and "pause_seconds" in row]
-        best = {"best": self._best.found} if self._best is not None else {}
-        return {
-            "checkpoint_pause_seconds": {
-                "count": len(pauses),
-                "max": max(pauses, default=0.0),
-                "total": round(sum(pauses), 6),
-            },
-            "resumes": sum(row["kind"] == "recovered" for row in rows),
-            **best,
-        }
-
-    def _complain(self) -> None:
-        for what, failure in self._writer.changes():
-            if failure is None:
-                self.events.write("writing_works", self.clock.now(), what=what)
-                self._report({"kind": "note", "text": f"{what} could be written again"})
-                continue
-            text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
-            self.events.write("writing_failed", self.clock.now(), what=what, error=str(failure))
-            self._report({"kind": "note", "text": text})
 
     def _evaluation_after(self, samples: int) -> float:
         if self.config.eval_every is None:
@@ -466,8 +373,8 @@ class Host:
                 self.checkpoint()
             if self._best is not None and (last := scores.get("test")) is not None:
                 self._best.look(self.server, last)
-            self._writer.wait()
-            self._complain()
+            self._checkpoints.writer.wait()
+            self._checkpoints.complain(self.clock.now())
             tensors = self.named_weights()
             write_atomically(self.folder.weights_file, save(tensors))
             if self.server.evaluated is not self.server.weights:
@@ -481,7 +388,8 @@ class Host:
                 "reason": why_diverged(self.config, self.server) if status == "diverged" else self.stop_reason,
                 "lost_workers": self._notes.lost,
                 **({"deals": self._notes.generation} if self.server.deals is not None else {}),
-                **self._upkeep(),
+                **self._checkpoints.upkeep(),
+                **({"best": self._best.found} if self._best is not None else {}),
                 **({"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {}),
                 **(found or {}),
                 **self._facts,
@@ -497,6 +405,6 @@ class Host:
     def close(self) -> None:
         """Let go of the files."""
         self._trackers.close()
-        self._writer.close()
+        self._checkpoints.writer.close()
         self.events.close()
         self.log.close()
