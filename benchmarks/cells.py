@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.data.datasets import load, locate
 from paceline.lab.rows import Spent, run_rows
 from paceline.reports.charts import Point, Series, draw_rows
+from paceline.resolving import resolve
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.assemble import make_model, make_rule, resolve
+from paceline.assemble import make_model, make_rule
 from paceline.config import RunConfig
 from paceline.core.rules.per_worker import Live
 from paceline.interfaces import Arrival, Layout, pack
 from paceline.lab.fused import FUSED
 from paceline.lab.steps import Autograd, Images, Inputs
+from paceline.resolving import resolve
 
 BARS = {"lenet5": 60_000, "cnn": 12_000}
 SPEEDS = [

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Push, Verdict
+from paceline.resolving import resolve
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder

@@ -26,12 +26,12 @@ import pairs
 import torch
 from processes import ended
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.crew import make_task, work_of
 from paceline.data.datasets import SAMPLE, load
 from paceline.launch import locate_data
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.simulate import simulate
 
 TIMING = ["--timing-only", "--parameters", "25.6M", "--speeds", "lognormal:120ms,.3", "--json"]

@@ -159,10 +159,10 @@ def loop(kind: str, what: What) -> None:
 
 
 def _batches(what: What) -> tuple[Any, list[Any]]:
-    from paceline.assemble import resolve
     from paceline.config import RunConfig
     from paceline.crew import make_task, work_of
     from paceline.data.datasets import load, locate
+    from paceline.resolving import resolve
 
     where = Path(what.data_dir) if what.data_dir is not None else None
     config = resolve(RunConfig(model=what.model, dataset=what.dataset, batch_size=what.batch, strategy="classic"))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.advice import _slow_precision, advice
-from paceline.assemble import resolve
 from paceline.config import RunConfig
+from paceline.resolving import resolve
 
 
 def lines(**settings: Any) -> list[str]:

@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.assemble import (
-    AUTO_WARMUP,
-    Strategy,
-    lr_scale,
-    make_policy,
-    make_rule,
-    make_schedule,
-    parse_schedule,
-    parse_strategy,
-    resolve,
-)
+from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
 from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
@@ -28,7 +18,9 @@ from paceline.core.schedules import Schedule
 from paceline.division import divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
+from paceline.resolving import AUTO_WARMUP, lr_scale, parse_schedule, resolve
 from paceline.rulebook import RULES, average_in_words, rows_nbytes
+from paceline.strategies import Strategy, parse_strategy
 
 LABELS = np.arange(100) % 10
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.ranks import VARIABLES
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
 from paceline.serving import Entrance, serve
 

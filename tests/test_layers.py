@@ -105,6 +105,8 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
         "paceline.launch",
         "paceline.runtimes.local",
         "paceline.assemble",
+        "paceline.resolving",
+        "paceline.strategies",
         "paceline.codebook",
         "paceline.on_hosts",
         "paceline.launched",

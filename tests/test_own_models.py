@@ -19,9 +19,9 @@ import odd_models
 from odd_models import MODELS, token_data
 
 import paceline
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.crew import initial_seed, make_task, seed_generators, work_of
+from paceline.resolving import resolve
 from paceline.session import Bound
 from paceline.tasks.flat import FlatModule
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
@@ -15,6 +14,7 @@ from paceline.errors import UserError
 from paceline.forecast import Forecast, forecast
 from paceline.plan import choose, make_plan, sizes, strategies
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
 from paceline.runs.timings import measured
 from paceline.runtimes.timekeeping import Timekeeper

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.assemble import resolve
 from paceline.cli import VERBS
 from paceline.flags import Parser, add_settings, config_from
+from paceline.resolving import resolve
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -66,7 +66,7 @@ def test_every_command_is_one_that_works(command: str) -> None:
 
 
 def test_every_strategy_has_its_row() -> None:
-    from paceline.assemble import STRATEGIES
+    from paceline.strategies import STRATEGIES
 
     assert all(re.search(rf"^\| `{name}", README, re.MULTILINE) for name in STRATEGIES)
 

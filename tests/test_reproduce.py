@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from paceline import many_runs
-from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
@@ -20,6 +19,7 @@ from paceline.lab.rows import Finished, run_rows
 from paceline.published.optml import automatic, choose_rows, published_rows
 from paceline.reports import charts
 from paceline.reproduce import Reproduced, markdown
+from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
 from paceline.runs.several import Several
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paceline import reproduce_real
-from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
 from paceline.data.datasets import DATASETS, Location
@@ -18,6 +17,7 @@ from paceline.published import distml, mxnet
 from paceline.published.rows import Asked, Machine, Made, choose
 from paceline.reports import distml_table, mxnet_table
 from paceline.reports.run_course import epochs_of, rates_by_step
+from paceline.resolving import resolve
 from paceline.runs.result import describe
 
 PUBLISHED = Asked(None, None, "cpu", None, "runs", {})

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from paceline import many_runs
-from paceline.assemble import resolve
 from paceline.cli import main
 from paceline.config import RunConfig
 from paceline.grid import Grid, read_grid, run_name
 from paceline.lab.rows import Finished, run_rows
 from paceline.reports.sweep_table import gather, verdict
+from paceline.resolving import resolve
 
 SETTINGS = """
 [run]

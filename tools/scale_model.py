@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.assemble import make_inside, make_policy, parse_strategy
+from paceline.assemble import make_inside, make_policy
 from paceline.config import RunConfig
 from paceline.core.messages import Input, Join
 from paceline.core.optimizers import Sgd
@@ -21,6 +21,7 @@ from paceline.runtimes.network import Link, ring_seconds
 from paceline.runtimes.simulated import Cluster, Simulation
 from paceline.runtimes.speeds import Distribution, StepTimes
 from paceline.runtimes.unlogged import Unlogged
+from paceline.strategies import parse_strategy
 from paceline.tasks.timing import TimingModel
 
 PARAMETERS = 25_600_000

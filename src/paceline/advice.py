@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.assemble import parse_strategy
 from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
 from paceline.rulebook import ON_ARRIVAL, RULES, parse_rule
+from paceline.strategies import parse_strategy
 
 SKEWED_BELOW = 1.0
 """A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.assemble import on_ring, parse_strategy
 from paceline.config import RunConfig, places_of
 from paceline.delays import parse_delays
 from paceline.errors import UserError
@@ -14,6 +13,7 @@ from paceline.runs.timings import Measured, measured
 from paceline.runtimes.network import parse_link
 from paceline.runtimes.simulated import Cluster
 from paceline.runtimes.speeds import Distribution, StepTimes, parse_factors, parse_speeds
+from paceline.strategies import on_ring, parse_strategy
 
 DEFAULT_SPEED = "1s"
 TURNS = 0.08

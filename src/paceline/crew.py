@@ -13,15 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.assemble import (
-    make_inside,
-    make_model,
-    make_optimizer,
-    make_policy,
-    make_rule,
-    make_schedule,
-    parse_strategy,
-)
+from paceline.assemble import make_inside, make_model, make_optimizer, make_policy, make_rule, make_schedule
 from paceline.codebook import build_codec
 from paceline.config import RunConfig, places_of
 from paceline.core.encoding import DENSE, Codecs, WorkerEnd
@@ -40,6 +32,7 @@ from paceline.own_code import make_own
 from paceline.preparation import augment_of, transform_of
 from paceline.quantities import count
 from paceline.rulebook import rows_nbytes
+from paceline.strategies import parse_strategy
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.local_steps import LocalSteps
 from paceline.tasks.staged import Staged

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.assemble import parse_strategy
 from paceline.codebook import CODECS, build_part, parse_codec
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.strategies import parse_strategy
 
 if TYPE_CHECKING:
     from paceline.codecs.parts import CodecPart, Sliced

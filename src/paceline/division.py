@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.assemble import on_ring
 from paceline.config import RunConfig, places_of
 from paceline.core.messages import Deal
 from paceline.core.schedules import Budget
 from paceline.data.batches import Batches
 from paceline.data.partition import hold_out, hold_out_fold, parse_fold, parse_split, partition
 from paceline.errors import UserError
+from paceline.strategies import on_ring
 
 
 @dataclass(frozen=True)

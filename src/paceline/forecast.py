@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.assemble import on_ring, parse_strategy, pushes_per_update
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
@@ -16,6 +15,7 @@ from paceline.runs.result import staleness_summary
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.unlogged import Unlogged
+from paceline.strategies import on_ring, parse_strategy, pushes_per_update
 from paceline.tasks.timing import TimingModel
 
 PUSHES_A_WORKER = 40

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advice import advice
-from paceline.assemble import check_names, lr_scale, on_ring, parse_strategy, pushes_in_a_step, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
 from paceline.delays import parse_delays
@@ -24,10 +23,12 @@ from paceline.interrupts import interrupts
 from paceline.preparation import reading_of
 from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
+from paceline.resolving import check_names, lr_scale, resolve
 from paceline.rulebook import chosen
 from paceline.runs.arrivals import next_life
 from paceline.runs.environment import git_state
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, is_script
+from paceline.strategies import on_ring, parse_strategy, pushes_in_a_step
 
 
 def train(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:

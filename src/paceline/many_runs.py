@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from paceline.assemble import resolve
 from paceline.clusters import DEFAULT_SPEED
 from paceline.config import FIELDS, RunConfig
 from paceline.data.datasets import SAMPLE, load
@@ -26,6 +25,7 @@ from paceline.lab.rows import Finished, Progress, Spent, check_rows, run_rows
 from paceline.launch import facts_of, locate_data, require_device
 from paceline.preparation import reading_of
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.environment import environment
 from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder, write_atomically
 from paceline.runs.result import weights_sha256

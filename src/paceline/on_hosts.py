@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.host_checks import Wanted
@@ -20,6 +19,7 @@ from paceline.hosts import HostLine, num_workers, read_hosts
 from paceline.launch import settle_data
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.environment import package_version
 from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runtimes.host_probe import code_digest, find_file

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import cores, on_star, parse_strategy, resolve
 from paceline.config import SIMULATED_ONLY, RunConfig
 from paceline.crew import timing_layout
 from paceline.errors import UserError
@@ -16,6 +15,8 @@ from paceline.forecast import Forecast, forecast
 from paceline.launch import train
 from paceline.reports.console import Console
 from paceline.reports.tables import Column, fit_table
+from paceline.resolving import cores, resolve
+from paceline.strategies import on_star, parse_strategy
 from paceline.terminal import UNCUT, fold
 
 WORTH_IT = 1.2

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from paceline.assemble import cores, on_ring, parse_strategy
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.resolving import cores
+from paceline.strategies import on_ring, parse_strategy
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.errors import Interrupted
 from paceline.launch import require_device, train
 from paceline.many_runs import Inner, Watch, alone_in, folder_of, is_done, remove_half_made, with_data_named
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.folder import INTERRUPTED, TERMINATED
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.assemble import cores
 from paceline.data.datasets import DATASETS
 from paceline.errors import DataError
 from paceline.launch import locate_data
@@ -12,6 +11,7 @@ from paceline.many_runs import folder_of, note_sample, result_of
 from paceline.published.rows import AnyRealRow, Asked, Machine, Made, RealRow
 from paceline.real_runs import settle, train_missing
 from paceline.reports.console import Console
+from paceline.resolving import cores
 
 ILSVRC12, ILSVRC12_CLASSES = "ilsvrc12", 1000
 

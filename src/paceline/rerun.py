@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import on_ring
 from paceline.config import is_simulated
 from paceline.data.datasets import load
 from paceline.errors import UserError
@@ -13,6 +12,7 @@ from paceline.launch import in_this_process, locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script
 from paceline.runs.recording import Recording, ScriptCall, open_recording
+from paceline.strategies import on_ring
 
 
 def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.assemble import cores, parse_strategy
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.many_runs import note_sample, result_of
 from paceline.real_runs import settle, train_missing
 from paceline.reports.console import Console
 from paceline.reports.scaling_table import Scaling, gather
+from paceline.resolving import cores
+from paceline.strategies import parse_strategy
 
 KINDS = ("strong", "weak")
 STEPS = 200

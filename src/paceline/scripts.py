@@ -6,17 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import refuse_codecs, refuse_newcomers, require_gradients, resolve
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
+from paceline.resolving import refuse_codecs, refuse_newcomers, resolve
 from paceline.runs.arrivals import next_life
 from paceline.runs.folder import SCRIPT, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.fault_injection import faults_for_processes
 from paceline.runtimes.fork_server import ForkServer
 from paceline.runtimes.local import Processes, run_local
+from paceline.strategies import require_gradients
 
 
 def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import check_names, on_ring, parse_strategy, resolve
 from paceline.config import RunConfig
 from paceline.cutting import require_cuttable
 from paceline.data.datasets import Dataset, Location, load
@@ -26,8 +25,10 @@ from paceline.launch import (
     stop_signals,
 )
 from paceline.reports.console import Console
+from paceline.resolving import check_names, resolve
 from paceline.retinue import Retinue, serve_part
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.strategies import on_ring, parse_strategy
 from paceline.transports.auth import make_token, read_token
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.alone import OwnServer
-from paceline.assemble import refuse_codecs, refuse_newcomers, require_gradients, resolve
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.core.memory import Sizes
 from paceline.core.messages import Join, Push, Rate, Reply
@@ -40,8 +39,10 @@ from paceline.handing_over import (
     take_over,
 )
 from paceline.models.dropout import address_dropout, mix64
+from paceline.resolving import refuse_codecs, refuse_newcomers, resolve
 from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
 from paceline.runtimes.timekeeping import Stopwatch
+from paceline.strategies import require_gradients
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.script_model import save_kept
 from paceline.tasks.structure import num_samples

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.assemble import resolve
 from paceline.clusters import DEFAULT_SPEED, cluster_of
 from paceline.config import RunConfig, places_of
 from paceline.core.messages import Join
@@ -25,6 +24,7 @@ from paceline.faults import Fault, read_faults
 from paceline.launch import facts_of, hint, holding, locate_data, stop_signals
 from paceline.quantities import count
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runtimes.accounts import Spent
 from paceline.runtimes.host import Host

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.assemble import resolve
 from paceline.clusters import cluster_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join
@@ -22,6 +21,7 @@ from paceline.lab.feed import feed_of
 from paceline.lab.room import memory_of
 from paceline.lab.rows import Spent, images_of, run_rows
 from paceline.lab.trace import trace_of
+from paceline.resolving import resolve
 from paceline.runtimes.agenda import Agenda
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.unlogged import Unlogged

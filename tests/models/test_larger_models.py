@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.advice import has_batch_norm
-from paceline.assemble import MODELS, TEXT_MODELS, make_model
+from paceline.assemble import make_model
 from paceline.models.convolution import SteadyBatchNorm
 from paceline.models.inception import halving_pool
+from paceline.resolving import MODELS, TEXT_MODELS
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.supervised import SupervisedTask
 

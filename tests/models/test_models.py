@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.assemble import make_model, make_rule, resolve
+from paceline.assemble import make_model, make_rule
 from paceline.config import RunConfig
 from paceline.crew import make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.interfaces import Arrival, Layout
+from paceline.resolving import resolve
 from paceline.tasks.flat import FlatModule
 
 CACHE_LINE_NBYTES = 64

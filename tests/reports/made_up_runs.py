@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.core.messages import Input, Join, Push, Resume, Verdict
+from paceline.resolving import resolve
 from paceline.runs.arrivals import ArrivalLog
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.crew import make_join, make_seat, make_server, work_of
 from paceline.models.dropout import AddressedDropout
+from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay
 from paceline.runs.resume import Rebuilt, rebuild

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.assemble import make_policy, make_rule, make_schedule, resolve
+from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, to_dict
 from paceline.core.encoding import Opened
 from paceline.core.memory import Memory, Sizes
@@ -24,6 +24,7 @@ from paceline.core.server import Server
 from paceline.crew import codecs_of
 from paceline.cutting import Coding, coding_of, grain_of, part_of, spans_of
 from paceline.interfaces import pack
+from paceline.resolving import resolve
 from paceline.runtimes.orders import at_work, is_finite, sent_to, spoil
 from paceline.runtimes.shard import make_part
 from paceline.transports.shard_doors import _Part

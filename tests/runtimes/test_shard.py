@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from paceline.assemble import make_policy, make_rule, make_schedule, resolve
+from paceline.assemble import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, to_dict
 from paceline.core.memory import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Stop
@@ -20,6 +20,7 @@ from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.errors import ProtocolError
 from paceline.interfaces import pack
+from paceline.resolving import resolve
 from paceline.runtimes.orders import to_words
 from paceline.runtimes.shard import ShardService
 from paceline.transports.connection import Connection

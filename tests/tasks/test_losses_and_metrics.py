@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.crew import identity_of, work_of
 from paceline.errors import UserError
 from paceline.goals import Goal, check_goals, parse_goal, parse_measure, require_measured
 from paceline.interfaces import Batch
+from paceline.resolving import resolve
 from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.assemble import make_model, resolve
+from paceline.assemble import make_model
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Batch
 from paceline.models.dropout import AddressedDropout
+from paceline.resolving import resolve
 from paceline.tasks.stepping import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.assemble import resolve
 from paceline.config import RunConfig
 from paceline.crew import make_task, work_of
 from paceline.data.batches import Batches
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
 from paceline.models.dropout import AddressedDropout
+from paceline.resolving import resolve
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
 

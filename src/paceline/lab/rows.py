@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.assemble import parse_strategy
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
@@ -23,6 +22,7 @@ from paceline.lab.steps import Images
 from paceline.lab.tracing import traced
 from paceline.preparation import ways_of
 from paceline.runs.result import summarise
+from paceline.strategies import parse_strategy
 
 
 @dataclass(frozen=True)

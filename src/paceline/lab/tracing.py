@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.assemble import cores
 from paceline.config import RunConfig, to_toml
 from paceline.crew import class_labels, make_task
 from paceline.data.datasets import Dataset
@@ -19,6 +18,7 @@ from paceline.division import divide_work
 from paceline.lab.family import Row
 from paceline.lab.feed import Feed, feed_of
 from paceline.lab.trace import Trace, trace_of
+from paceline.resolving import cores
 from paceline.rulebook import RULES, parse_rule
 from paceline.tasks.structure import num_samples
 

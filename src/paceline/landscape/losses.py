@@ -14,9 +14,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor, nn
 
-from paceline.assemble import cores
 from paceline.data.randomness import rng
 from paceline.errors import UserError
+from paceline.resolving import cores
 from paceline.tasks.structure import device_of, each, num_samples, outputs_of, rows_of
 from paceline.tasks.supervised import Pair, SupervisedTask
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.assemble import cores
 from paceline.config import RunConfig
 from paceline.crew import make_task
 from paceline.data.datasets import load
@@ -23,6 +22,7 @@ from paceline.landscape.paths import Trail, TrainingPath, read_path
 from paceline.landscape.plane import Plane, nearest_plane
 from paceline.launch import locate_data, require_device
 from paceline.reports.console import Console
+from paceline.resolving import cores
 from paceline.runs.folder import write_atomically
 from paceline.tasks.supervised import SupervisedTask
 

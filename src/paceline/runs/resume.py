@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.assemble import keeps_own, on_ring
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Reply, Resume, Verdict
 from paceline.core.server import Server
@@ -28,6 +27,7 @@ from paceline.runs.replay import Chair, Replay, Threads
 from paceline.runs.result import Trained
 from paceline.runs.snapshots import go_back, snapshots_of
 from paceline.runs.writing import Writer
+from paceline.strategies import keeps_own, on_ring
 
 Report = Callable[[dict[str, Any]], None]
 

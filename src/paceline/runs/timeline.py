@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.assemble import make_inside, make_policy, make_rule, make_schedule, on_ring
+from paceline.assemble import make_inside, make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, is_simulated
 from paceline.core.messages import Outcome, Push, Verdict
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.interfaces import Layout
 from paceline.runs.arrivals import Record
+from paceline.strategies import on_ring
 
 ENDLESS = Budget(1 << 62, 1)
 NOTHING = torch.empty(0)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.assemble import parse_strategy
 from paceline.errors import UserError
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
+from paceline.strategies import parse_strategy
 
 FEWEST = 30
 

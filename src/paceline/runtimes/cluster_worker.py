@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.assemble import cores
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
 from paceline.crew import begin_anew, identity_of, make_join, make_seat, make_task, prepare_device, work_of
@@ -25,6 +24,7 @@ from paceline.cutting import coding_of
 from paceline.data.datasets import Dataset
 from paceline.delays import parse_delays
 from paceline.errors import Forgotten
+from paceline.resolving import cores
 from paceline.runs.environment import machine_kind, package_version
 from paceline.runtimes.allocator import keep_freed_memory
 from paceline.runtimes.machines import own_place

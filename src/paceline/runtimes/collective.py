@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline.assemble import parse_strategy
 from paceline.codebook import build_codec, parse_codec
 from paceline.config import RunConfig, to_dict
 from paceline.core.worker import Seat
@@ -25,6 +24,7 @@ from paceline.runtimes.host import Host
 from paceline.runtimes.noting import Report
 from paceline.runtimes.replica import Place, Replica
 from paceline.runtimes.unlogged import Unlogged
+from paceline.strategies import parse_strategy
 from paceline.tasks.parallel import EvenShares, make_parallel
 from paceline.transports.collective import CollectiveRing, Meeting, losing_nobody
 from paceline.transports.ring_codecs import compress, exchange_of, travels_whole

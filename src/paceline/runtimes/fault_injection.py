@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.assemble import on_ring
 from paceline.config import RunConfig, places_of
 from paceline.errors import UserError
 from paceline.faults import Fault, read_faults
+from paceline.strategies import on_ring
 
 PERIOD = 0.02
 """Seconds: a slowed process is stopped for a part of each."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.assemble import parse_strategy
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
 from paceline.core.server import Server
 from paceline.rulebook import RULES, parse_rule
@@ -18,6 +17,7 @@ from paceline.runs.replay import same_bits
 from paceline.runtimes.broken import require
 from paceline.runtimes.membership import Membership
 from paceline.runtimes.oracle import Oracle, Part
+from paceline.strategies import parse_strategy
 from paceline.tasks.quadratic import ANSWER, curvature, gradient_at, part_of
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.assemble import resolve
 from paceline.config import RunConfig, from_dict, to_dict
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.launch import require_survivors, settle_data, stop_signals
 from paceline.ranks import rank_here
 from paceline.reports.console import Console
+from paceline.resolving import resolve
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name
 from paceline.serving import Entrance, Opened, Visitor, join_server, refuse_restarts, require_star, serve, serve_again
 from paceline.transports.auth import VARIABLE, make_token

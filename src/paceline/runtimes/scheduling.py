@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import os
 
-from paceline.assemble import cores, on_ring, parse_strategy
 from paceline.config import RunConfig
 from paceline.interfaces import Layout
+from paceline.resolving import cores
+from paceline.strategies import on_ring, parse_strategy
 
 WORTH_SHARING = 1 << 19
 """Floats from which on a pass over the weights is faster on several cores than waking them costs."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from paceline.assemble import cores
 from paceline.core.server import Server
 from paceline.division import Work
 from paceline.interfaces import Scores
+from paceline.resolving import cores
 from paceline.runs.events import EventLog
 from paceline.runs.result import finite, shared_state
 from paceline.runtimes.clock import TrainingClock

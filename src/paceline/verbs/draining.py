@@ -18,9 +18,9 @@ def drain_verb(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="the folder of a run that is going on, as in runs/NAME")
     parser.add_argument("workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of workers")
     parsed = parser.parse_strictly(arguments)
-    from paceline.assemble import on_ring
     from paceline.runs.folder import RunFolder
     from paceline.runs.requests import ask_to_drain
+    from paceline.strategies import on_ring
 
     folder = RunFolder.open(Path(parsed.run))
     config = folder.config()
