@@ -137,7 +137,7 @@ def loop(kind: str, what: What) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
-    task, batches = _batches(what)
+    task, batches = batches_of(what)
     dist.init_process_group("gloo")
     model: Any = task.model
     if kind != "bare":
@@ -158,7 +158,7 @@ def loop(kind: str, what: What) -> None:
     dist.destroy_process_group()
 
 
-def _batches(what: What) -> tuple[Any, list[Any]]:
+def batches_of(what: What) -> tuple[Any, list[Any]]:
     from paceline.config import RunConfig
     from paceline.crew import make_task, work_of
     from paceline.data.datasets import load, locate

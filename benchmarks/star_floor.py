@@ -1,0 +1,151 @@
+"""The floor under star_hosts.py: what is left of two bare loops that only exchange as many bytes as `async` does.
+
+    python benchmarks/star_floor.py [--model lenet5] [--pairs N]
+
+Each loop trains by itself, and beside every step a thread sends as many bytes as the model has to a server on the first
+host, which sends them back: no rule, no log, no message is parsed. More than this no server on these hosts can reach
+that takes gradients and gives weights as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pairs
+from hosts import RATE, Host, two_hosts, why_not
+from processes import ended
+from two_hosts import LR, MOMENTUM, PATIENCE_SECONDS, What, batches_of, rate, theirs
+
+HERE = str(Path(__file__).resolve())
+PORT = 29513
+
+
+def echo(address: str, nbytes: int) -> None:
+    """In a process of its own: send both loops back what they send, until they hang up."""
+    listener = socket.create_server((address, PORT))
+    places = {}
+    poll = select.epoll()
+    for sock in [listener.accept()[0] for _ in range(2)]:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        places[sock.fileno()] = (sock, memoryview(bytearray(nbytes)))
+        poll.register(sock, select.EPOLLIN)
+        sock.send(b"!")
+    left = {line: (True, nbytes) for line in places}
+    while left:
+        for line, _ in poll.poll():
+            (sock, place), (receives, missing) = places[line], left[line]
+            done = sock.recv_into(place[nbytes - missing :]) if receives else sock.send(place[nbytes - missing :])
+            if not done:
+                poll.unregister(line)
+                del left[line]
+            elif done < missing:
+                left[line] = receives, missing - done
+            else:
+                left[line] = not receives, nbytes
+                poll.modify(line, select.EPOLLOUT if receives else select.EPOLLIN)
+
+
+def loop(address: str, what: What) -> None:
+    """In a process of its own on one host: the bare loop, with one exchange under way beside every step."""
+    import torch
+
+    torch.set_num_threads(1)
+    task, batches = batches_of(what)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=LR, momentum=MOMENTUM)
+    nbytes = task.layout.size * 4
+    sock = _connected(address)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    gradient, weights = bytes(nbytes), memoryview(bytearray(nbytes))
+    errands: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    done: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def exchange() -> None:
+        while errands.get():
+            sock.sendall(gradient)
+            sock.recv_into(weights, 0, socket.MSG_WAITALL)
+            done.put(True)
+
+    threading.Thread(target=exchange, daemon=True).start()
+    sock.recv(1)  # both are here
+    done.put(True)
+    times = []
+    for number in range(what.steps):
+        batch = batches[number % len(batches)]
+        optimizer.zero_grad()
+        task.loss(task.model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+        done.get()
+        errands.put(True)
+        times.append(time.monotonic())
+    done.get()
+    print(json.dumps(times))
+
+
+def exchanging(what: What, nbytes: int, hosts: tuple[Host, Host]) -> float:
+    """Samples a second of both loops with the echo between them."""
+    command, there = [sys.executable, HERE], hosts[0].address
+    server = _start(hosts[0], [*command, "echo", there, str(nbytes)])
+    with ended([server], within=PATIENCE_SECONDS):
+        loops = [_start(host, [*command, "loop", there, json.dumps(asdict(what))]) for host in hosts]
+        with ended(loops, within=PATIENCE_SECONDS):
+            lines = [json.loads(process.communicate(timeout=PATIENCE_SECONDS)[0]) for process in loops]
+        server.wait(PATIENCE_SECONDS)
+    return rate([[(moment, what.batch) for moment in times] for times in lines], what.dropped)
+
+
+def _start(host: Host, words: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(host.command(words), env=host.environment, stdout=subprocess.PIPE)
+
+
+def _connected(address: str) -> socket.socket:
+    """To the server, which may still be starting."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        try:
+            return socket.create_connection((address, PORT))
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def main() -> int:
+    parser = pairs.flags(__doc__)
+    parser.add_argument("--model", default="lenet5")
+    parser.add_argument("--dataset", default="fashion-mnist-sample")
+    parser.add_argument("--data-dir", default=None)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rate", default=RATE, help="of the link, as tc takes it")
+    parsed = parser.parse_args()
+    reason = why_not()
+    if reason is not None:
+        print(f"cannot measure here: {reason}")
+        return 2
+    what = What(parsed.model, parsed.dataset, parsed.data_dir, parsed.batch, 150 if parsed.quick else 1500, dropped=5)
+    nbytes = batches_of(what)[0].layout.size * 4
+    with two_hosts(parsed.rate) as hosts:
+        side, bare = functools.partial(exchanging, what, nbytes, hosts), functools.partial(theirs, "bare", what, hosts)
+        say = pairs.teller(parsed, parsed.model)
+        row = pairs.compare(f"{parsed.model}, echo", side, bare, pairs.num_pairs(parsed), say=say)
+    print(pairs.table([row], "samples/s"))
+    return pairs.close(parsed, "star_floor", [row], rate=parsed.rate, batch=parsed.batch)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["echo"]:
+        echo(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1:2] == ["loop"]:
+        loop(sys.argv[2], What(**json.loads(sys.argv[3])))
+    else:
+        sys.exit(main())
