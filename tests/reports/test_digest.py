@@ -222,6 +222,17 @@ def test_a_result_that_lacks_things_is_shown_as_far_as_it_goes(tmp_path: Path) -
     assert digest_of(folder)["verdict"].startswith("Finished: 50.00 % test accuracy")
 
 
+def test_a_stopped_run_has_the_scores_of_its_way(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path, end=False)
+    folder.write_result({"status": "stopped", "reason": "interrupted", "test_accuracy": None, "samples": 1280})
+    found = digest_of(folder)
+    assert found["verdict"].startswith(
+        "Stopped early (interrupted): 80.00 % test accuracy when last scored, after 1,280"
+    )
+    assert found["figures"]["scored_early"] and found["figures"]["test_accuracy"] == 80.0
+    assert not digest_of(whole_run(tmp_path / "other"))["figures"]["scored_early"]
+
+
 def test_a_diverged_run_says_why(tmp_path: Path) -> None:
     folder = whole_run(tmp_path, end=False)
     log_inputs(folder, [(push(0, 50, float("nan")), 5.0)], Verdict.REJECTED)

@@ -33,12 +33,13 @@ def verdict(status: str, figures: dict[str, Any], way_on: str | None) -> str:
 
 
 def _how_good(figures: dict[str, Any]) -> str:
+    when = " when last scored," if figures.get("scored_early") else ""
     for which in ("test", "validation", "train"):
         accuracy, loss = figures.get(f"{which}_accuracy"), figures.get(f"{which}_loss")
         if accuracy is not None:
-            return f"{accuracy:.2f} % {which} accuracy"
+            return f"{accuracy:.2f} % {which} accuracy{when}"
         if loss is not None:
-            return f"{which} loss {loss:.4f}"
+            return f"{which} loss {loss:.4f}{when}"
     return ""
 
 
