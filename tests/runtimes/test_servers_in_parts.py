@@ -212,3 +212,18 @@ def test_one_part_that_is_not_finite_ends_it_for_all(strategy: str, broken: int)
     assert course.whole.divergence is not None and course.whole.divergence.worker == 1
     assert all(server.divergence == course.whole.divergence for server in course.parts.servers)
     assert torch.equal(course.parts.gathered()[0], course.whole.weights)
+
+
+@pytest.mark.parametrize("rule", ["cached", "foresight", "farsight"])
+def test_they_agree_on_who_fell_silent(rule: str) -> None:
+    course = Course(config_of(strategy="async", rule=rule), servers=2, before=5, seed=1)
+    course.join_all()
+    for worker in (0, 1, 2):
+        course.push(worker)
+    for number in range(80):
+        course.push(number % 2)
+    assert course.parts is not None and all(server.members[2].silent for server in course.parts.servers)
+    course.push(2)
+    weights, state = course.parts.gathered()
+    assert torch.equal(weights, course.whole.weights)
+    assert all(torch.equal(state[name], tensor) for name, tensor in course.whole.rule_state.items())
