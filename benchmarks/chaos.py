@@ -127,6 +127,8 @@ class Cluster:
         self.most = int(words[words.index("--max-workers") + 1]) if "--max-workers" in words else None
         """Workers that there may be, where they come and go."""
         self._is_kept = "--restart" in words
+        self.killed_after_the_end = False
+        """Then there is nothing to resume, which is said, with exit code 2."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = int(free.getsockname()[1])
         self.link = Link(self._port)
@@ -153,10 +155,12 @@ class Cluster:
             for pid in children(self.server.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            return
-        self.server.kill()
-        self.server.wait()
-        self.server = self._start(["server", "--resume", str(self.folder / "run")])
+        else:
+            self.server.kill()
+            self.server.wait()
+        self.killed_after_the_end = (self.folder / "run/result.json").exists()
+        if not self._is_kept:
+            self.server = self._start(["server", "--resume", str(self.folder / "run")])
 
     def see_off(self) -> list[int | None]:
         """What the workers ended with, once the server has; None: cut off at the end, it knocks there still."""
@@ -285,6 +289,7 @@ def live_through(
     result = json.loads((run / "result.json").read_text())
     return {
         "exit_code": code,
+        "killed_after_the_end": cluster.killed_after_the_end,
         "workers_exit_codes": codes,
         "happened": dict(misfortune.happened),
         "status": result["status"],
@@ -327,7 +332,8 @@ def main() -> int:
 
 def is_good(found: dict[str, Any], accuracy: float) -> bool:
     """Whether training ended well, nothing was lost or doubled, nobody was waited for too long, and nothing is left."""
-    ended_well = found["exit_code"] == 0 and found["status"] == "finished" and found["identical"] is True
+    code = 2 if found["killed_after_the_end"] else 0
+    ended_well = found["exit_code"] == code and found["status"] == "finished" and found["identical"] is True
     reached = found["test_accuracy"] is not None and found["test_accuracy"] >= accuracy
     return ended_well and reached and found["largest_gap"] < CEILING_SECONDS and not found["left_behind"]
 
