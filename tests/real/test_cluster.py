@@ -14,7 +14,7 @@ from commands import PATIENCE, Command, replays, result_of, run, wait_for_record
 
 pytestmark = pytest.mark.real
 
-RUN = ("--dataset", "fashion-mnist-sample", "--threads", "1", "--name", "it", "--seed", "3")
+RUN = ("--dataset", "fashion-mnist-sample", "--threads", "1", "--name", "it", "--seed", "3", "--score", "none")
 
 
 def serve(stack: ExitStack, cwd: Path, *arguments: str) -> Command:

@@ -72,19 +72,18 @@ def test_a_stopped_first_rank_ends_all_with_a_result(tmp_path: Path) -> None:
 
 def test_ranks_with_a_codec_stay_near_those_without(tmp_path: Path) -> None:
     losses, sent = {}, {}
-    for codec in ("none", "lowrank:4", "int8"):
+    for codec in ("none", "lowrank:4"):
         with ranks(tmp_path, "--strategy", "allreduce", "--codec", codec, "--steps", "60", "--lr", "0.05") as both:
             assert [command.finish() for command in both] == [0, 0], both[0].err + both[1].err
         result = result_of(tmp_path / "runs/it")
         losses[codec], sent[codec] = result["train_loss"], result["bytes_pushed"]
         shutil.move(tmp_path / "runs/it", tmp_path / f"runs/{codec}")
     assert losses["none"] < 2.0
-    assert sent["none"] > 3.9 * sent["int8"] and sent["none"] > 10 * sent["lowrank:4"]
-    assert losses["lowrank:4"] != losses["none"] != losses["int8"]
+    assert sent["none"] > 10 * sent["lowrank:4"]
+    assert losses["lowrank:4"] != losses["none"]
     assert losses["lowrank:4"] == pytest.approx(losses["none"], abs=0.3)
-    assert losses["int8"] == pytest.approx(losses["none"], abs=0.3)
-    again = run("replay", "runs/int8", cwd=tmp_path)
-    assert again.process.returncode == 2 and "exchanged by int8 around a ring" in again.err
+    again = run("replay", "runs/lowrank:4", cwd=tmp_path)
+    assert again.process.returncode == 2 and "exchanged by lowrank:4 around a ring" in again.err
 
 
 @contextlib.contextmanager

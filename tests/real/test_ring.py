@@ -6,16 +6,14 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from commands import Command, replays, result_of, run, wait_for_records
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--seed", "3")
 
 
-@pytest.mark.parametrize("workers", ["2", "3"])
-def test_allreduce_has_the_weights_of_sync_bit_for_bit_and_replays(tmp_path: Path, workers: str) -> None:
+def test_allreduce_has_the_weights_of_sync_bit_for_bit_and_replays(tmp_path: Path) -> None:
     for strategy in ("allreduce", "sync"):
-        arguments = ("--strategy", strategy, "--workers", workers, "--steps", "40", "--name", strategy)
+        arguments = ("--strategy", strategy, "--workers", "3", "--steps", "40", "--name", strategy)
         command = run("train", *SAMPLE, *arguments, "--momentum", "0.9", cwd=tmp_path)
         assert command.process.returncode == 0, command.err
     ring, star = (result_of(tmp_path / f"runs/{name}") for name in ("allreduce", "sync"))

@@ -6,21 +6,20 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from commands import Command, replays, result_of, run, wait_for_records
 from safetensors.torch import load_file
 from torch import equal
 
 SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--workers", "2", "--threads", "1", "--split", "labels")
+SAMPLE += ("--score", "none")
 
 
-@pytest.mark.parametrize("rule", ["foresight", "gap"])
-def test_a_rule_trains_on_processes_and_replays_to_the_same_bits(tmp_path: Path, rule: str) -> None:
-    trained = run(*SAMPLE, "--strategy", "async", "--rule", rule, "--epochs", "0.5", "--name", "it", cwd=tmp_path)
+def test_a_rule_trains_on_processes_and_replays_to_the_same_bits(tmp_path: Path) -> None:
+    trained = run(*SAMPLE, "--strategy", "async", "--rule", "gap", "--epochs", "0.5", "--name", "it", cwd=tmp_path)
     assert trained.process.returncode == 0, trained.err
     result = result_of(tmp_path / "runs/it")
-    assert (result["rule"], result["average"], result["status"]) == (rule, "on", "finished")
-    assert ("starved" in trained.err + trained.out) == (rule == "gap"), "a damping rule on split labels is warned of"
+    assert (result["rule"], result["average"], result["status"]) == ("gap", "on", "finished")
+    assert "starved" in trained.err + trained.out, "a damping rule on split labels is warned of"
     ours, live = (load_file(tmp_path / f"runs/it/{name}.safetensors") for name in ("weights", "live"))
     assert ours.keys() == live.keys() and not any(equal(ours[name], live[name]) for name in ours)
     assert replays(tmp_path / "runs/it")

@@ -26,7 +26,18 @@ from paceline.runs.folder import RunFolder
 from paceline.runtimes.fault_injection import PERIOD, Injector
 from paceline.runtimes.server_process import GRACE_SECONDS
 
-SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it", "--seed", "3", "--faults", "faults.toml")
+SAMPLE = (
+    "--dataset",
+    "fashion-mnist-sample",
+    "--name",
+    "it",
+    "--seed",
+    "3",
+    "--score",
+    "none",
+    "--faults",
+    "faults.toml",
+)
 STEADY = ("--strategy", "async", "--workers", "2", "--threads", "1", "--delay", "8ms")
 
 
