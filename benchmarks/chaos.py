@@ -128,7 +128,7 @@ class Cluster:
         """Workers that there may be, where they come and go."""
         self._is_kept = "--restart" in words
         self.killed_after_the_end = False
-        """Then there is nothing to resume, which is said, with exit code 2."""
+        """Then it had ended already, or is told that there is nothing to resume, with exit code 2."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = int(free.getsockname()[1])
         self.link = Link(self._port)
@@ -332,8 +332,8 @@ def main() -> int:
 
 def is_good(found: dict[str, Any], accuracy: float) -> bool:
     """Whether training ended well, nothing was lost or doubled, nobody was waited for too long, and nothing is left."""
-    code = 2 if found["killed_after_the_end"] else 0
-    ended_well = found["exit_code"] == code and found["status"] == "finished" and found["identical"] is True
+    codes = (0, 2) if found["killed_after_the_end"] else (0,)
+    ended_well = found["exit_code"] in codes and found["status"] == "finished" and found["identical"] is True
     reached = found["test_accuracy"] is not None and found["test_accuracy"] >= accuracy
     return ended_well and reached and found["largest_gap"] < CEILING_SECONDS and not found["left_behind"]
 

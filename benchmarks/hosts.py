@@ -45,6 +45,14 @@ def why_not() -> str | None:
     return None if len(os.sched_getaffinity(0)) >= 2 else "two test hosts need two cores"
 
 
+def cannot_measure() -> bool:
+    """Whether there can be no test hosts here; then it is said why."""
+    reason = why_not()
+    if reason is not None:
+        print(f"cannot measure here: {reason}")
+    return reason is not None
+
+
 @contextlib.contextmanager
 def two_hosts(rate: str = RATE) -> Iterator[tuple[Host, Host]]:
     """Set both hosts up, and take them down again whatever happens."""

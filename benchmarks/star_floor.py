@@ -22,9 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pairs
-from hosts import RATE, Host, two_hosts, why_not
+from hosts import Host, cannot_measure, two_hosts
 from processes import ended
-from two_hosts import LR, MOMENTUM, PATIENCE_SECONDS, What, batches_of, rate, theirs
+from two_hosts import LR, MOMENTUM, PATIENCE_SECONDS, What, batches_of, rate, theirs, training_flags
 
 HERE = str(Path(__file__).resolve())
 PORT = 29513
@@ -121,16 +121,10 @@ def _connected(address: str) -> socket.socket:
 
 
 def main() -> int:
-    parser = pairs.flags(__doc__)
+    parser = training_flags(__doc__, batch=32)
     parser.add_argument("--model", default="lenet5")
-    parser.add_argument("--dataset", default="fashion-mnist-sample")
-    parser.add_argument("--data-dir", default=None)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rate", default=RATE, help="of the link, as tc takes it")
     parsed = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"cannot measure here: {reason}")
+    if cannot_measure():
         return 2
     what = What(parsed.model, parsed.dataset, parsed.data_dir, parsed.batch, 150 if parsed.quick else 1500, dropped=5)
     nbytes = batches_of(what)[0].layout.size * 4

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pairs
-from hosts import RATE, Host, two_hosts, why_not
+from hosts import Host, cannot_measure, two_hosts
 from processes import ended
-from two_hosts import PATIENCE_SECONDS, What, rate, taken, theirs
+from two_hosts import PATIENCE_SECONDS, What, rate, taken, theirs, training_flags
 
 PORT = 29512
 
@@ -98,16 +98,10 @@ def _start(host: Host, words: list[str]) -> subprocess.Popen[bytes]:
 
 
 def main() -> int:
-    parser = pairs.flags(__doc__)
+    parser = training_flags(__doc__, batch=32)
     parser.add_argument("--only", metavar="NAME", choices=list(CASES), help=", ".join(CASES))
-    parser.add_argument("--dataset", default="fashion-mnist-sample")
-    parser.add_argument("--data-dir", default=None)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rate", default=RATE, help="of the link, as tc takes it")
     parsed = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"cannot measure here: {reason}")
+    if cannot_measure():
         return 2
     rows = []
     with two_hosts(parsed.rate) as hosts:

@@ -8,6 +8,7 @@ under plain DistributedDataParallel on Gloo, and with its fp16 hook. `--rate 100
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import subprocess
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pairs
-from hosts import RATE, Host, two_hosts, why_not
+from hosts import RATE, Host, cannot_measure, two_hosts
 from processes import ended
 
 HERE = str(Path(__file__).resolve())
@@ -171,18 +172,22 @@ def batches_of(what: What) -> tuple[Any, list[Any]]:
     return task, [loader.batch(number) for number in range(min(what.steps, 20))]
 
 
-def main() -> int:
-    parser = pairs.flags(__doc__)
-    parser.add_argument("--only", metavar="NAME", choices=[*CASES, *PEERS], help=", ".join([*CASES, *PEERS]))
-    parser.add_argument("--model", default="resnet18")
+def training_flags(description: str | None, batch: int) -> argparse.ArgumentParser:
+    """The flags of every script that trains on both hosts."""
+    parser = pairs.flags(description)
     parser.add_argument("--dataset", default="fashion-mnist-sample")
     parser.add_argument("--data-dir", default=None)
-    parser.add_argument("--batch", type=int, default=128, help="samples of one step on one host")
+    parser.add_argument("--batch", type=int, default=batch, help="samples of one step on one host")
     parser.add_argument("--rate", default=RATE, help="of the link, as tc takes it")
+    return parser
+
+
+def main() -> int:
+    parser = training_flags(__doc__, batch=128)
+    parser.add_argument("--only", metavar="NAME", choices=[*CASES, *PEERS], help=", ".join([*CASES, *PEERS]))
+    parser.add_argument("--model", default="resnet18")
     parsed = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"cannot measure here: {reason}")
+    if cannot_measure():
         return 2
     number, steps = pairs.num_pairs(parsed), 8 if parsed.quick else 20
     what = What(parsed.model, parsed.dataset, parsed.data_dir, parsed.batch, steps, dropped=3)

@@ -154,9 +154,10 @@ class RunReader:
         simulated = config is not None and is_simulated(config) and not result.get("lab")
         found: dict[str, Any] = {name: row.get(name) for name in FIGURES}
         found |= {f"{part}_{what}": row.get(f"{part}_{what}") for part in PARTS for what in ("accuracy", "loss")}
-        on_the_way = {name: _last(tally.scores, name) for name in SCORES[1:]}
-        is_early = all(found[name] is None for name in SCORES[1:]) and any(on_the_way.values())
-        found |= on_the_way if is_early else {}
+        found["scored_early"] = False
+        if all(found[name] is None for name in SCORES[1:]):
+            found |= {name: _last(tally.scores, name) for name in SCORES[1:]}
+            found["scored_early"] = any(found[name] is not None for name in SCORES[1:])
         over = status == "finished" and not result.get("reason")
         return found | {
             "seconds": result.get("train_seconds") or tally.now or None,
@@ -168,7 +169,6 @@ class RunReader:
             else None,
             "workers": config.workers if config is not None else result.get("workers"),
             "live": last.get("live"),
-            "scored_early": is_early,
             "simulated": simulated,
             "lab": bool(result.get("lab")),
             "staleness": result.get("staleness"),

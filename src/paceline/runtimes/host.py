@@ -93,8 +93,9 @@ class Host:
         self.log = ArrivalLog(folder.arrivals_file, config)
         self._facts = facts or {}
         self._report = report
-        kept_by = (folder, self.log, self.events, report, seconds)
-        self._checkpoints = Checkpoints(server, config, *kept_by, virtual=source is not None)
+        self._checkpoints = Checkpoints(
+            server, config, folder, self.log, self.events, report, seconds, self._is_virtual
+        )
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
         scored = config.eval_every is not None and source is None
@@ -106,8 +107,7 @@ class Host:
         self._unsent: list[Reply] = []
         self.first_incarnation = 0
         """Of a worker that joins: those before may have been somebody's whose join was taken back."""
-        told = (self.events, report, seconds, config.max_seconds)
-        self._progress = Progress(server, *told, virtual=self._is_virtual)
+        self._progress = Progress(server, self.events, report, seconds, config.max_seconds, self._is_virtual)
         self._next_accounts = 0.0
         self._next_evaluation = self._evaluation_after(server.samples)
         self._notes = Notes(server, self.events, report)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import PacelineError, Reported, ServerLost
-from paceline.interrupts import interrupts
+from paceline.interrupts import ended_by_signals, interrupts
 from paceline.runtimes.fork_server import describe_end, die_with
 
 
@@ -62,9 +61,8 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
     try:
         die_with(parent)
         os.setpgid(0, 0)  # a Ctrl-C comes once, from our parent
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
-        do()
+        with ended_by_signals():
+            do()
         code = 0
     except PacelineError as error:
         code = error.exit_code
