@@ -20,7 +20,7 @@ from typing import Any
 
 import pairs
 
-from paceline.cli import main as paceline
+from paceline.cli.main import main as paceline
 
 TOLERANCE = 0.15
 SAMPLES = {"lenet5": 48_000, "cnn": 7_000}

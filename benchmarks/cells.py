@@ -13,9 +13,9 @@ import torch
 
 from paceline.config import RunConfig
 from paceline.data.datasets import load, locate
-from paceline.lab.rows import Spent, run_rows
 from paceline.reports.charts import Point, Series, draw_rows
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
+from paceline.simulation.lab.run import Spent, run_rows
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ class Misfortune:
 
 def largest_gap(run: Path) -> float:
     """The longest time between two inputs of the server, by the training clock."""
-    from paceline.runs.arrivals import read_arrivals
+    from paceline.runs.arrival_log import read_arrivals
     from paceline.runs.folder import RunFolder
 
     records, _ = read_arrivals(run / "arrivals.log", RunFolder.open(run).config())

@@ -24,7 +24,7 @@ from paceline.data.datasets import SAMPLE
 from paceline.errors import PacelineError
 from paceline.reports.console import Console
 from paceline.reports.tables import table
-from paceline.simulate import simulate
+from paceline.simulation.run import simulate
 
 WORKERS, MOST_LOST = 5, 0.5
 """Points of test accuracy that `int8` and `lowrank:4` may lose."""

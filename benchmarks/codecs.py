@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.codebook import build_codec
 from paceline.interfaces import Layout, pack
+from paceline.settings.codecs import build_codec
 
 NAMES = ("none", "fp16", "bf16", "int8", "sign", "topk:0.01", "topk:0.001", "lowrank:1", "lowrank:4", "lowrank:16")
 NUM_UPDATES = 3

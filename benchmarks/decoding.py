@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 from paceline.data import decoding, image_folder
 from paceline.data.datasets import DATASETS, Location, Reading, locate
 from paceline.errors import PacelineError
-from paceline.preparation import WAYS
+from paceline.settings.preprocessing import WAYS
 from paceline.tasks.augmentation import Augment
 from paceline.tasks.supervised import Normalise, SupervisedTask
 

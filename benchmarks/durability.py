@@ -23,7 +23,7 @@ import ours
 import pairs
 from processes import LEAST_STEPS, common_rate, end, ended
 
-from paceline.runs.arrivals import RECORD_BYTES
+from paceline.runs.arrival_log import RECORD_BYTES
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 
@@ -126,7 +126,7 @@ def recover_alone(folder: Path) -> None:
     """What a server does after a crash when no worker is there."""
     from paceline.data.datasets import load
     from paceline.launch import locate_data
-    from paceline.runtimes.server_process import make_host
+    from paceline.runtimes.server.service import make_host
 
     opened = RunFolder.open(folder)
     location = locate_data(opened.config())

@@ -29,17 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import paceline
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import PacelineError
 from paceline.interfaces import Batch
-from paceline.tasks.stepping import StepSettings
+from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
 BARS = {"resnet18": 2.0, "resnet50": 1.5, "resnet101": 1.3}
 BATCH = 128
 LR = 0.001
-PUBLISHED = Path(__file__).parents[1] / "src/paceline/published/distml.csv"
+PUBLISHED = Path(__file__).parents[1] / "src/paceline/studies/published/distml.csv"
 PUBLISHED_EPOCHS, PUBLISHED_EPOCH_SECONDS = 40, 83
 KINDS = {
     "captured": StepSettings(capture=True),

@@ -78,7 +78,7 @@ class Service:
             self.listener.expire(time.monotonic())
 
     def admit(self) -> None:
-        from paceline.core.memory import Sizes
+        from paceline.core.buffers import Sizes
 
         for applicant in self.listener.serve():
             self.applicants += 1
@@ -119,10 +119,10 @@ def work(address: str, floats: int) -> None:
     """The honest worker's process: for every line of standard input, how many exchanges it has made so far."""
     import torch
 
-    from paceline.core.memory import Memory, Sizes
+    from paceline.core.buffers import Memory, Sizes
     from paceline.core.messages import Join, Push
     from paceline.transports.shared_memory import Timing
-    from paceline.transports.tcp_worker import TcpWorkerDoor
+    from paceline.transports.tcp_client import TcpWorkerDoor
 
     torch.set_num_threads(1)
     door, memory = TcpWorkerDoor(address, TOKEN), Memory.private(Sizes(floats))

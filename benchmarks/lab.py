@@ -16,13 +16,13 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.assemble import make_model, make_rule
+from paceline.assembly.core import make_model, make_rule
 from paceline.config import RunConfig
-from paceline.core.rules.per_worker import Live
+from paceline.core.rules.worker_rows import Live
 from paceline.interfaces import Arrival, Layout, pack
-from paceline.lab.fused import FUSED
-from paceline.lab.steps import Autograd, Images, Inputs
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
+from paceline.simulation.lab.fused_gradients import FUSED
+from paceline.simulation.lab.gradients import Autograd, Images, Inputs
 
 BARS = {"lenet5": 60_000, "cnn": 12_000}
 SPEEDS = [

@@ -21,9 +21,9 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.launch import train
 from paceline.reports.console import Console
-from paceline.reports.run_course import epochs_of
 from paceline.runs.events import read_events
-from paceline.simulate import simulate
+from paceline.simulation.run import simulate
+from paceline.studies.published.throughput import epochs_of
 
 PUBLISHED = 13.78
 BAR = 60.0

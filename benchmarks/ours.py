@@ -14,7 +14,7 @@ from pathlib import Path
 from processes import LEAST_STEPS, Step, common_rate, end, ended
 
 from paceline.core.messages import Verdict
-from paceline.runs.arrivals import RECORD_BYTES, read_arrivals
+from paceline.runs.arrival_log import RECORD_BYTES, read_arrivals
 from paceline.runs.folder import RunFolder
 
 PATIENCE_SECONDS = 60.0

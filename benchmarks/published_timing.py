@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cells import Cells, Wanted
 
-from paceline.published.optml import choose_rows
+from paceline.studies.published.optml import choose_rows
 
 SPREADS = (0.0, 0.005, 0.01, 0.03)
 

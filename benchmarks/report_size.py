@@ -22,10 +22,10 @@ import torch
 
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Push, Verdict
-from paceline.resolving import resolve
-from paceline.runs.arrivals import ArrivalLog
+from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
+from paceline.settings.resolve import resolve
 
 NOTHING = torch.empty(0)
 WORKERS = 4

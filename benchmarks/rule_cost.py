@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.assemble import make_rule
+from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
 from paceline.interfaces import Arrival, pack
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
 
 WORKERS = 4
 VECTORS = 4 * WORKERS

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pairs
 import torch
 
-from paceline.core.memory import Sizes
+from paceline.core.buffers import Sizes
 from paceline.core.messages import Join, Push, Verdict
 from paceline.core.optimizers import Adam, Optimizer, Sgd
 from paceline.core.policies import AtOnce

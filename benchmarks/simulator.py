@@ -26,13 +26,13 @@ import pairs
 import torch
 from processes import ended
 
+from paceline.assembly.run import make_task, work_of
 from paceline.config import RunConfig
-from paceline.crew import make_task, work_of
 from paceline.data.datasets import SAMPLE, load
 from paceline.launch import locate_data
 from paceline.reports.console import Console
-from paceline.resolving import resolve
-from paceline.simulate import simulate
+from paceline.settings.resolve import resolve
+from paceline.simulation.run import simulate
 
 TIMING = ["--timing-only", "--parameters", "25.6M", "--speeds", "lognormal:120ms,.3", "--json"]
 LINKS = {"no link": [], "link": ["--link", "10gbit,0.1ms"]}

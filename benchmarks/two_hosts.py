@@ -81,7 +81,7 @@ def rate(workers: Sequence[Steps], dropped: int) -> float:
 def taken(run: Path, num_workers: int) -> list[Steps]:
     """When each worker's pushes were taken, and their samples, as the run's log says."""
     from paceline.core.messages import Verdict
-    from paceline.runs.arrivals import read_arrivals
+    from paceline.runs.arrival_log import read_arrivals
     from paceline.runs.folder import RunFolder
 
     records, _ = read_arrivals(run / "arrivals.log", RunFolder.open(run).config())
@@ -160,10 +160,10 @@ def loop(kind: str, what: What) -> None:
 
 
 def batches_of(what: What) -> tuple[Any, list[Any]]:
+    from paceline.assembly.run import make_task, work_of
     from paceline.config import RunConfig
-    from paceline.crew import make_task, work_of
     from paceline.data.datasets import load, locate
-    from paceline.resolving import resolve
+    from paceline.settings.resolve import resolve
 
     where = Path(what.data_dir) if what.data_dir is not None else None
     config = resolve(RunConfig(model=what.model, dataset=what.dataset, batch_size=what.batch, strategy="classic"))

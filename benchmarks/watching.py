@@ -28,7 +28,7 @@ from processes import ended
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/real"))
 from browser import CHROMIUM, Browser
 
-from paceline.runs.arrivals import RECORD_BYTES
+from paceline.runs.arrival_log import RECORD_BYTES
 
 PHASE_SECONDS, QUICK_SECONDS, SETTLING_SECONDS = 10.0, 4.0, 2.0
 MOST_SHARE, LEAST_RATIO = 0.01, 0.99

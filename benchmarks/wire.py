@@ -39,7 +39,7 @@ class Served:
     def __init__(self, address: str, floats: int, folder: str | None) -> None:
         import torch
 
-        from paceline.core.memory import Sizes
+        from paceline.core.buffers import Sizes
         from paceline.transports.listener import Listener
         from paceline.transports.tls import make_certificate, server_tls
 
@@ -92,8 +92,8 @@ class Working:
     """The worker's process."""
 
     def __init__(self, address: str, floats: int, folder: str | None) -> None:
-        from paceline.core.memory import Memory, Sizes
-        from paceline.transports.tcp_worker import TcpWorkerDoor
+        from paceline.core.buffers import Memory, Sizes
+        from paceline.transports.tcp_client import TcpWorkerDoor
         from paceline.transports.tls import worker_tls
 
         self.memory = Memory.private(Sizes(floats))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.memory import Memory
+from paceline.core.buffers import Memory
 from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
@@ -20,11 +20,11 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.interfaces import Batch, Policy, State, pack
 from paceline.reports.tables import table
-from paceline.runtimes.agenda import Agenda
-from paceline.runtimes.network import Link
-from paceline.runtimes.simulated import Cluster, Simulation
-from paceline.runtimes.speeds import StepTimes, parse_speeds
-from paceline.tasks.local_steps import LocalSteps
+from paceline.simulation.event_queue import Agenda
+from paceline.simulation.network import Link
+from paceline.simulation.simulator import Cluster, Simulation
+from paceline.simulation.step_times import StepTimes, parse_speeds
+from paceline.tasks.local_sgd import LocalSteps
 
 NUM_WORKERS, SIZE, LR, SECONDS = 4, 16, 0.1, 120.0
 RANDOM = torch.Generator().manual_seed(7)

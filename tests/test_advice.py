@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.advice import _slow_precision, advice
 from paceline.config import RunConfig
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
+from paceline.settings.warnings import _slow_precision, advice
 
 
 def lines(**settings: Any) -> list[str]:

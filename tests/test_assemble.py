@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.assemble import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
 from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Schedule
-from paceline.division import divide_work
 from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
-from paceline.resolving import AUTO_WARMUP, lr_scale, parse_schedule, resolve
-from paceline.rulebook import RULES, average_in_words, rows_nbytes
-from paceline.strategies import Strategy, parse_strategy
+from paceline.settings.resolve import AUTO_WARMUP, lr_scale, parse_schedule, resolve
+from paceline.settings.rules import RULES, average_in_words, rows_nbytes
+from paceline.settings.strategies import Strategy, parse_strategy
 
 LABELS = np.arange(100) % 10
 

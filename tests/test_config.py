@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.config import FIELDS, RunConfig, from_dict, read_toml, to_dict, to_toml
 from paceline.errors import UserError
-from paceline.flags import Parser, add_settings, config_from
 
 printable = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), max_size=12)
 configs = st.builds(

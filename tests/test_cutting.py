@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.config import RunConfig
-from paceline.cutting import GRAIN, part_of, require_cuttable, spans_of
 from paceline.errors import UserError
 from paceline.interfaces import pack
-from paceline.resolving import resolve
+from paceline.runtimes.sharded.spans import GRAIN, part_of, require_cuttable, spans_of
+from paceline.settings.resolve import resolve
 
 
 @given(grains=st.integers(1, 400), rest=st.integers(0, GRAIN // 16 - 1), data=st.data())

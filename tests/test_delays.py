@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from paceline.delays import Delay, parse_delays
 from paceline.errors import UserError
+from paceline.settings.durations import Delay, parse_delays
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.ranks import VARIABLES
 from paceline.reports.console import Console
-from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
-from paceline.serving import Entrance, serve
+from paceline.runtimes.cluster.serve import Entrance, serve
+from paceline.settings.ranks import VARIABLES
+from paceline.settings.resolve import resolve
 
 CASES = {
     "an engine nobody knows": (["--engine", "rey"], "unknown engine 'rey': did you mean 'ray'"),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.randomness import rng
 from paceline.errors import UserError
-from paceline.faults import MISFORTUNES, Fault, check_faults, faults_toml, random_faults, read_faults
+from paceline.randomness import rng
+from paceline.settings.fault_table import MISFORTUNES, Fault, check_faults, faults_toml, random_faults, read_faults
 
 EVERYTHING = """
 [[fault]]

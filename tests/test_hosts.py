@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from paceline.errors import UserError
-from paceline.host_checks import Wanted, lack, remarks, unreached, why_ssh_failed
-from paceline.hosts import HostLine, num_workers, parse_hosts, read_hosts, remote_command, threads_of, worker_arguments
+from paceline.runtimes.cluster.host_checks import Wanted, lack, remarks, unreached, why_ssh_failed
+from paceline.runtimes.cluster.hosts_file import (
+    HostLine,
+    num_workers,
+    parse_hosts,
+    read_hosts,
+    remote_command,
+    threads_of,
+    worker_arguments,
+)
 
 WANTED = Wanted("0.1.0", "2.13.0", "c0de", {"name": "fashion-mnist", "sample": False}, None)
 FOUND: dict[str, Any] = {
@@ -92,7 +100,7 @@ def test_this_machine_needs_no_ssh() -> None:
 
 def test_a_workers_arguments_hold_no_token_and_its_own_data() -> None:
     arguments = worker_arguments(HostLine("n", data_dir="/mine"), "10.0.0.1:2950", 3, 4, "/theirs", ["--patience", "9"])
-    assert arguments[:5] == ["-m", "paceline.runtimes.tethered", "worker", "--connect", "10.0.0.1:2950"]
+    assert arguments[:5] == ["-m", "paceline.cli.ssh_worker", "worker", "--connect", "10.0.0.1:2950"]
     assert arguments[5:] == ["--worker", "3", "--threads", "4", "--data-dir", "/mine", "--patience", "9"]
     assert worker_arguments(HostLine("n"), "a:1", 0, 1, None, [])[-2:] == ["--threads", "1"]
 

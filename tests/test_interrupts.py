@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.interrupts import ended_by_signals, interrupts
+from paceline.system.signals import ended_by_signals, interrupts
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

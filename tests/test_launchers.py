@@ -6,7 +6,7 @@ import pytest
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.ranks import SLURM_VARIABLES, VARIABLES, Rank, config_of, rank_here
+from paceline.settings.ranks import SLURM_VARIABLES, VARIABLES, Rank, config_of, rank_here
 
 STEP = {
     "SLURM_PROCID": "3",

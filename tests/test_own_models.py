@@ -19,10 +19,10 @@ import odd_models
 from odd_models import MODELS, token_data
 
 import paceline
+from paceline.assembly.run import initial_seed, make_task, seed_generators, work_of
 from paceline.config import RunConfig
-from paceline.crew import initial_seed, make_task, seed_generators, work_of
-from paceline.resolving import resolve
-from paceline.session import Bound
+from paceline.runtimes.scripts.session import Bound
+from paceline.settings.resolve import resolve
 from paceline.tasks.flat import FlatModule
 
 SETTINGS: dict[str, Any] = {"strategy": "classic", "lr": 0.2, "momentum": 0.9, "epochs": 3.0, "batch_size": 8}

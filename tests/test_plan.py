@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
-from paceline.clusters import cluster_of
+from paceline.analysis.step_times import measured
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.forecast import Forecast, forecast
-from paceline.plan import choose, make_plan, sizes, strategies
 from paceline.reports.console import Console
-from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
-from paceline.runs.timings import measured
-from paceline.runtimes.timekeeping import Timekeeper
-from paceline.tasks.timing import one_vector
+from paceline.runtimes.server.timing import Timekeeper
+from paceline.settings.resolve import resolve
+from paceline.simulation.cluster import cluster_of
+from paceline.simulation.forecast import Forecast, forecast
+from paceline.studies.plan import choose, make_plan, sizes, strategies
+from paceline.tasks.synthetic import one_vector
 from paceline.transports.shared_memory import Timing
 
 

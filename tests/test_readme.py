@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cli import VERBS
-from paceline.flags import Parser, add_settings, config_from
-from paceline.resolving import resolve
+from paceline.cli.arguments import Parser, add_settings, config_from
+from paceline.cli.main import VERBS
+from paceline.settings.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -66,19 +66,19 @@ def test_every_command_is_one_that_works(command: str) -> None:
 
 
 def test_every_strategy_has_its_row() -> None:
-    from paceline.strategies import STRATEGIES
+    from paceline.settings.strategies import STRATEGIES
 
     assert all(re.search(rf"^\| `{name}", README, re.MULTILINE) for name in STRATEGIES)
 
 
 def test_every_rule_has_its_row() -> None:
-    from paceline.rulebook import RULES
+    from paceline.settings.rules import RULES
 
     assert all(re.search(rf"^\|.*`{name}[:`].*\|.*\|", README, re.MULTILINE) for name in RULES)
 
 
 def test_every_codec_has_its_row() -> None:
-    from paceline.codebook import CODECS
+    from paceline.settings.codecs import CODECS
 
     assert all(re.search(rf"^\|.*`{name}[:`].*\|.*\|", README, re.MULTILINE) for name in CODECS)
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from paceline import many_runs
-from paceline.cli import main
+from paceline.analysis.statistics import Several
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.lab.rows import Finished, run_rows
-from paceline.published.optml import automatic, choose_rows, published_rows
 from paceline.reports import charts
-from paceline.reproduce import Reproduced, markdown
-from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
-from paceline.runs.several import Several
+from paceline.settings.resolve import resolve
+from paceline.simulation.lab.run import Finished, run_rows
+from paceline.studies import batch_runs as many_runs
+from paceline.studies.published.optml import automatic, choose_rows, published_rows
+from paceline.studies.published.reproduce import Reproduced, markdown
 
 pytestmark = pytest.mark.long
 

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from paceline import reproduce_real
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.data.datasets import DATASETS, Location
 from paceline.errors import UserError
-from paceline.published import distml, mxnet
-from paceline.published.rows import Asked, Machine, Made, choose
-from paceline.reports import distml_table, mxnet_table
-from paceline.reports.run_course import epochs_of, rates_by_step
-from paceline.resolving import resolve
 from paceline.runs.result import describe
+from paceline.settings.resolve import resolve
+from paceline.studies.published import distml, distml_table, mxnet, mxnet_table, reproduce_real
+from paceline.studies.published.rows import Asked, Machine, Made, choose
+from paceline.studies.published.throughput import epochs_of, rates_by_step
 
 PUBLISHED = Asked(None, None, "cpu", None, "runs", {})
 

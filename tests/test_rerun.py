@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.cli import main
-from paceline.runs.arrivals import RECORD_BYTES
+from paceline.cli.main import main
+from paceline.runs.arrival_log import RECORD_BYTES
 
 TASK = """
 import torch, paceline

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from paceline import real_runs
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import Interrupted, UserError
 from paceline.reports.console import Console
-from paceline.reports.scaling_table import cells, draw, gather, markdown, rows_of, split_of
-from paceline.scaling import configs_for, parse_counts
+from paceline.studies import real_runs
+from paceline.studies.scaling import configs_for, parse_counts
+from paceline.studies.scaling_table import cells, draw, gather, markdown, rows_of, split_of
 
 
 def folder_of(path: Path, workers: dict[str, Any]) -> Path:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import VERBS
-from paceline.flags import Parser, add_settings, config_from
-from paceline.resolving import resolve
-from paceline.strategies import STRATEGIES
+from paceline.cli.arguments import Parser, add_settings, config_from
+from paceline.cli.main import VERBS
+from paceline.settings.resolve import resolve
+from paceline.settings.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.core.deals import Deals
-from paceline.core.members import Member
+from paceline.core.membership import Member
 from paceline.core.messages import Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Bounded, Rounds
 from paceline.core.rules.plain import Plain
 from paceline.core.server import Server
-from paceline.faults import KINDS, read_faults
 from paceline.interfaces import Decision
-from paceline.rulebook import RULES
 from paceline.runs.replay import Replay
-from paceline.runtimes.simulated import Simulation
-from paceline.runtimes.speeds import StepTimes
-from paceline.runtimes.trial import Trial
-from paceline.soak import Summary, attempt, draw, soak, with_faults
+from paceline.settings.fault_table import KINDS, read_faults
+from paceline.settings.rules import RULES
+from paceline.simulation.simulator import Simulation
+from paceline.simulation.soak.soak import Summary, attempt, draw, soak, with_faults
+from paceline.simulation.soak.trial import Trial
+from paceline.simulation.step_times import StepTimes
 
 pytestmark = pytest.mark.long
 
@@ -381,7 +381,7 @@ def test_the_summary_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_long_soak_tells_how_far_it_is(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("paceline.soak.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("paceline.simulation.soak.soak.PROGRESS_SECONDS", 0.0)
     lines: list[str] = []
     soak(3, 0, lines.append)
     assert len(lines) == 3 and lines[1].startswith("2 of 3 seeds, ") and lines[1].endswith(" s left")
@@ -393,7 +393,7 @@ def test_an_interrupted_soak_says_what_it_found_so_far(monkeypatch: Patch, capsy
             raise KeyboardInterrupt
         return draw(seed)
 
-    monkeypatch.setattr("paceline.soak.draw", stop_at_five)
+    monkeypatch.setattr("paceline.simulation.soak.soak.draw", stop_at_five)
     assert main(["soak", "--seeds", "100"]) == 130
     said = capsys.readouterr()
     assert said.out.startswith("5 seeds from 0 on ") and "interrupted" in said.err

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from paceline import many_runs
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.config import RunConfig
-from paceline.grid import Grid, read_grid, run_name
-from paceline.lab.rows import Finished, run_rows
-from paceline.reports.sweep_table import gather, verdict
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
+from paceline.simulation.lab.run import Finished, run_rows
+from paceline.studies import batch_runs as many_runs
+from paceline.studies.sweep_file import Grid, read_grid, run_name
+from paceline.studies.sweep_table import gather, verdict
 
 SETTINGS = """
 [run]

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli import VERBS, main
+from paceline.cli.main import VERBS, main
 from paceline.reports import console as console_module
 from paceline.reports.console import Console
-from paceline.terminal import can_draw, fold_for, fold_help, width_here
+from paceline.system.terminal import can_draw, fold_for, fold_help, width_here
 
 TABLES = [["reproduce", "distml"], ["reproduce", "mxnet"]]
 ALL_HELP = [[], *([verb] for verb in VERBS), *TABLES]

@@ -6,23 +6,23 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.assemble import make_inside, make_policy
+from paceline.assembly.core import make_inside, make_policy
 from paceline.config import RunConfig
+from paceline.core.driver import Unlogged
 from paceline.core.messages import Input, Join
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.data.randomness import rng
-from paceline.faults import Fault
-from paceline.runtimes.agenda import Agenda
-from paceline.runtimes.network import Link, ring_seconds
-from paceline.runtimes.simulated import Cluster, Simulation
-from paceline.runtimes.speeds import Distribution, StepTimes
-from paceline.runtimes.unlogged import Unlogged
-from paceline.strategies import parse_strategy
-from paceline.tasks.timing import TimingModel
+from paceline.randomness import rng
+from paceline.settings.fault_table import Fault
+from paceline.settings.strategies import parse_strategy
+from paceline.simulation.event_queue import Agenda
+from paceline.simulation.network import Link, ring_seconds
+from paceline.simulation.simulator import Cluster, Simulation
+from paceline.simulation.step_times import Distribution, StepTimes
+from paceline.tasks.synthetic import TimingModel
 
 PARAMETERS = 25_600_000
 NBYTES = 4 * PARAMETERS

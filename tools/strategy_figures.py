@@ -16,7 +16,7 @@ from strategy_timeline import Push, Timeline, agrees, read_timeline, waits
 
 from paceline.config import RunConfig
 from paceline.reports.console import Console
-from paceline.simulate import simulate
+from paceline.simulation.run import simulate
 
 FIGURES = Path(__file__).parents[1] / "docs/figures/strategies"
 SPEEDS, LINK = "61ms,68ms,79ms,180ms", "1000gbit,5ms"

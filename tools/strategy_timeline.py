@@ -10,11 +10,11 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.core.messages import Verdict
-from paceline.quantities import seconds
-from paceline.runs.arrivals import Record, read_arrivals
+from paceline.runs.arrival_log import Record, read_arrivals
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.network import parse_link, ring_seconds
-from paceline.strategies import on_ring, parse_strategy, pushes_per_update
+from paceline.settings.quantities import seconds
+from paceline.settings.strategies import on_ring, parse_strategy, pushes_per_update
+from paceline.simulation.network import parse_link, ring_seconds
 
 SLACK = 0.0001
 """Seconds that the bytes of small messages may add to the latency of the link."""

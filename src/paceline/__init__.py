@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from paceline.api import train
     from paceline.config import RunConfig
     from paceline.errors import PacelineError, UserError
-    from paceline.session import Session, join
+    from paceline.runtimes.scripts.session import Session, join
     from paceline.tasks.metrics import Perplexity
     from paceline.tasks.supervised import SupervisedTask as Task
     from paceline.tracking.tracker import Tracker
@@ -19,11 +19,11 @@ _HOMES = {
     "PacelineError": "paceline.errors:PacelineError",
     "Perplexity": "paceline.tasks.metrics:Perplexity",
     "RunConfig": "paceline.config:RunConfig",
-    "Session": "paceline.session:Session",
+    "Session": "paceline.runtimes.scripts.session:Session",
     "Task": "paceline.tasks.supervised:SupervisedTask",
     "Tracker": "paceline.tracking.tracker:Tracker",
     "UserError": "paceline.errors:UserError",
-    "join": "paceline.session:join",
+    "join": "paceline.runtimes.scripts.session:join",
     "train": "paceline.api:train",
 }
 

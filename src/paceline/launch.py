@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.advice import advice
+from paceline.assembly.work import divide_work
 from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
 from paceline.data.datasets import SAMPLE, Location, load, locate
-from paceline.delays import parse_delays
-from paceline.division import divide_work
 from paceline.errors import RunFailed, UserError
-from paceline.faults import Fault
-from paceline.interrupts import interrupts
-from paceline.preparation import reading_of
-from paceline.ranks import Rank, config_of, rank_here
 from paceline.reports.console import Console
-from paceline.resolving import check_names, lr_scale, resolve
-from paceline.rulebook import chosen
-from paceline.runs.arrivals import next_life
-from paceline.runs.environment import git_state
+from paceline.runs.arrival_log import next_life
 from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, is_script
-from paceline.strategies import on_ring, parse_strategy, pushes_in_a_step
+from paceline.settings.durations import parse_delays
+from paceline.settings.fault_table import Fault
+from paceline.settings.preprocessing import reading_of
+from paceline.settings.ranks import Rank, config_of, rank_here
+from paceline.settings.resolve import check_names, lr_scale, resolve
+from paceline.settings.rules import chosen
+from paceline.settings.strategies import on_ring, parse_strategy, pushes_in_a_step
+from paceline.settings.warnings import advice
+from paceline.system.environment import git_state
+from paceline.system.signals import interrupts
 
 
 def train(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:
@@ -37,7 +37,7 @@ def train(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFo
     if rank is not None:
         config = config_of(rank, config)
         if not on_ring(config):
-            from paceline.launched import train_as_rank_of_star
+            from paceline.runtimes.cluster.rank_star import train_as_rank_of_star
 
             return train_as_rank_of_star(config, rank, console, tls)
     if tls:
@@ -68,7 +68,7 @@ def resume(path: Path, console: Console, upkeep: dict[str, Any] | None = None) -
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
     if is_script(config):
-        from paceline.scripts import resume_script
+        from paceline.runtimes.scripts.launch import resume_script
 
         with folder.locked():
             return folder, resume_script(folder, config, console)
@@ -120,7 +120,7 @@ def _faults(config: RunConfig) -> tuple[Fault, ...]:
             f"--faults {config.faults} is for workers that are processes, and {what} has none: leave out one of the "
             "two, or try it in 'paceline simulate'"
         )
-    from paceline.runtimes.fault_injection import faults_for_processes
+    from paceline.runtimes.local.fault_injection import faults_for_processes
 
     return faults_for_processes(config)
 
@@ -225,9 +225,9 @@ def _train_on_processes(
     incarnation: int,
     faults: tuple[Fault, ...] = (),
 ) -> dict[str, Any]:
-    from paceline.runtimes.fork_server import ForkServer
-    from paceline.runtimes.local import Processes, run_local
-    from paceline.runtimes.shared_dataset import SharedDataset
+    from paceline.data.shared import SharedDataset
+    from paceline.runtimes.local.fork_server import ForkServer
+    from paceline.runtimes.local.supervisor import Processes, run_local
 
     with ForkServer() as forks:
         shared = SharedDataset(location, console.report) if location is not None else None
@@ -259,11 +259,11 @@ def _train_here(
     incarnation: int,
 ) -> dict[str, Any]:
     """`classic`, or several workers on one GPU: everything in this process; an incarnation above 0 resumes."""
-    from paceline.crew import make_join, make_seat, make_server, make_task, prepare_device, work_of
-    from paceline.runs.resume import rebuild
-    from paceline.runtimes.allocator import keep_freed_memory
-    from paceline.runtimes.host import Host
-    from paceline.runtimes.inline import run_inline
+    from paceline.assembly.run import make_join, make_seat, make_server, make_task, prepare_device, work_of
+    from paceline.runs.recovery import rebuild
+    from paceline.runtimes.local.in_process import run_inline
+    from paceline.runtimes.server.host import Host
+    from paceline.system.memory import keep_freed_memory
 
     keep_freed_memory()
     device = prepare_device(config)
@@ -294,8 +294,8 @@ def _train_as_rank(
     config: RunConfig, rank: Rank, location: Location | None, console: Console
 ) -> tuple[RunFolder, dict[str, Any]]:
     """One of the processes that a launcher started; only the first keeps a folder, and speaks."""
-    from paceline.runtimes.collective import Member
-    from paceline.transports.collective import Meeting
+    from paceline.runtimes.ring.process_group import Meeting
+    from paceline.runtimes.ring.rank import Member
 
     if config.faults is not None:
         raise UserError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.codebook import parse_codec
 from paceline.errors import UserError
+from paceline.settings.codecs import parse_codec
 
 
 @pytest.mark.parametrize(

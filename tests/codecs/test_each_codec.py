@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.codebook import build_codec
 from paceline.codecs.flat import CHUNK
 from paceline.codecs.sparse import TopK
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, State, pack
 from paceline.models.cnn import Cnn
 from paceline.models.lenet import LeNet5
+from paceline.settings.codecs import build_codec
 from paceline.tasks.flat import FlatModule
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codebook import CODECS, build_codec
 from paceline.errors import ProtocolError
 from paceline.interfaces import Codec, Layout, Parameter, State, pack
+from paceline.settings.codecs import CODECS, build_codec
 
 NAMES = ("none", "fp16", "bf16", "int8", "sign", "topk:0.1", "topk:0.003", "lowrank:1", "lowrank:3")
 LOSSY = NAMES[1:]

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codebook import CODECS, build_codec, build_part, parse_codec
-from paceline.codecs.parts import CodecPart, Sliced
 from paceline.codecs.quantized import BLOCK
-from paceline.cutting import CODED_GRAIN, part_of, spans_of
+from paceline.codecs.slices import CodecPart, Sliced
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, pack
+from paceline.runtimes.sharded.spans import CODED_GRAIN, part_of, spans_of
+from paceline.settings.codecs import CODECS, build_codec, build_part, parse_codec
 
 MODEL = pack([("conv", (6, 3, 5, 5), True), ("bias", (6,), False), ("dense", (70, 33), True), ("last", (10,), True)])
 LARGE = pack([("w", (300_000,), True)])

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codebook import build_codec
-from paceline.core.encoding import Codecs
-from paceline.core.memory import Memory, Sizes, load_own, own_nbytes
+from paceline.core.buffers import Memory, Sizes, load_own, own_nbytes
+from paceline.core.compression import Codecs
 from paceline.core.messages import Join, Leave, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
@@ -22,6 +21,7 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, Policy, State, pack
+from paceline.settings.codecs import build_codec
 
 LOSSY = ("fp16", "bf16", "int8", "sign", "topk:0.1", "lowrank:2")
 LAYOUT = pack([("matrix", (12, 9), True), ("bias", (7,), True)])

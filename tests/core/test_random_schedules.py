@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
 
-from paceline.assemble import make_rule
+from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
 from paceline.interfaces import pack
-from paceline.rulebook import RULES
+from paceline.settings.rules import RULES
 
 pytestmark = pytest.mark.long
 

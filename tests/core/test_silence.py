@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy_cluster import Ledger, ToyCluster
 
-from paceline.core.members import MUCH_LONGER, Member
+from paceline.core.membership import MUCH_LONGER, Member
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.cached import Cached

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
+from paceline.assembly.run import make_join, make_seat, make_server, make_task, work_of
 from paceline.config import RunConfig
 from paceline.core.messages import Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.crew import make_join, make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
 
 MOMENTUM, LR = 0.9, 0.05
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.assembly.work import Work, divide_work
 from paceline.config import RunConfig
 from paceline.core.messages import Deal
-from paceline.division import Work, divide_work
 from paceline.errors import UserError
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
 
 LABELS = np.arange(600) % 10
 

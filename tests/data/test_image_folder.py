@@ -15,7 +15,7 @@ from paceline.data import decoding, image_folder
 from paceline.data.datasets import Dataset, Reading, load, locate
 from paceline.data.download import status
 from paceline.errors import DataError, RunFailed, UserError
-from paceline.transports import segment
+from paceline.system import shared_segment as segment
 
 pytest.importorskip("PIL")
 SIZES = {"cat": 3, "dog": 2}

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.data.partition import Split, hold_out, hold_out_fold, parse_fold, parse_split, partition
-from paceline.data.randomness import rng
 from paceline.errors import UserError
+from paceline.randomness import rng
 
 BALANCED = np.arange(1000) % 10
 seeds = st.integers(0, 2**64 - 1)

@@ -7,24 +7,24 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.clusters import cluster_of
+from paceline.assembly.run import make_seat, make_server, make_task, work_of
 from paceline.config import RunConfig
+from paceline.core.driver import Unlogged
 from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.crew import make_seat, make_server, make_task, work_of
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import UserError
-from paceline.lab import room
-from paceline.lab.family import Family, Row
-from paceline.lab.feed import feed_of
-from paceline.lab.room import memory_of
-from paceline.lab.rows import Spent, images_of, run_rows
-from paceline.lab.trace import trace_of
-from paceline.resolving import resolve
-from paceline.runtimes.agenda import Agenda
-from paceline.runtimes.simulated import Simulation
-from paceline.runtimes.unlogged import Unlogged
+from paceline.settings.resolve import resolve
+from paceline.simulation.cluster import cluster_of
+from paceline.simulation.event_queue import Agenda
+from paceline.simulation.lab import packing as room
+from paceline.simulation.lab.arrival_order import trace_of
+from paceline.simulation.lab.batch import Family, Row
+from paceline.simulation.lab.inputs import feed_of
+from paceline.simulation.lab.packing import memory_of
+from paceline.simulation.lab.run import Spent, images_of, run_rows
+from paceline.simulation.simulator import Simulation
 
 pytestmark = pytest.mark.long
 

@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 from paceline.interfaces import Layout, pack
-from paceline.lab.steps import Autograd, Images, Inputs
+from paceline.simulation.lab.gradients import Autograd, Images, Inputs
 
 pytestmark = [
     pytest.mark.real,
@@ -46,7 +46,7 @@ def some_inputs(model: str, runs: int, pushes: int, batch: int) -> tuple[Inputs,
 @pytest.mark.parametrize(("model", "pushes"), [("lenet5", 1), ("lenet5", 3), ("cnn", 1)])
 def test_the_kernels_gradients_are_torchs(model: str, pushes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from paceline.lab.fused import FUSED
+    from paceline.simulation.lab.fused_gradients import FUSED
 
     inputs, layout = some_inputs(model, runs=2, pushes=pushes, batch=5)
     wanted, found = torch.zeros(2, layout.size), torch.zeros(2, layout.size)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline.assembly.run import make_task
+from paceline.assembly.work import held_out
 from paceline.config import RunConfig
-from paceline.crew import make_task
 from paceline.data.datasets import Dataset
-from paceline.division import held_out
 from paceline.errors import UserError
-from paceline.lab.rows import Spent, check_rows, run_rows
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
+from paceline.simulation.lab.run import Spent, check_rows, run_rows
 
 SETTINGS = RunConfig(strategy="async", workers=2, batch_size=4, steps=6, lr=0.05)
 

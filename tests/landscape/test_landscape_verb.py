@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.cli import main
+from paceline.cli.main import main
 
 TASK = """
 import torch, paceline

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.assembly.run import make_task
 from paceline.config import RunConfig
-from paceline.crew import make_task
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
-from paceline.landscape.losses import LEAST_BATCH, Losses, chosen_rows
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
+from paceline.studies.landscape.losses import LEAST_BATCH, Losses, chosen_rows
 from paceline.tasks.supervised import SupervisedTask
 
 

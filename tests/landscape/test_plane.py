@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.errors import UserError
-from paceline.landscape import plane as planes
-from paceline.landscape.plane import nearest_plane
+from paceline.studies.landscape import plane as planes
+from paceline.studies.landscape.plane import nearest_plane
 
 
 @pytest.mark.parametrize("seed", range(3))

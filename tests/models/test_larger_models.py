@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.advice import has_batch_norm
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 from paceline.models.convolution import SteadyBatchNorm
 from paceline.models.inception import halving_pool
-from paceline.resolving import MODELS, TEXT_MODELS
+from paceline.settings.resolve import MODELS, TEXT_MODELS
+from paceline.settings.warnings import has_batch_norm
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.supervised import SupervisedTask
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.assemble import make_model, make_rule
+from paceline.assembly.core import make_model, make_rule
+from paceline.assembly.run import make_task, work_of
 from paceline.config import RunConfig
-from paceline.crew import make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.interfaces import Arrival, Layout
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
 from paceline.tasks.flat import FlatModule
 
 CACHE_LINE_NBYTES = 64

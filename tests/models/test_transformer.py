@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.models.dropout import address_dropout
 from paceline.models.transformer import MAX_LENGTH, Placement, Transformer
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
 from paceline.tasks.supervised import SupervisedTask
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.reports.console import Console
-from paceline.rerun import describe, replay
-from paceline.runs.arrivals import RECORD_BYTES
+from paceline.runs.arrival_log import RECORD_BYTES
+from paceline.studies.replay import describe, replay
 
 PATIENCE = 60.0
 GIVING_WAY = {"OMP_WAIT_POLICY": "PASSIVE"}

@@ -76,7 +76,7 @@ def test_hosts_train_until_ctrl_c_and_leave_nobody_behind(tmp_path: Path, ssh: d
         os.kill(command.process.pid, signal.SIGINT)
         assert command.finish() == 130, command.err
     wait_until_none(ssh["FAKE_SSH_LOG"])
-    assert "paceline.runtimes.tethered worker --connect 127.0.0.1:" in commands
+    assert "paceline.cli.ssh_worker worker --connect 127.0.0.1:" in commands
     assert "--worker 0 --threads 1" in commands and "--worker 1 --threads 1" in commands
     assert TOKEN not in commands and TOKEN not in Path(ssh["FAKE_SSH_LOG"]).read_text()
     assert "[anna@node1, worker 0] worker 0 of 2: async" in command.err
@@ -88,7 +88,7 @@ def test_hosts_train_until_ctrl_c_and_leave_nobody_behind(tmp_path: Path, ssh: d
 
 def test_a_worker_ends_when_whoever_started_it_is_gone() -> None:
     """Whatever the reason, even SIGKILL: its standard input closes."""
-    words = ["-m", "paceline.runtimes.tethered", "worker", "--connect", "127.0.0.1:9", "--patience", "100"]
+    words = ["-m", "paceline.cli.ssh_worker", "worker", "--connect", "127.0.0.1:9", "--patience", "100"]
     with subprocess.Popen(
         [sys.executable, *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from commands import replays, result_of, run
 
-from paceline.runs.arrivals import read_arrivals
+from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
 
 

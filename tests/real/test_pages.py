@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
+from paceline.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
 from made_up_runs import whole_run

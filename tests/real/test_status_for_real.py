@@ -7,8 +7,8 @@ from pathlib import Path
 
 from commands import PATIENCE, Command, run, wait_for_records
 
-from paceline.runs.status import read_status
-from paceline.runs.stragglers import stragglers
+from paceline.analysis.status import read_status
+from paceline.analysis.stragglers import stragglers
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--strategy", "async", "--workers", "3", "--epochs", "200")
 PAUSE = '[[fault]]\nkind = "pause"\nat = "1s"\nworker = 2\nlasts = "10min"\n'

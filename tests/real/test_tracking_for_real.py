@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
-from paceline.tracking import beside
+from paceline.cli.main import main
+from paceline.tracking import process as beside
 
 BROKEN = """
 import os, time

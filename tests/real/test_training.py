@@ -20,8 +20,8 @@ SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it")
 
 def serial_sync(workers: int, steps: int, seed: int) -> dict[str, torch.Tensor]:
     """The same batches averaged in worker order by a plain loop in this process."""
-    from paceline.crew import make_task, work_of
-    from paceline.resolving import resolve
+    from paceline.assembly.run import make_task, work_of
+    from paceline.settings.resolve import resolve
 
     strategy = "sync" if workers > 1 else "classic"
     config = resolve(

@@ -9,7 +9,7 @@ import torch
 from commands import result_of, run
 from safetensors.torch import load_file
 
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 
 
 @pytest.mark.parametrize("model", ["resnet18", "inception-28-small"])

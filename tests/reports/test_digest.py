@@ -24,13 +24,13 @@ from made_up_runs import (
     whole_run,
 )
 
+from paceline.analysis.tail import RECORDS
 from paceline.core.messages import Verdict
 from paceline.errors import UserError
-from paceline.reports.course import MOST_SPANS, Course
-from paceline.reports.digest import MOST_BARS, RunReader, bars
-from paceline.runs import arrivals
+from paceline.reports.report_data import MOST_BARS, RunReader, bars
+from paceline.reports.time_series import MOST_SPANS, Course
+from paceline.runs import arrival_log as arrivals
 from paceline.runs.folder import RunFolder
-from paceline.runs.following import RECORDS
 
 
 def digest_of(folder: RunFolder) -> dict:  # type: ignore[type-arg]

@@ -16,11 +16,12 @@ import pytest
 from made_up_runs import log_events, progress, result_of, whole_run
 from test_metrics import parse
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import UserError
-from paceline.reports import live, watched
-from paceline.reports.live import LiveServer, open_server, pass_for
-from paceline.reports.watched import FolderSource, Follower
+from paceline.reports.watch import server as live
+from paceline.reports.watch import sources as watched
+from paceline.reports.watch.server import LiveServer, open_server, pass_for
+from paceline.reports.watch.sources import FolderSource, Follower
 from paceline.runs.folder import RunFolder
 
 PATIENCE = 30.0

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_status_table import RUNS
 
-from paceline.reports.metrics import MOST_WORKERS, exposition
-from paceline.runs.status import RunStatus, WorkerStatus
+from paceline.analysis.status import RunStatus, WorkerStatus
+from paceline.reports.watch.prometheus import MOST_WORKERS, exposition
 
 NAME, LABEL = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\\n]|\\["\\n])*)"')
 ESCAPES = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from made_up_runs import make_folder, result_of, whole_run
 
-from paceline.cli import main
-from paceline.reports.digest import RunReader
-from paceline.reports.page import SCRIPTS, LiveFeed, render
+from paceline.cli.main import main
+from paceline.reports.html import SCRIPTS, LiveFeed, render
+from paceline.reports.report_data import RunReader
 
 
 def facts_of(page: str) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli import main
+from paceline.analysis.listing import KEYS, choose, runs_in, runs_of
+from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.run_tables import compare, run_list
 from paceline.reports.tables import Column, fit_table
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
-from paceline.runs.listing import KEYS, choose, runs_in, runs_of
 
 
 def finished(accuracy: float | None, **more: Any) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def test_a_table_fits_and_keeps_its_lines(rows: list[tuple[str, str, str]], widt
 
 def test_the_tables_of_other_verbs_lose_columns_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.data.download import status
-    from paceline.reports.scaling_table import HEAD, LEAVING
     from paceline.reports.tables import data_table
+    from paceline.studies.scaling_table import HEAD, LEAVING
 
     monkeypatch.delenv("PACELINE_DATA", raising=False)
     whole, narrow = (data_table(status(None), width) for width in (200, 40))

@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 from made_up_runs import log_events, progress, result_of, whole_run
 
-from paceline import served_run
 from paceline.errors import RunFailed
-from paceline.reports import watched
+from paceline.reports.watch import served_run
+from paceline.reports.watch import sources as watched
+from paceline.reports.watch.mirror import Mirror
+from paceline.reports.watch.served_run import ServedRun
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror import Mirror
-from paceline.served_run import ServedRun
 
 
 class Copy:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.analysis.status import RunStatus, WorkerStatus
 from paceline.reports.status_table import MOST_WORKERS, describe, worker_table
-from paceline.runs.status import RunStatus, WorkerStatus
 
 SHARES = st.dictionaries(st.sampled_from(["computing", "sending", "waiting", "server"]), st.floats(0.0, 1.0))
 SECONDS = st.none() | st.floats(0.0, 1e6)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from made_up_runs import accounts, log_events, make_folder, progress, result_of, started, whole_run
 from test_status_table import RUNS
 
-from paceline.cli import main
-from paceline.reports.terminal import MOST_LOSSES, History, chosen, other_runs, sentences, sparkline, view
-from paceline.reports.watched import FolderSource
-from paceline.runs.status import RunStatus, Standing, read_standing
+from paceline.analysis.status import RunStatus, Standing, read_standing
+from paceline.cli.main import main
+from paceline.reports.watch.sources import FolderSource
+from paceline.reports.watch.terminal import MOST_LOSSES, History, chosen, other_runs, sentences, sparkline, view
 
 
 @settings(max_examples=30)
@@ -81,7 +81,7 @@ def test_plain_lines_where_nothing_can_be_drawn(tmp_path: Path, capsys: pytest.C
 
 
 def test_on_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
-    from paceline.reports.terminal import watch_in_terminal
+    from paceline.reports.watch.terminal import watch_in_terminal
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

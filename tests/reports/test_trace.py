@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import UserError
-from paceline.reports.trace import Part, write_trace
+from paceline.reports.chrome_trace import Part, write_trace
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 

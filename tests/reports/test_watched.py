@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
 
+from paceline.analysis.status import Standing
 from paceline.errors import UserError
-from paceline.reports import watched
-from paceline.reports.watched import GONE, FolderSource, Follower
-from paceline.runs.status import Standing
+from paceline.reports.watch import sources as watched
+from paceline.reports.watch.sources import GONE, FolderSource, Follower
 
 PATIENCE = 30.0
 

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.assembly.run import make_join, make_seat, make_server, work_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.crew import make_join, make_seat, make_server, work_of
 from paceline.models.dropout import AddressedDropout
-from paceline.resolving import resolve
 from paceline.runs.folder import RunFolder
+from paceline.runs.recovery import Rebuilt, rebuild
 from paceline.runs.replay import Replay
-from paceline.runs.resume import Rebuilt, rebuild
-from paceline.runtimes.host import Host
+from paceline.runtimes.server.host import Host
+from paceline.settings.resolve import resolve
 from paceline.tasks.supervised import SupervisedTask
 
 

@@ -13,11 +13,11 @@ from recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
 
 from paceline.core.messages import Resume
 from paceline.errors import UserError
-from paceline.runs.arrivals import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
+from paceline.runs.arrival_log import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
+from paceline.runs.background_writer import Writer
 from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
 from paceline.runs.events import EventLog, read_events
-from paceline.runs.resume import rebuild
-from paceline.runs.writing import Writer
+from paceline.runs.recovery import rebuild
 
 
 def recorded(record: Record, strategy: str = "async") -> RecordedRun:

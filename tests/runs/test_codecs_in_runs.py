@@ -12,15 +12,15 @@ import torch
 from recorded_runs import Record, RecordedRun, assert_same, small_task
 from torch import Tensor
 
-from paceline.cli import main
-from paceline.codebook import build_codec
+from paceline.cli.main import main
 from paceline.core.messages import Push
 from paceline.core.optimizers import Sgd
 from paceline.errors import UserError
 from paceline.interfaces import Codec, State
 from paceline.models.dropout import mix64
-from paceline.runs.arrivals import read_arrivals
+from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, restore, take_cut, write_cut
+from paceline.settings.codecs import build_codec
 
 pytestmark = pytest.mark.long
 

@@ -14,14 +14,14 @@ from recorded_runs import Record, RecordedRun, Small, ignore, small_task
 from safetensors.torch import load_file
 
 from paceline.errors import UserError
-from paceline.rerun import describe
-from paceline.runs import arrivals
+from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import take_cut, write_cut
-from paceline.runs.comparison import compare, marks_of
+from paceline.runs.compare_replay import compare, marks_of
 from paceline.runs.recording import Recording, open_recording
+from paceline.runs.recovery import rebuild
 from paceline.runs.replay import same_float32
 from paceline.runs.result import trained_tensors, weights_sha256
-from paceline.runs.resume import rebuild
+from paceline.studies.replay import describe
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from paceline.core.messages import Reply
 from paceline.errors import UserError
-from paceline.runs.arrivals import RECORD_BYTES, read_log
+from paceline.runs.arrival_log import RECORD_BYTES, read_log
 from paceline.runs.best import read_best
 from paceline.runs.checkpoint import newest_cut, read_cut
 from paceline.runs.events import read_events

@@ -11,13 +11,13 @@ import torch
 from recorded_runs import Record, RecordedRun, assert_same, ignore
 from test_replay import cut_now, records_of
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.core.messages import Resume
 from paceline.errors import RunFailed
+from paceline.runs.control_files import ask_to_drain, take_requests
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
-from paceline.runs.requests import ask_to_drain, take_requests
-from paceline.runs.resume import rebuild
+from paceline.runs.recovery import rebuild
 
 pytestmark = pytest.mark.long
 

@@ -8,7 +8,7 @@ from test_replay import cut_now, records_of
 
 from paceline.core.messages import Steps
 from paceline.runs.checkpoint import write_cut
-from paceline.runs.resume import rebuild
+from paceline.runs.recovery import rebuild
 
 pytestmark = pytest.mark.long
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 
-from paceline import crew
+from paceline.assembly import run as crew
+from paceline.assembly.run import begin_anew, identity_of, make_join, make_seat, sizes_of
 from paceline.core.messages import Push, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.crew import begin_anew, identity_of, make_join, make_seat, sizes_of
-from paceline.runs.environment import machine_kind, package_version
-from paceline.runs.resume import Rebuilt, rebuild
-from paceline.runtimes.recomputing import ClusterCompany, Company, LocalCompany
-from paceline.runtimes.server_process import Control
+from paceline.runs.recovery import Rebuilt, rebuild
+from paceline.runtimes.server.recomputing import ClusterCompany, Company, LocalCompany
+from paceline.runtimes.server.service import Control
+from paceline.system.environment import machine_kind, package_version
 from paceline.transports.listener import Listener
 from paceline.transports.shared_memory import Hello, Slot, Timing, WorkerDoor, channel
-from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpWorkerDoor
 
 pytestmark = pytest.mark.long
 
@@ -111,8 +111,10 @@ class StandIns:
 
 @pytest.fixture(autouse=True)
 def the_small_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.crew.make_task", lambda config, dataset: small_task())
-    monkeypatch.setattr("paceline.crew._codec", crew._codec.__wrapped__)  # threads must not share a codec's scratch
+    monkeypatch.setattr("paceline.assembly.run.make_task", lambda config, dataset: small_task())
+    monkeypatch.setattr(
+        "paceline.assembly.run._codec", crew._codec.__wrapped__
+    )  # threads must not share a codec's scratch
 
 
 def recorded(record: Record, **settings: Any) -> RecordedRun:

@@ -11,9 +11,9 @@ import pytest
 from recorded_runs import Record, RecordedRun, ignore, small_task
 
 from paceline.errors import UserError
-from paceline.runs.arrivals import RECORD_BYTES
+from paceline.runs.arrival_log import RECORD_BYTES
 from paceline.runs.checkpoint import take_cut, write_cut
-from paceline.runs.comparison import compare, marks_of
+from paceline.runs.compare_replay import compare, marks_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.recording import ScriptCall, open_recording
 

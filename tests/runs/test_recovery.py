@@ -14,10 +14,10 @@ from recorded_runs import Record, RecordedRun, assert_same, small_config
 from paceline.core.messages import Resume, Verdict
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.runs.arrivals import RECORD_BYTES, Log, fingerprint, look_into, read_log
-from paceline.runs.arrivals import Record as Logged
+from paceline.runs.arrival_log import RECORD_BYTES, Log, fingerprint, look_into, read_log
+from paceline.runs.arrival_log import Record as Logged
 from paceline.runs.checkpoint import Cut, newest_cut, read_cut, set_aside, write_cut
-from paceline.runs.comparison import compare
+from paceline.runs.compare_replay import compare
 from paceline.runs.events import read_events
 from paceline.runs.recording import open_recording
 

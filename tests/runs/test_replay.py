@@ -10,9 +10,9 @@ from recorded_runs import Record, RecordedRun, assert_same
 
 from paceline.core.messages import Join, Push, Rate, Stop, Verdict
 from paceline.errors import RunFailed
-from paceline.runs import arrivals
+from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
-from paceline.runtimes.inline import run_inline
+from paceline.runtimes.local.in_process import run_inline
 
 pytestmark = pytest.mark.long
 

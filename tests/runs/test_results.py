@@ -14,13 +14,13 @@ from recorded_runs import Record, Small, small_config, small_task
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.analysis.listing import runs_of
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.reports.console import closing_lines
 from paceline.reports.run_tables import compare
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.runs.listing import runs_of
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
 
 

@@ -11,8 +11,8 @@ from test_replay import cut_now, records_of
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.checkpoint import write_cut
+from paceline.runs.recovery import rebuild
 from paceline.runs.result import weights_sha256
-from paceline.runs.resume import rebuild
 
 RULES = ["damped", "gap", "compensated", "dana", "dana-slim", "cached", "ringleader", "ringmaster:2", "buffered:3"]
 
@@ -87,7 +87,7 @@ def test_who_left_after_the_end_is_forgotten_when_the_run_goes_on(record: Record
 def test_rows_for_more_workers_than_there_is_memory_are_refused(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.transports.segment.available_memory", lambda: 500)
+    monkeypatch.setattr("paceline.system.shared_segment.available_memory", lambda: 500)
     with pytest.raises(UserError, match=r"the table of rule foresight needs .* of memory, .* use fewer workers"):
         record(strategy="async", workers=3, rule="foresight")
     record(strategy="async", workers=3, rule="buffered:2", name="without rows")

@@ -13,11 +13,11 @@ from recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 
 from paceline.core.messages import Resume, Stop
 from paceline.errors import UserError
-from paceline.runs.arrivals import read_arrivals
+from paceline.runs.arrival_log import read_arrivals
+from paceline.runs.background_writer import MOST_WAITING, Writer
+from paceline.runs.recovery import rebuild
 from paceline.runs.result import trained_tensors
-from paceline.runs.resume import rebuild
 from paceline.runs.snapshots import go_back, read_index, read_snapshot
-from paceline.runs.writing import MOST_WAITING, Writer
 
 pytestmark = pytest.mark.long
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from recorded_runs import Record, RecordedRun
 
-from paceline.crew import identity_of, sizes_of
-from paceline.runs.arrivals import read_arrivals
-from paceline.runtimes.cluster_server import CEILING_SECONDS, ClusterService, OwnLine
+from paceline.assembly.run import identity_of, sizes_of
+from paceline.runs.arrival_log import read_arrivals
+from paceline.runtimes.server.remote_service import CEILING_SECONDS, ClusterService, OwnLine
 from paceline.transports.listener import Listener
 
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_runs import Record, small_config
 
-from paceline.cli import main
+from paceline.analysis.listing import runs_in
+from paceline.analysis.status import WorkerStatus, read_status, workers_of
+from paceline.analysis.stragglers import SLOWER, stragglers
+from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
-from paceline.runs.listing import runs_in
-from paceline.runs.status import WorkerStatus, read_status, workers_of
-from paceline.runs.stragglers import SLOWER, stragglers
 
 
 def workers_row(now: float, states: list[str], computing: list[float], steps: list[int], **more: Any) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from recorded_runs import Record, RecordedRun, assert_same
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import UserError
-from paceline.lab.rows import check_rows
-from paceline.runs.arrivals import read_arrivals
+from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.events import read_events
+from paceline.simulation.lab.run import check_rows
 
 
 class Ticking:

@@ -18,8 +18,8 @@ from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.interfaces import Policy
-from paceline.runtimes.accounts import Accounts, Way
-from paceline.runtimes.timekeeping import Timekeeper
+from paceline.runtimes.server.accounting import Accounts, Way
+from paceline.runtimes.server.timing import Timekeeper
 from paceline.transports.shared_memory import Timing
 
 NOTHING = torch.zeros(0)

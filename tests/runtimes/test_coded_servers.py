@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.assemble import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.run import codecs_of
 from paceline.config import RunConfig, to_dict
-from paceline.core.encoding import Opened
-from paceline.core.memory import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes
+from paceline.core.compression import Opened
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop
-from paceline.core.rules.ranged import Ranged
+from paceline.core.rules.sharded import Ranged
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
-from paceline.crew import codecs_of
-from paceline.cutting import Coding, coding_of, grain_of, part_of, spans_of
 from paceline.interfaces import pack
-from paceline.resolving import resolve
-from paceline.runtimes.orders import at_work, is_finite, sent_to, spoil
-from paceline.runtimes.shard import make_part
-from paceline.transports.shard_doors import _Part
+from paceline.runtimes.sharded.client import _Part
+from paceline.runtimes.sharded.orders import at_work, is_finite, sent_to, spoil
+from paceline.runtimes.sharded.shard import make_part
+from paceline.runtimes.sharded.spans import Coding, coding_of, grain_of, part_of, spans_of
+from paceline.settings.resolve import resolve
 
 pytestmark = pytest.mark.long
 

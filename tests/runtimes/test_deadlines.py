@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.runtimes.deadlines import FEWEST, LEAST_SPREAD, WINDOW, Deadlines
+from paceline.core.failure_detector import FEWEST, LEAST_SPREAD, WINDOW, Deadlines
 
 SECONDS = st.floats(0.0, 1000.0, allow_nan=False)
 

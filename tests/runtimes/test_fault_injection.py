@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
 
 from commands import PATIENCE, Command, replays, result_of, run, wait_until_gone
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.core.messages import Verdict
-from paceline.faults import Fault, faults_toml
-from paceline.runs.arrivals import Record, read_arrivals
+from paceline.runs.arrival_log import Record, read_arrivals
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.fault_injection import PERIOD, Injector
-from paceline.runtimes.server_process import GRACE_SECONDS
+from paceline.runtimes.local.fault_injection import PERIOD, Injector
+from paceline.runtimes.server.service import GRACE_SECONDS
+from paceline.settings.fault_table import Fault, faults_toml
 
 SAMPLE = (
     "--dataset",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import Reported, ServerLost, UserError
-from paceline.runtimes.keeper import keep_going
+from paceline.runtimes.local.restart import keep_going
 
 
 def lost(what: str) -> ServerLost:

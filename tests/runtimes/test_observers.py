@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from paceline.analysis.status import read_status
 from paceline.config import RunConfig
 from paceline.errors import RunFailed, UserError
-from paceline.observing import is_served, looking_at, mirrored
 from paceline.reports.status_table import describe
+from paceline.reports.watch.mirror import GROWING, Mirror
+from paceline.reports.watch.remote import is_served, looking_at, mirrored
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror import GROWING, Mirror
-from paceline.runs.status import read_status
-from paceline.runtimes.observers import MOST_OBSERVERS, Observers
-from paceline.serving import Visitor
+from paceline.runtimes.cluster.serve import Visitor
+from paceline.runtimes.server.file_service import MOST_OBSERVERS, Observers
+from paceline.transports.file_client import Observer
 from paceline.transports.frames import MOST_PIECE
 from paceline.transports.listener import Listener
-from paceline.transports.observer import Observer
 
 TOKEN = b"a token"
 

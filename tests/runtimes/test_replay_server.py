@@ -8,8 +8,8 @@ import pytest
 
 from paceline.core.messages import Verdict
 from paceline.errors import RunFailed
-from paceline.runs.arrivals import Record
-from paceline.runtimes.replay_server import SILENCE_SECONDS, patience, receive
+from paceline.runs.arrival_log import Record
+from paceline.runtimes.scripts.replay_server import SILENCE_SECONDS, patience, receive
 from paceline.transports.shared_memory import ServerDoor, channel
 
 PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Verdict.TAKEN)

@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.assemble import make_inside, make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_inside, make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, to_dict
-from paceline.core.memory import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Resume, Stop
-from paceline.core.rules.ranged import Ranged
+from paceline.core.rules.sharded import Ranged
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
-from paceline.cutting import part_of, spans_of
 from paceline.interfaces import pack
-from paceline.resolving import resolve
-from paceline.rulebook import RULES
-from paceline.runtimes.orders import from_words, is_finite, spoil, to_words
-from paceline.runtimes.shard import make_part
+from paceline.runtimes.sharded.orders import from_words, is_finite, spoil, to_words
+from paceline.runtimes.sharded.shard import make_part
+from paceline.runtimes.sharded.spans import part_of, spans_of
+from paceline.settings.resolve import resolve
+from paceline.settings.rules import RULES
 
 pytestmark = pytest.mark.long
 

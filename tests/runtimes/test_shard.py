@@ -12,22 +12,22 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from paceline.assemble import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig, to_dict
-from paceline.core.memory import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Stop
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.errors import ProtocolError
 from paceline.interfaces import pack
-from paceline.resolving import resolve
-from paceline.runtimes.orders import to_words
-from paceline.runtimes.shard import ShardService
+from paceline.runtimes.sharded.channel import FILLED, Link, Message
+from paceline.runtimes.sharded.orders import to_words
+from paceline.runtimes.sharded.shard import ShardService
+from paceline.settings.resolve import resolve
 from paceline.transports.connection import Connection
 from paceline.transports.listener import Listener
-from paceline.transports.shard_link import FILLED, Link, Message
 from paceline.transports.shared_memory import Timing
-from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpWorkerDoor
 
 LAYOUT = pack([("a", (16, 16), True)])
 SPAN = slice(64, 192)

@@ -18,19 +18,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runs"))  # so that record
 from recorded_runs import RecordedRun, small_config
 from test_shard import connected
 
-from paceline.core.memory import Memory, Sizes
+from paceline.assembly.run import identity_of, sizes_of
+from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Join
-from paceline.crew import identity_of, sizes_of
 from paceline.errors import Forgotten, PacelineError, ServerLost, UserError
-from paceline.runs.environment import package_version
 from paceline.runs.folder import NOT_COME
-from paceline.runtimes import cluster_server, sharded_server, shards
-from paceline.runtimes.cluster_server import ClusterService, OwnLine
-from paceline.runtimes.sharded_server import ShardedService
-from paceline.runtimes.shards import Shards
+from paceline.runtimes.server import remote_service as cluster_server
+from paceline.runtimes.server.remote_service import ClusterService, OwnLine
+from paceline.runtimes.sharded import coordinator as sharded_server
+from paceline.runtimes.sharded import peers as shards
+from paceline.runtimes.sharded.channel import Link
+from paceline.runtimes.sharded.coordinator import ShardedService
+from paceline.runtimes.sharded.peers import Shards
+from paceline.system.environment import package_version
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.shard_link import Link
-from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpWorkerDoor
 
 
 class First:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from data_files import write_images, write_trees
 
 from paceline.data.datasets import Location, Reading, locate
-from paceline.runtimes.shared_dataset import SharedDataset, attach
+from paceline.data.shared import SharedDataset, attach
 
 
 def trees(folder: Path) -> Location:

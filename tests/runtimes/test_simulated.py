@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import main
-from paceline.runs.arrivals import read_arrivals
+from paceline.cli.main import main
+from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
 
 pytestmark = pytest.mark.long

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.assembly.run import make_task, work_of
 from paceline.config import RunConfig
-from paceline.crew import make_task, work_of
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
-from paceline.lab.rows import check_rows
-from paceline.preparation import PADDING, ways_of
+from paceline.settings.preprocessing import PADDING, ways_of
+from paceline.simulation.lab.run import check_rows
 from paceline.tasks.augmentation import Augment, _below, _hashes
 from paceline.tasks.supervised import Normalise
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
+from paceline.assembly.run import identity_of, work_of
 from paceline.config import RunConfig
-from paceline.crew import identity_of, work_of
 from paceline.errors import UserError
-from paceline.goals import Goal, check_goals, parse_goal, parse_measure, require_measured
 from paceline.interfaces import Batch
-from paceline.resolving import resolve
-from paceline.tasks.stepping import StepSettings
+from paceline.settings.resolve import resolve
+from paceline.settings.stopping import Goal, check_goals, parse_goal, parse_measure, require_measured
+from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 
 COUNT = 1203

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runs"))  # so that record
 
 from recorded_runs import small_config, small_task
 
-from paceline.cli import main
+from paceline.assembly.run import make_seat, make_server, work_of
+from paceline.cli.main import main
 from paceline.core.messages import Join, Reply
 from paceline.core.worker import Seat
-from paceline.crew import make_seat, make_server, work_of
 
 
 def pushes_of(tmp_path: Path, staged: bool, **settings: Any) -> list[torch.Tensor]:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.assemble import make_model
+from paceline.assembly.core import make_model
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Batch
 from paceline.models.dropout import AddressedDropout
-from paceline.resolving import resolve
-from paceline.tasks.stepping import StepSettings
+from paceline.settings.resolve import resolve
+from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 
 IMAGES = torch.randn(10, 1, 28, 28, generator=torch.Generator().manual_seed(3))

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
+from paceline.assembly.run import make_task, work_of
 from paceline.config import RunConfig
-from paceline.crew import make_task, work_of
-from paceline.data.batches import Batches
 from paceline.data.datasets import Dataset
+from paceline.data.sampler import Batches
 from paceline.errors import UserError
 from paceline.models.dropout import AddressedDropout
-from paceline.resolving import resolve
+from paceline.settings.resolve import resolve
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
 

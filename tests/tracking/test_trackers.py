@@ -13,7 +13,7 @@ import pytest
 from paceline.config import RunConfig
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
-from paceline.tracking.feeding import feed
+from paceline.tracking.feed import feed
 from paceline.tracking.mlflow import MLflow
 from paceline.tracking.tensorboard import TensorBoard
 from paceline.tracking.wandb import Wandb

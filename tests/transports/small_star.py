@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.codebook import build_codec
-from paceline.core.encoding import DENSE, Codecs, WorkerEnd
-from paceline.core.memory import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes
+from paceline.core.compression import DENSE, Codecs, WorkerEnd
 from paceline.core.messages import Join, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
@@ -25,10 +24,11 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, State, pack
+from paceline.settings.codecs import build_codec
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Timing, WorkerDoor
-from paceline.transports.tcp import TcpServerDoor
-from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_server import TcpServerDoor
 from paceline.transports.tls import Tls
 
 LAYOUT = pack([("matrix", (12, 9), True), ("bias", (7,), True)])

@@ -11,9 +11,9 @@ import pytest
 
 from paceline.errors import UserError
 from paceline.launch import resume
-from paceline.ranks import VARIABLES, Rank, rank_here
 from paceline.reports.console import Console
-from paceline.transports.collective import Meeting
+from paceline.runtimes.ring.process_group import Meeting
+from paceline.settings.ranks import VARIABLES, Rank, rank_here
 
 
 def free_port() -> int:

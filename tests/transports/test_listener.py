@@ -13,13 +13,13 @@ import weakref
 import pytest
 from small_star import TOKEN, Star, Wire, work
 
-from paceline.core.encoding import DENSE
+from paceline.core.compression import DENSE
 from paceline.errors import UserError
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, Visitor
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MOST_APPLY, VERSION, Kind, fields_frame, header
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpWorkerDoor
 
 
 class Hall:

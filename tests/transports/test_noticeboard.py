@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from paceline.transports.noticeboard import FileBoard
+from paceline.transports.rendezvous import FileBoard
 
 
 def test_what_the_keeper_tells_the_others_hear(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from paceline.core.messages import Push
+from paceline.runtimes.ring.shared_memory import RingMemory, Round, SharedRing
 from paceline.transports.shared_memory import Timing
-from paceline.transports.shared_ring import RingMemory, Round, SharedRing
 
 SIZE, NO_TIME = 32, Timing(0.0, 0.0, 0.0)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from small_star import LAYOUT, TIMING, TOKEN, Star, Told, Wire, answer, codecs, make_server, own_size, work
 
-from paceline.core.encoding import DENSE, Codecs
-from paceline.core.memory import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes
+from paceline.core.compression import DENSE, Codecs
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
@@ -25,12 +25,12 @@ from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.errors import Forgotten, ProtocolError, UserError
-from paceline.transports import tcp_worker
+from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header, padding
 from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot, WorkerDoor, channel
-from paceline.transports.tcp import HEARD, TcpServerDoor, parse_sizes, view
-from paceline.transports.tcp_worker import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_server import HEARD, TcpServerDoor, parse_sizes, view
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
 
 UPDATES = 4

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from paceline.core.buffers import Memory
+from paceline.core.compression import DENSE, Codecs, Decoded, Differences, Opened
 from paceline.core.deals import Deals
-from paceline.core.encoding import DENSE, Codecs, Decoded, Differences, Opened
-from paceline.core.members import Member
-from paceline.core.memory import Memory
+from paceline.core.membership import Member
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Codec, Decision, Policy, Rule

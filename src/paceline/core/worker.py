@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.encoding import DENSE, Codecs, WorkerEnd
-from paceline.core.memory import MakeMemory, Memory, load_own
+from paceline.core.buffers import MakeMemory, Memory, load_own
+from paceline.core.compression import DENSE, Codecs, WorkerEnd
 from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.interfaces import Batch, Loader, Task
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import idx, image_folder, treebank
+from paceline.data import idx, image_folder, sst
 from paceline.data.catalog import DATASETS, DatasetInfo
 from paceline.data.idx import Empty
 from paceline.errors import DataError, unknown_name
@@ -149,7 +149,7 @@ def _find(kind: str, folder: Path, name: str) -> tuple[Path | None, str]:
     """Where the files of a kind lie at or under `folder`; else what an incomplete set of them lacks."""
     if kind == "idx":
         return _find_idx(folder, name)
-    finders = {"cifar": _find_cifar, "trees": treebank.find, "folder": image_folder.find}
+    finders = {"cifar": _find_cifar, "trees": sst.find, "folder": image_folder.find}
     return finders[kind](folder)
 
 
@@ -171,7 +171,7 @@ def load(location: Location, empty: Empty = np.empty, report: Report = lambda ro
 
 def _load_trees(location: Location, empty: Empty, report: Report) -> Dataset:
     length = location.reading.max_length
-    arrays, cut = treebank.read(location.path, length, remedy(location.name), empty)
+    arrays, cut = sst.read(location.path, length, remedy(location.name), empty)
     if cut:
         report({"kind": "note", "text": f"{location.name}: {cut}"})
     return Dataset(replace(DATASETS[location.name], image_shape=(length,)), location, *arrays)

@@ -60,7 +60,7 @@ def require_pillow() -> None:
 
 def require_room(count: int, side: int) -> None:
     """A clear line, with numbers, where the decoded images would not fit in memory."""
-    from paceline.transports.segment import available_memory
+    from paceline.system.shared_segment import available_memory
 
     needed, free = count * 3 * side * side, available_memory()
     if needed > free:

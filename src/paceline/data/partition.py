@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.randomness import rng
 from paceline.errors import UserError, unknown_name
+from paceline.randomness import rng
 
 Indices = NDArray[np.int64]
 

@@ -89,7 +89,7 @@ SOURCES: dict[str, Source] = {
 def fault(path: Path, file: RemoteFile) -> str | None:
     """What is wrong with the content of `path`, fetched for `file`, in a few words; None where all of it is right."""
     from paceline.data.cifar import ARCHIVE_ERRORS  # here, because tar and lzma are slow to import
-    from paceline.data.treebank import ZIP_ERRORS
+    from paceline.data.sst import ZIP_ERRORS
 
     try:
         found = dict(_checksums(path, file))
@@ -106,7 +106,7 @@ def fault(path: Path, file: RemoteFile) -> str | None:
 def _checksums(path: Path, file: RemoteFile) -> Iterator[tuple[str, str]]:
     """The name and sha256 of everything in a packed file."""
     if file.name.endswith(".zip"):
-        from paceline.data.treebank import archive_members as zip_members
+        from paceline.data.sst import archive_members as zip_members
 
         for name, content in zip_members(path):
             yield name, hashlib.sha256(content).hexdigest()

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.terminal import can_draw, fold_for, width_here
+from paceline.system.terminal import can_draw, fold_for, width_here
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from paceline.analysis.listing import SETTINGS, Row, is_number
 from paceline.reports.tables import Column, fit_table
-from paceline.runs.listing import SETTINGS, Row, is_number
-from paceline.terminal import fold
+from paceline.system.terminal import fold
 
 MOST_DIFFERENCES = 6
 """Settings that get a column; the others are named below the table."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.analysis.status import RunStatus, WorkerStatus
+from paceline.analysis.stragglers import SLOWER, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
-from paceline.runs.status import RunStatus, WorkerStatus
-from paceline.runs.stragglers import SLOWER, Straggler, stragglers
-from paceline.terminal import fold
+from paceline.system.terminal import fold
 
 MOST_WORKERS = 32
 """That are shown one by one; `--json` has all."""

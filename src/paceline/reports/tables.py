@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.data.datasets import remedy
 from paceline.data.download import DatasetStatus
-from paceline.terminal import UNCUT, fold
+from paceline.system.terminal import UNCUT, fold
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.reports.course import Column, Course
-from paceline.reports.lanes import Lanes
-from paceline.reports.verdicts import happening
-from paceline.runs.arrivals import PUSH_KIND
-from paceline.runs.following import Records
-from paceline.runs.status import STARTS, WINDOW_SECONDS, WorkerStatus, is_whole, workers_of
+from paceline.analysis.status import STARTS, WINDOW_SECONDS, WorkerStatus, is_whole, workers_of
+from paceline.analysis.tail import Records
+from paceline.reports.sentences import happening
+from paceline.reports.time_series import Column, Course
+from paceline.reports.worker_lanes import Lanes
+from paceline.runs.arrival_log import PUSH_KIND
 
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
 SCORES = ("samples", "test_accuracy", "test_loss", "train_accuracy", "train_loss")

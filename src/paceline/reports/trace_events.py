@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.runs.timeline import Span, Update
+from paceline.analysis.timeline import Span, Update
 
 WORKERS = 2
 """The number of the workers' process in the trace, and of the first worker's thread; the server is 1."""

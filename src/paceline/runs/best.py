@@ -10,11 +10,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from paceline.core.server import Server
-from paceline.goals import Measure
 from paceline.interfaces import Scores
+from paceline.runs.background_writer import Writer
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import Trained, trained_tensors
-from paceline.runs.writing import Writer
+from paceline.settings.stopping import Measure
 
 
 class Best:

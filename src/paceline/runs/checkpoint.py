@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from paceline.core.memory import Memory
+from paceline.core.buffers import Memory
 from paceline.core.server import Server
 from paceline.errors import UserError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.runs.arrivals import Log, Record, read_log
+from paceline.runs.arrival_log import Log, Record, read_log
 from paceline.runs.folder import RunFolder, write_atomically
 
 

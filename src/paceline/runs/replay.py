@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.memory import Memory
+from paceline.core.buffers import Memory
 from paceline.core.messages import Input, Join, Outcome, Push, Reply, Verdict
 from paceline.core.server import Server
 from paceline.errors import RunFailed
-from paceline.runs.arrivals import Record
+from paceline.runs.arrival_log import Record
 from paceline.runs.checkpoint import Cut, restore
 
 

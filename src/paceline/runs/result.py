@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.config import RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
-from paceline.rulebook import average_in_words
 from paceline.runs.folder import SCHEMA
+from paceline.settings.rules import average_in_words
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:

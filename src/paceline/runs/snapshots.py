@@ -20,9 +20,9 @@ from torch import Tensor
 from paceline.config import RunConfig
 from paceline.core.server import Server
 from paceline.errors import UserError
+from paceline.runs.background_writer import Writer
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import Trained, trained_tensors
-from paceline.runs.writing import Writer
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batches import Batches
+from paceline.data.sampler import Batches
 from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.models.dropout import mix64
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.metrics import Measuring, Metric, require_metrics
-from paceline.tasks.stepping import Step, StepSettings
-from paceline.tasks.structure import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
+from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
+from paceline.tasks.step import Step, StepSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

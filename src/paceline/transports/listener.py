@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any
 
-from paceline.core.memory import Sizes
+from paceline.core.buffers import Sizes
 from paceline.errors import ProtocolError, UserError
 from paceline.transports.auth import ANSWER_NBYTES, DENIAL, Gatekeeper, WrongToken
 from paceline.transports.connection import (
@@ -37,7 +37,7 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.tcp import TcpServerDoor
+from paceline.transports.tcp_server import TcpServerDoor
 from paceline.transports.tls import Tls
 
 MOST_STRANGERS = 256

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.memory import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Deal, Join, Push, Rate, Reply
 from paceline.errors import ProtocolError
-from paceline.transports.segment import Segment, page_aligned
+from paceline.system.shared_segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
 _REPLY = struct.Struct("<BBBxIQQdII")

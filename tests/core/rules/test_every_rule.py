@@ -17,15 +17,15 @@ from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.buffered import Buffered
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.compensated import Compensated
-from paceline.core.rules.damped import Damped
 from paceline.core.rules.dana import Dana, DanaSlim
 from paceline.core.rules.delayed import Delayed
 from paceline.core.rules.farsight import FairFarsight, Farsight
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.gap import Gap
-from paceline.core.rules.paced import Paced
+from paceline.core.rules.lr_scaling import Paced
 from paceline.core.rules.plain import Early, Plain
 from paceline.core.rules.ringleader import Ringleader
+from paceline.core.rules.staleness_aware import Damped
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.core.optimizers import Sgd
-from paceline.core.rules.paced import SMOOTHING, Paced
+from paceline.core.rules.lr_scaling import SMOOTHING, Paced
 from paceline.core.rules.plain import Plain
 from paceline.interfaces import Arrival
 

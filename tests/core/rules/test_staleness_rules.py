@@ -14,12 +14,12 @@ from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.buffered import Buffered
 from paceline.core.rules.compensated import Compensated
-from paceline.core.rules.damped import Damped
 from paceline.core.rules.delayed import Delayed
 from paceline.core.rules.gap import Gap
 from paceline.core.rules.plain import Plain
+from paceline.core.rules.staleness_aware import Damped
 from paceline.interfaces import Arrival
-from paceline.rulebook import OUTER
+from paceline.settings.rules import OUTER
 
 
 class SlowDamped:

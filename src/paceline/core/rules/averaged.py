@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.around import Around
 from paceline.core.rules.scalars import Scalar, at_least, keep_all, load_all, move_towards
+from paceline.core.rules.wrapper import Around
 from paceline.interfaces import Arrival, Rule, State
 
 GROWTH = 9.0

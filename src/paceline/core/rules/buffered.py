@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Prepared
-from paceline.core.rules.per_worker import OwnMomentum
+from paceline.core.rules.worker_rows import OwnMomentum
 from paceline.interfaces import Arrival, State
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.per_worker import Live, pushers_place, read, table, write
+from paceline.core.rules.worker_rows import Live, pushers_place, read, table, write
 from paceline.interfaces import Arrival, State
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.per_worker import Sent, pushers_place, read
+from paceline.core.rules.worker_rows import Sent, pushers_place, read
 from paceline.interfaces import Arrival, State
 
 STRENGTH = 2.0

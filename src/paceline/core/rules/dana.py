@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Prepared
-from paceline.core.rules.per_worker import OwnMomentum, pushers_place, put_back, read, table
+from paceline.core.rules.worker_rows import OwnMomentum, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 

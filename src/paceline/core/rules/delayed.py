@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.per_worker import OwnMomentum
+from paceline.core.rules.worker_rows import OwnMomentum
 from paceline.interfaces import Arrival, State
 
 

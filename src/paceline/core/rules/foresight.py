@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.cached import forget, remember
-from paceline.core.rules.per_worker import Live, pushers_place, table
 from paceline.core.rules.scalars import Scalar, add_scaled, at_least, at_most, keep_all, load, load_all, scale
+from paceline.core.rules.worker_rows import Live, pushers_place, table
 from paceline.interfaces import Arrival, State
 
 HORIZON = 1.5

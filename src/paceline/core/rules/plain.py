@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.per_worker import Live
+from paceline.core.rules.worker_rows import Live
 from paceline.interfaces import Arrival, State
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.buffered import step
-from paceline.core.rules.per_worker import OwnMomentum, pushers_place, put_back, read, table
+from paceline.core.rules.worker_rows import OwnMomentum, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 

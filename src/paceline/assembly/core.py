@@ -1,0 +1,105 @@
+"""Settings to objects. Importing this file imports no torch, so mistakes are found at once."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from paceline.config import RunConfig, places_of
+from paceline.core.schedules import Inside, Schedule
+from paceline.settings.resolve import MODELS, lr_scale, parse_schedule
+from paceline.settings.rules import build_rule, parse_rule
+from paceline.settings.strategies import parse_strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from paceline.core.optimizers import Optimizer, Prepared
+    from paceline.interfaces import Layout, Policy, Rule
+
+
+def make_policy(config: RunConfig) -> Policy:
+    """The reply policy of the config's strategy."""
+    from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+
+    strategy, (rule, number) = parse_strategy(config.strategy), parse_rule(config.rule)
+    if strategy.in_rounds:
+        spare = strategy.number if strategy.name == "backup" else 0
+        return Rounds(spare, at_the_door=config.max_workers is not None)
+    if strategy.name == "bounded":
+        return Bounded(strategy.number)
+    return Fresh(number) if rule == "ringmaster" else AtOnce()
+
+
+def make_schedule(config: RunConfig) -> Schedule:
+    """The learning rate of an update over the budget; that of a drift is the outer one, and constant."""
+    if parse_strategy(config.strategy).is_local:
+        return Schedule(config.outer_lr if config.outer_lr is not None else 1.0)
+    return _schedule(config)
+
+
+def make_inside(config: RunConfig) -> Inside | None:
+    """What workers do between two pushes, under strategies with local steps."""
+    strategy = parse_strategy(config.strategy)
+    return Inside(strategy.number, _schedule(config)) if strategy.is_local else None
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    """The learning rate that gradients are stepped with."""
+    kind, factor = parse_schedule(config.schedule)
+    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
+
+
+def make_rule(config: RunConfig, layout: Layout, places: int | None = None, skew: float | None = None) -> Rule:
+    """The update rule, with rows for `places` workers (the config's, unless said) where it keeps some."""
+
+    def prepared() -> Prepared:
+        from paceline.core.optimizers import Prepared
+
+        return Prepared(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
+
+    return build_rule(config, places or places_of(config), lambda: make_optimizer(config, layout), prepared, skew)
+
+
+def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:
+    """The optimizer that gradients are stepped with."""
+    from paceline.core.optimizers import Adam, AdamW, Lars, Sgd
+
+    mask = _decay_mask(layout) if config.weight_decay else None
+    optimizer: Optimizer
+    if config.optimizer in ("adam", "adamw"):
+        beta1, beta2 = config.betas
+        kind = Adam if config.optimizer == "adam" else AdamW
+        optimizer = kind((beta1, beta2), weight_decay=config.weight_decay, clip=config.clip, decay_mask=mask)
+    elif config.optimizer == "lars":
+        decay, clip = config.weight_decay, config.clip
+        optimizer = Lars(layout, config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)
+    else:
+        optimizer = Sgd(
+            config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+            decay_mask=mask,
+        )
+    return optimizer
+
+
+def _decay_mask(layout: Layout) -> Tensor | None:
+    """Ones where weight decay applies; None when it applies everywhere."""
+    import torch
+
+    if all(parameter.decay for parameter in layout.parameters):
+        return None
+    mask = torch.zeros(layout.size)
+    views = layout.views(mask)
+    for parameter in layout.parameters:
+        views[parameter.name].fill_(float(parameter.decay))
+    return mask
+
+
+def make_model(name: str, input_shape: tuple[int, ...], num_classes: int = 10) -> nn.Module:
+    """A built-in model for images of `input_shape` (channels, height, width), or sentences of (length,)."""
+    module, _, attribute = MODELS[name].partition(":")
+    model: nn.Module = getattr(importlib.import_module(module), attribute)(input_shape, num_classes)
+    return model

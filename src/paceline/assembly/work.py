@@ -1,0 +1,123 @@
+"""Who trains on what, and for how long: a function of the config and the labels, the same in every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.config import RunConfig, places_of
+from paceline.core.messages import Deal
+from paceline.core.schedules import Budget
+from paceline.data.partition import hold_out, hold_out_fold, parse_fold, parse_split, partition
+from paceline.data.sampler import Batches
+from paceline.errors import UserError
+from paceline.settings.strategies import on_ring
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who trains on what, and for how long."""
+
+    shards: list[np.ndarray[Any, Any]]
+    validation: np.ndarray[Any, Any]
+    train: np.ndarray[Any, Any]
+    quotas: list[int | None]
+    budget: Budget
+    skew: float
+    """How far the workers' labels are from the whole: the mean distance of their histograms, from 0 to almost 1."""
+    labels: np.ndarray[Any, Any]
+    """Of the samples to train on."""
+    _parts: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
+
+    def batches(self, worker: int, config: RunConfig, deal: Deal | None = None) -> Batches:
+        """The addressed batches of one worker, as divided at first or as dealt since.
+
+        A newcomer has no part until it is told a deal: what it sees before that, to warm up, is another's.
+        """
+        if deal is None:
+            return Batches(self.shards[worker % len(self.shards)], config.batch_size, config.seed, worker)
+        part = self.parts(len(deal.members), config)[deal.members.index(worker)]
+        return Batches(self.train[part], config.batch_size, config.seed, worker, deal.generation)
+
+    def parts(self, num_members: int, config: RunConfig) -> list[np.ndarray[Any, Any]]:
+        """The train set over so many members, by place; the last division is kept, since all seats ask for the same."""
+        if num_members not in self._parts:
+            self._parts.clear()
+            split = parse_split(config.split)
+            self._parts[num_members] = partition(self.labels, num_members, split, config.seed, config.shard_weights)
+        return self._parts[num_members]
+
+
+def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """What a run trains on, and what it only scores: a share of the train set, or one fold of it."""
+    if config.fold is not None:
+        return hold_out_fold(labels, *parse_fold(config.fold), config.seed)
+    return hold_out(labels, config.validation, config.seed)
+
+
+def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
+    """Split the train set over the workers; the same in every process, since it is a function of the config alone."""
+    workers, places = config.workers or 1, places_of(config)
+    train, validation = held_out(labels, config)
+    if config.batch_size > len(train):
+        raise UserError(f"--batch-size {config.batch_size}: there are only {len(train)} samples; use a smaller batch")
+    available = -(-len(train) // config.batch_size)
+    if places > available:
+        flag = "workers" if config.max_workers is None else "max-workers"
+        raise UserError(
+            f"--{flag} {places}: {len(train)} samples make only {available} batches of {config.batch_size}; "
+            f"use at most {available} workers or a smaller batch"
+        )
+    parts = partition(labels[train], workers, parse_split(config.split), config.seed, config.shard_weights)
+    shards = [train[part] for part in parts]
+    work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
+    if config.epoch_mode == "own":
+        counts = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
+        if on_ring(config):  # nobody leaves a ring early: who has fewer goes on into its next epoch
+            counts = [max(counts)] * workers
+        quotas: list[int | None] = list(counts)
+        total = sum(b.samples_before(count) for b, count in zip(work, counts, strict=True))
+        budget = Budget(total, len(train), own=True)
+    else:
+        quotas = [None] * places
+        budget = Budget(max(1, round(config.epochs * len(train))), len(train), steps=config.steps)
+    found = Work(shards, validation, train, quotas, budget, skew_of(labels, train, shards), labels[train])
+    if config.max_workers is not None:
+        _require_parts(found, config)
+    return found
+
+
+def _require_parts(work: Work, config: RunConfig) -> None:
+    """However many share the data, each has a batch at least: even parts are smallest when most share them."""
+    drawn = parse_split(config.split).kind == "dirichlet"
+    for num_members in range(1 if drawn else places_of(config), places_of(config) + 1):
+        try:
+            smallest = min(len(part) for part in work.parts(num_members, config))
+        except UserError as error:
+            raise UserError(f"--max-workers {config.max_workers}: {error}") from None
+        if smallest < config.batch_size:
+            raise UserError(
+                f"--max-workers {config.max_workers}: split {config.split} over {num_members} workers leaves one with "
+                f"{smallest} samples, less than a batch of {config.batch_size}: use fewer, iid or smaller batches"
+            )
+
+
+def skew_of(labels: np.ndarray[Any, Any], train: np.ndarray[Any, Any], shards: list[np.ndarray[Any, Any]]) -> float:
+    """Half the sum of differences between a worker's shares of labels and the whole's, less what chance makes of it.
+
+    >>> labels = np.arange(400) % 2
+    >>> whole = np.arange(400)
+    >>> skew_of(labels, whole, [whole[labels == 0], whole[labels == 1]]), skew_of(labels, whole, [whole, whole])
+    (0.5, 0.0)
+    """
+    _, number = np.unique(labels, return_inverse=True)
+    count = int(number.max()) + 1
+    shares = np.bincount(number[train], minlength=count) / len(train)
+    found = []
+    for shard in shards:
+        apart = np.abs(np.bincount(number[shard], minlength=count) / len(shard) - shares).sum() / 2.0
+        chance = np.sqrt(shares * (1.0 - shares) / (2.0 * np.pi * len(shard))).sum() if len(shard) < len(train) else 0.0
+        found.append(apart if apart > 3.0 * chance else 0.0)
+    return float(np.mean(found))

@@ -1,0 +1,108 @@
+"""The command line: a table of verbs. Every error is one line on standard error and an exit code; no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from paceline.cli.benching import bench_verb
+from paceline.cli.cluster import server_verb, shard_verb, worker_verb
+from paceline.cli.draining import drain_verb
+from paceline.cli.exporting import export_verb, trace_verb
+from paceline.cli.landscape import landscape_verb
+from paceline.cli.machine import data_verb, doctor_verb
+from paceline.cli.report import report_verb
+from paceline.cli.runs import compare_verb, list_verb, status_verb
+from paceline.cli.simulate import plan_verb, simulate_verb, soak_verb
+from paceline.cli.studies import reproduce_verb, sweep_verb
+from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
+from paceline.cli.watch import watch_verb
+from paceline.errors import PacelineError, unknown_name
+from paceline.system.signals import ended_by_signals
+from paceline.system.terminal import fold_for, fold_help, width_here
+
+DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
+
+  paceline train --strategy async --workers 2     real processes on this machine
+  paceline train run.toml --lr 0.01               a file of settings, then flags
+  paceline run -n 4 script.py                     your own training loop, four times
+  paceline compare runs                           several runs in one table
+  paceline doctor                                 what this machine has and lacks"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        with ended_by_signals():
+            return _dispatch(arguments)
+    except PacelineError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        _complain(str(error))
+        return 1
+
+
+def _complain(text: str) -> None:
+    """One line; on a terminal folded between words."""
+    if sys.stderr is not None:
+        print(fold_for(sys.stderr, [f"paceline: {text}"]), file=sys.stderr)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from paceline.system.environment import package_version
+
+        print(f"paceline {package_version('paceline')}")
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise unknown_name("verb", verb, VERBS)
+    return VERBS[verb][0](rest)
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+    text = f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' tells more):\n{verbs}"
+    return fold_help(text, width_here())
+
+
+Verb = Callable[[list[str]], int]
+VERBS: dict[str, tuple[Verb, str]] = {
+    "train": (train_verb, "train a model on this machine"),
+    "simulate": (simulate_verb, "train or time on a cluster that does not exist"),
+    "plan": (plan_verb, "which strategy and how many workers fit a cluster"),
+    "soak": (soak_verb, "try random clusters and faults, and check every promise"),
+    "sweep": (sweep_verb, "a grid of settings, all runs in one table"),
+    "reproduce": (reproduce_verb, "a published table, ours beside theirs"),
+    "bench": (bench_verb, "the same run on 1, 2, 4, ... workers"),
+    "run": (run_verb, "run your own training loop on several workers"),
+    "drain": (drain_verb, "have workers leave a run that is going on"),
+    "server": (server_verb, "serve a run to workers on other machines"),
+    "worker": (worker_verb, "work for such a server"),
+    "shard": (shard_verb, "hold a part of the weights for a server with --servers"),
+    "resume": (resume_verb, "go on with a run that was stopped or killed"),
+    "replay": (replay_verb, "execute a run again from its log and compare"),
+    "status": (status_verb, "how a run stands, and which worker is slow and why"),
+    "watch": (watch_verb, "runs while they go on, in the browser or the terminal"),
+    "list": (list_verb, "the runs of a folder, newest first"),
+    "compare": (compare_verb, "several runs in one table"),
+    "export": (export_verb, "tell TensorBoard, MLflow or your own tracker of a run"),
+    "trace": (trace_verb, "what every worker did when, for Perfetto"),
+    "report": (report_verb, "one page that shows runs, to open in a browser"),
+    "landscape": (landscape_verb, "the path of training on the loss landscape"),
+    "data": (data_verb, "list data sets, or fetch one"),
+    "doctor": (doctor_verb, "what this machine has and lacks"),
+}

@@ -1,0 +1,124 @@
+"""Verbs that look at runs while they go on or lie there: status, list, compare."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.arguments import Parser, number
+from paceline.cli.cluster import add_proof
+from paceline.cli.output import parser_for
+from paceline.errors import UserError
+from paceline.system.terminal import can_draw, table_width, width_here
+
+STATUS_DESCRIPTION = """How a run stands, what each worker does with its time, and who is slow and why.
+
+  paceline status runs/NAME                 running, ended, killed or simulated
+  paceline status runs/NAME --watch 2       again every two seconds, until it ends
+  paceline status 10.0.0.1:29500            of a run that is served there, with its token"""
+
+LIST_DESCRIPTION = """The runs of a folder, newest first, and how each stands; of damaged ones what is wrong.
+
+  paceline list runs --where status=killed
+  paceline list runs --where 'strategy=bounded:*' --sort test_accuracy"""
+COMPARE_DESCRIPTION = """Several runs in one table: the settings that differ, and what each came to.
+
+  paceline compare runs/one runs/two
+  paceline compare runs --where dataset=cifar10 --sort test_accuracy
+  paceline compare runs --csv > runs.csv"""
+
+
+def status_verb(arguments: list[str]) -> int:
+    parser = parser_for("status", STATUS_DESCRIPTION)
+    parser.add_argument("run", metavar="RUN|HOST:PORT", help="a run folder, as in runs/NAME; or where a run is served")
+    parser.add_argument("--watch", type=number(float), metavar="SECONDS", help="again and again, until the run ends")
+    parser.add_argument("--json", action="store_true", help="print it as JSON; with --watch a line each time")
+    add_proof(parser)
+    parsed = parser.parse_strictly(arguments)
+    if parsed.watch is not None and not 0.0 < parsed.watch < 86400.0:
+        raise UserError(f"--watch {parsed.watch:g}: give the seconds between two looks, as in --watch 2")
+    from paceline.analysis.status import UNDER_WAY
+    from paceline.analysis.stragglers import stragglers
+    from paceline.reports.status_table import describe
+    from paceline.reports.watch.remote import looking_at
+
+    with looking_at(parsed.run, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca) as look:
+        while True:
+            found = look()
+            if parsed.json:
+                row = dataclasses.asdict(found)
+                row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
+                text = json.dumps(row, indent=None if parsed.watch is not None else 2)
+            else:
+                text = describe(found, width_here())
+            print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
+            if parsed.watch is None or found.status not in UNDER_WAY:
+                return 0
+            time.sleep(parsed.watch)
+
+
+def _clear() -> str:
+    """On a terminal each look replaces the one before; elsewhere an empty line parts them."""
+    return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
+
+
+def _add_choice(parser: Parser) -> None:
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="FIELD=VALUE",
+        help="only runs of which this is true, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sort", metavar="FIELD", help="by a setting or a figure: accuracies and speeds highest first, others lowest"
+    )
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print all settings and figures as JSON")
+    form.add_argument("--csv", action="store_true", help="print all settings and figures as CSV")
+
+
+def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: str) -> None:
+    from paceline.analysis.listing import KEYS, as_texts
+    from paceline.reports.tables import as_csv
+
+    if parsed.json:
+        print(json.dumps(rows, indent=2))
+    elif parsed.csv:
+        print(as_csv([as_texts(row) for row in rows], KEYS), end="")
+    else:
+        print(text)
+
+
+def list_verb(arguments: list[str]) -> int:
+    parser = parser_for("list", LIST_DESCRIPTION)
+    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where they lie [runs]")
+    _add_choice(parser)
+    parsed = parser.parse_strictly(arguments)
+    from paceline.analysis.listing import choose, runs_in
+    from paceline.reports.run_tables import run_list
+
+    rows = choose(runs_in(Path(parsed.folder)), parsed.where, parsed.sort, parsed.reverse)
+    _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width()))
+    return 0
+
+
+def compare_verb(arguments: list[str]) -> int:
+    parser = parser_for("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
+    _add_choice(parser)
+    parsed = parser.parse_strictly(arguments)
+    from paceline.analysis.listing import choose, runs_of
+    from paceline.reports.run_tables import compare
+
+    found, others = runs_of([Path(run) for run in parsed.runs])
+    for line in others:
+        print(f"paceline: {line}", file=sys.stderr)
+    rows = choose(found, parsed.where, parsed.sort, parsed.reverse)
+    if not rows:
+        raise UserError(f"none of {len(found)} runs fits --where {' --where '.join(parsed.where)}: ask for less")
+    _print_runs(rows, parsed, compare(rows, table_width()))
+    return 0

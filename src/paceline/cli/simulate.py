@@ -1,0 +1,115 @@
+"""Verbs that simulate, plan and soak."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.arguments import add_settings, config_from, number
+from paceline.cli.output import parser_for, show
+from paceline.config import to_dict
+from paceline.errors import UserError
+from paceline.reports.console import Console
+from paceline.system.terminal import table_width
+
+SIMULATE_DESCRIPTION = """The same training under a virtual clock, on a cluster that does not exist.
+
+  paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
+  paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
+  paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
+
+PLAN_DESCRIPTION = """Which strategy fits, and how many workers: every one simulated, in one table.
+
+  paceline plan                                        after a short probe of this machine
+  paceline plan --like runs/NAME --workers 8           from the times of a run
+  paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
+
+SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator; every promise is checked.
+
+  paceline soak --seeds 2000
+  paceline soak --seeds 1 --first 4711                      one seed again
+  paceline soak --seeds 1 --first 4711 --faults faults.toml   with another table of faults"""
+
+
+def simulate_verb(arguments: list[str]) -> int:
+    parser = parser_for("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    add_settings(parser, left_out=("device", "restart", "durable"))
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    config = config_from(parsed, parsed.file, _settings_of(parsed.like))
+    from paceline.simulation.run import simulate
+
+    with Console() as console:
+        folder, result = simulate(config, console)
+    return show(folder, result, parsed.json)
+
+
+def plan_verb(arguments: list[str]) -> int:
+    parser = parser_for("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
+    left_out = (
+        "device",
+        "strategy",
+        "timing_only",
+        "faults",
+        "name",
+        "runs",
+        "max_seconds",
+        "target_accuracy",
+        "target",
+        "best",
+        "eval_every",
+        "snapshots",
+    )
+    add_settings(parser, left_out=left_out)
+    parser.add_argument("--json", action="store_true", help="print every forecast as JSON")
+    parsed = parser.parse_strictly(arguments)
+    config = config_from(parsed, None, _settings_of(parsed.like))
+    from paceline.studies.plan import make_plan, plan_lines
+
+    if parsed.like is not None and parsed.workers is None:
+        config = dataclasses.replace(config, workers=None)
+    with Console() as console:
+        plan = make_plan(config, console)
+    print(json.dumps(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan, table_width())))
+    return 0
+
+
+LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots", "restart", "durable")
+
+
+def _settings_of(run: str | None) -> dict[str, Any]:
+    """What a new run takes over from an old one: what was trained, not where it lies and what went wrong."""
+    if run is None:
+        return {}
+    from paceline.runs.folder import RunFolder
+
+    config = RunFolder.open(Path(run)).config()
+    return {name: value for name, value in to_dict(config).items() if name not in LEFT_BEHIND}
+
+
+def soak_verb(arguments: list[str]) -> int:
+    parser = parser_for("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
+    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="how many to try [2000]")
+    parser.add_argument("--first", type=number(int), default=0, metavar="S", help="the first seed [0]")
+    parser.add_argument("--faults", metavar="FILE", help="this table of faults instead of the seeds' own")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    parsed = parser.parse_strictly(arguments)
+    if parsed.seeds < 1:
+        raise UserError(f"--seeds {parsed.seeds}: give at least one seed to try, as in --seeds 2000")
+    if parsed.first < 0:
+        raise UserError(f"--first {parsed.first}: seeds are counted from 0")
+    from paceline.simulation.soak.soak import soak
+
+    faults = Path(parsed.faults) if parsed.faults is not None else None
+    with Console() as console:
+        summary = soak(parsed.seeds, parsed.first, console.note, faults)
+    print("\n".join(summary.lines()), file=sys.stderr if parsed.json else sys.stdout)
+    if parsed.json:
+        print(json.dumps(summary.row(), indent=2))
+    if summary.interrupted:
+        raise KeyboardInterrupt
+    return 0 if summary.failure is None else 1

@@ -1,0 +1,121 @@
+"""Verbs that run many settings and make one table of them: reproduce and sweep."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from paceline.cli.arguments import number
+from paceline.cli.output import parser_for
+from paceline.errors import UserError
+from paceline.reports.console import Console
+from paceline.system.terminal import table_width
+
+REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs.
+
+  paceline reproduce optml --device cuda --data-dir DIR                   a parameter server; all rows side by side
+  paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1
+  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; rows for real, one by one
+  paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    a key-value store; the same"""
+
+SWEEP_DESCRIPTION = """Every combination of some settings, in one table: in the lab, or simulated where the lab cannot.
+
+  paceline sweep examples/sweep.toml
+  paceline sweep grid.toml --device cuda --data-dir DIR
+
+The file has settings under [run] and lists of settings under [grid]; folds = 5 above them is cross-validation.
+The same command goes on where it was stopped; what is done is not run again."""
+
+REAL_TABLES = ("distml", "mxnet")
+"""Whose rows are run for real; 'paceline reproduce distml --help' has their flags."""
+
+
+def reproduce_verb(arguments: list[str]) -> int:
+    if arguments and arguments[0] in REAL_TABLES:
+        from paceline.cli.reproducing import reproduce_for_real
+
+        return reproduce_for_real(arguments[0], arguments[1:])
+    parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
+    parser.add_argument("table", choices=("optml", *REAL_TABLES), help="which published table")
+    parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
+    parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
+    parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
+    rule_help = "auto: every row once more as Paceline chooses by itself, in a third column [plain]"
+    parser.add_argument("--rule", choices=("plain", "auto"), default="plain", help=rule_help)
+    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
+    parser.add_argument("--runs", metavar="DIR", default="runs/optml", help="a run folder a row goes here [runs/optml]")
+    parsed = parser.parse_strictly(arguments)
+    if parsed.seeds < 1 or not parsed.epochs > 0:
+        raise UserError(f"--seeds {parsed.seeds} --epochs {parsed.epochs:g}: both must be above zero")
+    from paceline.studies.published.optml import choose_rows
+    from paceline.studies.published.reproduce import as_csv, draw, markdown, reproduce, runs_as_csv, summary
+
+    rows, folder = choose_rows(parsed.rows), Path(parsed.runs)
+    with Console() as console:
+        with_automatic = parsed.rule == "auto"
+        where = (parsed.device, parsed.data_dir, folder, console)
+        found = reproduce(rows, parsed.seeds, parsed.epochs, *where, with_automatic)
+        table = markdown(found)
+        made = write(folder, {"table.md": table, "table.csv": as_csv(found), "runs.csv": runs_as_csv(found)})
+        why_not = draw(found, folder / "figure.png")
+        if why_not is not None:
+            console.note(why_not)
+    print(table + "\n" + "\n".join([*summary(found), *made, *([] if why_not else [f"{folder}/figure.png"])]))
+    return 0
+
+
+def sweep_verb(arguments: list[str]) -> int:
+    parser = parser_for("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
+    parser.add_argument("file", metavar="FILE.toml", help="what to try")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="the sweep's folder, NAME, goes here [runs]")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and run none")
+    parser.add_argument("--yes", action="store_true", help="more than 1,000 runs are meant")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.studies.sweep_file import read_grid
+
+    grid = read_grid(Path(parsed.file))
+    folder = Path(parsed.runs) / grid.name
+    from paceline.reports.tables import as_csv
+    from paceline.studies import sweep_table
+    from paceline.studies.batch_runs import is_done, why_not_in_the_lab
+    from paceline.studies.sweep import prepare, sweep
+
+    with Console() as console:
+        configs = prepare(grid, folder, parsed.device, parsed.data_dir, parsed.yes, console)
+        if parsed.dry_run:
+            for config in configs:
+                where = "simulated" if why_not_in_the_lab(config) else "in the lab"
+                print(f"{folder}/{config.name}  {'done' if is_done(config) else where}")
+            print(f"{len(configs)} runs")
+            return 0
+        results = sweep(grid, configs, folder, parsed.device, console)
+        swept = sweep_table.gather(grid, results)
+        rows = sweep_table.rows_of(swept)
+        files = {
+            "table.md": sweep_table.markdown(swept),
+            "table.csv": as_csv(rows),
+            "runs.csv": sweep_table.runs_as_csv(grid, configs, results),
+        }
+        made = write(folder, files)
+        why_not = sweep_table.draw(grid, swept, folder / "figure.png")
+        if why_not is not None:
+            console.note(why_not)
+    lines = [sweep_table.plain(swept, table_width()), "", *made, *([] if why_not else [f"{folder}/figure.png"])]
+    print("\n".join([*lines, sweep_table.verdict(swept)]), file=sys.stderr if parsed.json else sys.stdout)
+    if parsed.json:
+        best = rows[0] if swept.best is not None else None
+        found = {"folder": str(folder), "score": swept.score, "settings": rows, "best": best}
+        print(json.dumps(found, indent=2))
+    return 0
+
+
+def write(folder: Path, files: dict[str, str]) -> list[str]:
+    """Write them all; returns their paths."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [f"{folder}/{name}" for name in files]

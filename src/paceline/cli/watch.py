@@ -1,0 +1,122 @@
+"""The verb that shows runs while they go on: in the browser, in the terminal, or to Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli.cluster import add_proof
+from paceline.cli.output import parser_for
+from paceline.errors import UserError
+from paceline.transports.connection import is_loopback, parse_address
+
+if TYPE_CHECKING:
+    from paceline.reports.watch.sources import Source
+
+DESCRIPTION = """Look at runs while they go on: a page in the browser that follows them, or a view in the terminal.
+
+  paceline watch                                   all runs below runs/, the newest first
+  paceline watch runs/NAME --open                  one run, and open the browser
+  paceline watch runs/NAME --terminal              here instead of in the browser
+  paceline watch 10.0.0.1:29500                    a run that is served there, with its token
+  paceline watch --listen 0.0.0.0:7223             for other machines: a token is made and shown in the address
+
+The same address with /metrics behind it is for Prometheus. Ctrl-C ends it; the runs go on."""
+
+
+def watch_verb(arguments: list[str]) -> int:
+    parser = parser_for("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
+    parser.add_argument("what", nargs="?", default="runs", metavar="RUN|DIR|HOST:PORT", help="what to look at [runs]")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="where the page is [127.0.0.1:7223, or the next free]")
+    parser.add_argument("--page-token", metavar="FILE", help="what a browser elsewhere must show [made anew]")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument("--terminal", action="store_true", help="show it here; plain lines where this is no terminal")
+    add_proof(parser)
+    parsed = parser.parse_strictly(arguments)
+    _check(parsed)
+    try:
+        with _source(parsed) as source:
+            if parsed.terminal:
+                from paceline.reports.watch.terminal import watch_in_terminal
+
+                watch_in_terminal(source, sys.stdout)
+            else:
+                _serve(source, parsed)
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    for flag in ("listen", "page_token", "open"):
+        if parsed.terminal and getattr(parsed, flag):
+            name = flag.replace("_", "-")
+            raise UserError(f"--{name} is for the page, which --terminal does without: leave one of them out")
+
+
+@contextlib.contextmanager
+def _source(parsed: argparse.Namespace) -> Iterator[Source]:
+    """A run or a folder of them, here or as a server on another machine shows it."""
+    from paceline.reports.watch.remote import is_served, mirrored
+    from paceline.reports.watch.served_run import ServedRun
+    from paceline.reports.watch.sources import FolderSource
+    from paceline.runtimes.cluster.serve import Visitor
+
+    proof = parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca
+    if is_served(parsed.what):
+        with mirrored(Visitor(parsed.what, *proof)) as mirror:
+            yield ServedRun(mirror)
+        return
+    if any(proof):
+        raise UserError(f"{parsed.what} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
+    yield FolderSource(Path(parsed.what))
+
+
+def _serve(source: Source, parsed: argparse.Namespace) -> None:
+    from paceline.reports.watch.server import PORT, open_server
+    from paceline.reports.watch.sources import Follower
+    from paceline.transports.connection import format_address
+
+    host, port = parse_address(parsed.listen or f"127.0.0.1:{PORT}")
+    token = _token(host, parsed.page_token)
+    server = open_server(Follower(source), host, port, token)
+    if port and server.port != port:
+        print(f"port {port} is in use: this is at {server.port}")
+    shown = f"?token={urllib.parse.quote(token, safe='')}" if token else ""
+    address = f"http://{format_address((_name(host), server.port))}/{shown}"
+    print(f"watching {source.title}: {address}")
+    if not is_loopback(host):
+        print("it is not encrypted: over a network of others use 'ssh -L' instead of --listen")
+    print("Ctrl-C ends it; the runs go on", flush=True)
+    if parsed.open:
+        import webbrowser
+
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    finally:
+        server.follower.close()
+        server.server_close()
+
+
+def _name(host: str) -> str:
+    """What a browser is told, where it listens everywhere: this machine's name."""
+    import socket
+
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+
+
+def _token(host: str, file: str | None) -> str | None:
+    """What a browser must show; on this machine alone nothing, unless asked for."""
+    from paceline.transports.auth import make_token, read_token
+
+    if file is not None:
+        found = read_token(Path(file), {})
+        assert found is not None
+        return found.decode(errors="replace")
+    return None if is_loopback(host) else make_token().decode()

@@ -1,0 +1,31 @@
+"""The server's side of a simulation that leaves no folder and no log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.core.buffers import Memory
+from paceline.core.messages import Input, Reply
+from paceline.core.server import Server
+
+
+class Unlogged:
+    """Hands each worker its weights, then its reply."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.memories: dict[int, Memory] = {}
+        self.send: Callable[[Reply], None] = _nobody
+
+    def handle(self, message: Input) -> None:
+        self.answer(self.server.handle(message).replies)
+
+    def answer(self, replies: tuple[Reply, ...]) -> None:
+        """To everybody whom an input set free."""
+        for reply in replies:
+            self.server.hand_out(reply, self.memories[reply.worker])
+            self.send(reply)
+
+
+def _nobody(reply: Reply) -> None:
+    raise AssertionError(f"no simulation has said how to send {reply}")

@@ -1,0 +1,53 @@
+"""Any rule with steps that shorten when many pushes are under way, and lengthen again when they are not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.rules.scalars import Scalar, keep, load
+from paceline.core.rules.wrapper import Around
+from paceline.interfaces import Arrival, Rule, State
+
+SMOOTHING = 0.01
+
+
+class Paced(Around):
+    """lr min(1, most/pushes),  pushes = max(number live, the running mean of staleness + 1)
+
+    The largest stable step falls as one over the pushes under way (n lr times the curvature is bounded). Workers that
+    join or leave count at once, a change of staleness within some hundred updates. Touches no tensor of its own.
+
+    >>> from paceline.core.optimizers import Sgd
+    >>> from paceline.core.rules.plain import Plain
+    >>> weights, rule = torch.zeros(1), Paced(Plain(Sgd()), most=2)
+    >>> state = rule.start(weights)
+    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(1.0), 4))
+    >>> weights.item()
+    -0.5
+    """
+
+    suffix = "paced"
+
+    def __init__(self, rule: Rule, most: int) -> None:
+        super().__init__(rule)
+        self.most = most
+
+    def start(self, weights: Tensor) -> State:
+        mean = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        return {**self.rule.start(weights), "mean_staleness": mean}
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        mean = load(state["mean_staleness"])
+        mean = mean + SMOOTHING * (arrival.staleness - mean)
+        keep(state["mean_staleness"], mean)
+        self.rule.apply(weights, state, update, self._paced(arrival, mean + 1.0))
+
+    def _paced(self, arrival: Arrival, pushes: Scalar) -> Arrival:
+        """The arrival with the learning rate of this update."""
+        live = arrival.num_live
+        if isinstance(pushes, Tensor):
+            shorter = (self.most / torch.maximum(pushes, torch.as_tensor(live).to(pushes.dtype))).clamp(max=1.0)
+            return arrival._replace(lr=arrival.lr * shorter.to(arrival.lr.dtype))
+        under_way = max(pushes, float(live))
+        return arrival if under_way <= self.most else arrival._replace(lr=arrival.lr * (self.most / under_way))

@@ -1,0 +1,59 @@
+"""A rule that keeps to one range of the weights: one server of several, which has memory for all of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.core.rules.wrapper import Around
+from paceline.interfaces import Arrival, Rule, State
+
+
+class Ranged(Around):
+    """The rule `part`, made for `span` alone, on views of the whole weights and of a state that `whole` has started.
+
+    Rules are elementwise over their last axis, so a range has the bits that it has under `whole`.
+
+    >>> import torch
+    >>> from paceline.core.optimizers import Sgd
+    >>> from paceline.core.rules.plain import Plain
+    >>> weights, whole = torch.zeros(4), Plain(Sgd(0.9))
+    >>> state = whole.start(weights)
+    >>> rule = Ranged(whole, Plain(Sgd(0.9)), slice(2, 4), weights, state)
+    >>> rule.apply(weights, state, torch.ones(2), Arrival(0, 0, torch.tensor(1.0), 1))
+    >>> weights.tolist(), state["velocity"].tolist()
+    ([0.0, 0.0, -1.0, -1.0], [0.0, 0.0, 1.0, 1.0])
+    """
+
+    def __init__(self, whole: Rule, part: Rule, span: slice, weights: Tensor, state: State) -> None:
+        super().__init__(whole)
+        self.part, self.span = part, span
+        started = part.start(weights[span])
+        self.cut = frozenset(name for name, tensor in started.items() if tensor.shape != state[name].shape)
+        """The names of what is as long as the weights."""
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def start(self, weights: Tensor) -> State:
+        return self.rule.start(weights)
+
+    def of_span(self, state: State, span: slice | None = None) -> State:
+        """Views of what belongs to a range (ours, unless said)."""
+        span = span or self.span
+        return {name: tensor[..., span] if name in self.cut else tensor for name, tensor in state.items()}
+
+    def join(self, state: State, worker: int) -> None:
+        self.part.join(self.of_span(state), worker)
+
+    def leave(self, state: State, worker: int) -> None:
+        self.part.leave(self.of_span(state), worker)
+
+    def lapse(self, state: State, worker: int) -> None:
+        self.part.lapse(self.of_span(state), worker)
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        self.part.apply(weights[self.span], self.of_span(state), update, arrival)
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        self.part.weights_for(weights[self.span], self.of_span(state), worker, out[self.span])

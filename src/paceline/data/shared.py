@@ -1,0 +1,57 @@
+"""One copy of a data set for all processes: four arrays, each in its own shared segment. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.datasets import Dataset, DatasetInfo, Location, Reading, Report, load
+from paceline.system.shared_segment import Segment
+
+_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+class SharedDataset:
+    """A data set decoded straight into shared memory, with what another process needs to attach it."""
+
+    def __init__(self, location: Location, report: Report = lambda row: None) -> None:
+        self._segments: list[tuple[Segment, np.ndarray[Any, Any]]] = []
+        self.dataset = load(location, self._empty, report)
+        by_address = {array.__array_interface__["data"][0]: segment for segment, array in self._segments}
+        self.header: list[dict[str, Any]] = []
+        self.fds: list[int] = []
+        for name in _ARRAYS:
+            array = getattr(self.dataset, name)
+            segment = by_address[array.__array_interface__["data"][0]]
+            self.header.append({"shape": array.shape, "dtype": str(array.dtype), "nbytes": segment.nbytes})
+            self.fds.append(segment.fd)
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        segment = Segment.create(nbytes, "data set")
+        array = segment.array(shape, dtype, 0)
+        self._segments.append((segment, array))
+        return array
+
+    def spec(self) -> dict[str, Any]:
+        """What `attach` needs beside the descriptors, as JSON values."""
+        location, info = dataclasses.asdict(self.dataset.location), dataclasses.asdict(self.dataset.info)
+        return {"location": {**location, "path": str(location["path"])}, "info": info, "arrays": self.header}
+
+
+def attach(spec: dict[str, Any], fds: list[int]) -> Dataset:
+    """The data set that another process decoded."""
+    arrays = {}
+    for name, fd, header in zip(_ARRAYS, fds, spec["arrays"], strict=True):
+        segment = Segment.attach(fd, header["nbytes"])
+        segment.close_descriptor()
+        arrays[name] = segment.array(tuple(header["shape"]), header["dtype"], 0)
+    place = spec["location"]
+    location = Location(**{**place, "path": Path(place["path"]), "reading": Reading(**place["reading"])})
+    facts: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in spec["info"].items()
+    }
+    return Dataset(info=DatasetInfo(**facts), location=location, **arrays)

@@ -1,0 +1,66 @@
+"""A run that somebody looks at: its folder here, or a copy of it that is fetched from where the run is served."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from paceline.analysis.status import TAIL_BYTES, RunStatus, read_status
+from paceline.errors import UserError
+from paceline.reports.watch.mirror import GROWING, Mirror
+from paceline.runtimes.cluster.serve import Visitor, tls_of, token_of
+from paceline.transports.connection import parse_address
+from paceline.transports.file_client import Observer
+
+
+def is_served(target: str) -> bool:
+    """Whether it is HOST:PORT and no folder.
+
+    >>> is_served("10.0.0.1:29500"), is_served("runs/async"), is_served("runs:7/x")
+    (True, False, False)
+    """
+    if Path(target).exists():
+        return False
+    try:
+        return "/" not in target and bool(parse_address(target))
+    except UserError:
+        return False
+
+
+@contextlib.contextmanager
+def mirrored(visitor: Visitor, tail: int | None = None) -> Iterator[Mirror]:
+    """A copy of the folder of a run that is served there, to be refreshed; `tail`: of its events only the last bytes.
+
+    >>> with mirrored(Visitor("127.0.0.1:1")) as mirror:
+    ...     mirror.refresh()
+    Traceback (most recent call last):
+    paceline.errors.UserError: 127.0.0.1:1 cannot be reached (Connection refused): is a 'paceline server' running there?
+    """
+    token, tls = token_of(visitor), tls_of(visitor)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as path, contextlib.ExitStack() as stack:
+        growing = GROWING if tail is None else GROWING[-1:]
+        mirror = Mirror(lambda: Observer(visitor.connect, token, tls), Path(path), tail, growing)
+        stack.callback(mirror.close)
+        yield mirror
+
+
+@contextlib.contextmanager
+def looking_at(
+    target: str, token_file: str | None = None, tls: bool = False, fingerprint: str | None = None, ca: str | None = None
+) -> Iterator[Callable[[], RunStatus]]:
+    """How the run stands each time that one asks."""
+    if not is_served(target):
+        if token_file or tls or fingerprint or ca:
+            raise UserError(f"{target} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
+        yield lambda: read_status(Path(target))
+        return
+    with mirrored(Visitor(target, token_file, tls, fingerprint, ca), TAIL_BYTES) as mirror:
+
+        def look() -> RunStatus:
+            mirror.refresh()
+            return dataclasses.replace(read_status(mirror.folder.path), run=f"{mirror.run} at {mirror.address}")
+
+        yield look

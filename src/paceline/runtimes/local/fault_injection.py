@@ -1,0 +1,203 @@
+"""Faults of a table done to real processes: killed, stopped, slowed, started and drained, by the run's clock.
+
+The supervisor drives it from its own loop and tells it which process is which worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RunConfig, places_of
+from paceline.errors import UserError
+from paceline.settings.fault_table import Fault, read_faults
+from paceline.settings.strategies import on_ring
+
+PERIOD = 0.02
+"""Seconds: a slowed process is stopped for a part of each."""
+
+
+def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault, ...]:
+    """The config's table of faults, if it has one; what processes of one machine cannot suffer is refused."""
+    if config.faults is None:
+        return ()
+    faults = read_faults(Path(config.faults), places_of(config))
+    ring = on_ring(config)
+    for fault in faults:
+        why = _impossible(fault, script) or (_impossible_in_ring(fault) if ring else None)
+        if why is not None:
+            raise UserError(f"{config.faults}: {fault.kind} at {fault.at:g} s: {why}")
+    return faults
+
+
+def _impossible(fault: Fault, script: bool) -> str | None:
+    """Why a fault cannot be done to processes, and what to do; None when it can."""
+    if fault.kind not in ("crash", "pause", "slow", "join", "drain"):
+        return f"processes of one machine cannot suffer '{fault.kind}'; try it in 'paceline simulate'"
+    if fault.kind == "slow" and fault.factor < 1:
+        return f"a process cannot be made faster (factor {fault.factor:g}); try it in 'paceline simulate'"
+    if fault.noticed_after:
+        return "a killed process is noticed at once; leave noticed_after out, or try it in 'paceline simulate'"
+    if script and fault.kind == "join":
+        return "a script cannot join in the middle of a run; leave it out"
+    if script and fault.restart_after is not None:
+        return "a script cannot come back in the middle of its run; leave restart_after out"
+    return None
+
+
+def _impossible_in_ring(fault: Fault) -> str | None:
+    if fault.kind in ("join", "drain"):
+        return "nobody joins or leaves a ring; leave it out, or choose --strategy sync"
+    if fault.restart_after is not None:
+        return "nobody comes back into a ring; leave restart_after out, or choose --strategy sync"
+    if fault.kind == "crash" and fault.worker == 0:
+        return "worker 0 of a ring keeps the run's folder; kill another, or choose --strategy sync"
+    return None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A worker that is stopped for a share of every period, from `begin` to `end`; a pause is a share of 1."""
+
+    worker: int
+    begin: float
+    end: float
+    share: float
+
+    def stops(self, now: float) -> bool:
+        """Whether the worker stands still at this moment."""
+        return self.begin <= now < self.end and self._phase(now) < self.share * PERIOD
+
+    def next_change(self, now: float) -> float:
+        """When to look again."""
+        if self.share == 1:
+            return self.end
+        phase = self._phase(now)
+        return min(self.end, now - phase + (self.share * PERIOD if phase < self.share * PERIOD else PERIOD))
+
+    def _phase(self, now: float) -> float:
+        return (now - self.begin) % PERIOD
+
+
+class Injector:
+    """Fires a table's faults at their time; whoever it stopped it also wakes.
+
+    `tell` is given a fault, what it does in words and whether it kills a worker who will be back; `restart` starts one.
+    """
+
+    def __init__(
+        self,
+        faults: tuple[Fault, ...],
+        tell: Callable[[Fault, str, bool], None],
+        restart: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+        kill: Callable[[int, int], None] = os.kill,
+    ) -> None:
+        self._due = deque(faults)
+        self._tell, self._restart, self._clock, self._kill = tell, restart, clock, kill
+        self._zero: float | None = None
+        self._pids: dict[int, int] = {}
+        self._killed: dict[int, tuple[Fault, float]] = {}
+        self._restarts: list[tuple[float, int]] = []
+        self._holds: list[Hold] = []
+        self._stopped: dict[int, int] = {}
+        self._over = False
+
+    def set_clock(self, now: float, runs: bool) -> None:
+        """The run's clock is at `now`, and runs from here or has come to its end."""
+        self._zero = self._clock() - now
+        if not runs:
+            self.close()
+
+    def correct(self, now: float) -> None:
+        """The run's clock again: it stands still for an evaluation, which is not told."""
+        if self._zero is not None:
+            self._zero = self._clock() - now
+
+    def started(self, worker: int, pid: int) -> None:
+        """A worker has a process."""
+        self._pids[worker] = pid
+
+    def ended(self, pid: int) -> tuple[str, ...]:
+        """A process is gone; says so if that was our doing, and brings it back in time if that is in the table."""
+        for worker, its in list(self._pids.items()):
+            if its == pid:
+                del self._pids[worker]
+                self._stopped.pop(worker, None)
+        if pid not in self._killed:
+            return ()
+        fault, when = self._killed.pop(pid)
+        assert fault.worker is not None
+        if fault.restart_after is None or self._over:
+            return ("by the table of faults",)
+        self._restarts.append((when + fault.restart_after, fault.worker))
+        return ("by the table of faults", "to come back")
+
+    def timeout(self) -> float | None:
+        """Seconds until there is something to do; None: nothing will be, for all that is known now."""
+        now = self._clock()
+        times = [when for when, _ in self._restarts] + [hold.next_change(now) for hold in self._holds]
+        if self._due and self._zero is not None:
+            times.append(self._zero + self._due[0].at)
+        return max(0.0, min(times) - now) if times else None
+
+    def act(self) -> None:
+        """Do what is due."""
+        now = self._clock()
+        while self._due and self._zero is not None and self._zero + self._due[0].at <= now:
+            self._fire(self._due.popleft(), now)
+        due = [worker for when, worker in self._restarts if when <= now]
+        self._restarts = [(when, worker) for when, worker in self._restarts if when > now]
+        for worker in due:
+            self._restart(worker)
+        self._holds = [hold for hold in self._holds if now < hold.end]
+        self._hold({hold.worker for hold in self._holds if hold.stops(now)})
+
+    def close(self) -> None:
+        """Training is over, or has failed: wake everybody, and let nothing more happen."""
+        self._over = True
+        self._due.clear()
+        self._restarts.clear()
+        self._holds.clear()
+        self._hold(set())
+
+    def _fire(self, fault: Fault, now: float) -> None:
+        assert fault.worker is not None, "a table that was checked names a worker"
+        name, pid = f"worker {fault.worker}", self._pids.get(fault.worker)
+        if fault.kind in ("join", "drain"):
+            comes = fault.kind == "join" and pid is None
+            what = "is to be drained" if fault.kind == "drain" else "joins" if comes else "is here already"
+            self._tell(fault, f"fault at {fault.at:g} s: {name} {what}", comes)
+            if comes:
+                self._restart(fault.worker)
+        elif fault.kind != "crash":
+            share = 1.0 if fault.kind == "pause" else 1 - 1 / fault.factor
+            self._holds.append(Hold(fault.worker, now, now + fault.lasts, share))
+            how = "stands still" if fault.kind == "pause" else f"is slowed {fault.factor:g} times"
+            self._tell(fault, f"fault at {fault.at:g} s: {name} {how} for {fault.lasts:g} s", False)
+        elif pid is None or pid in self._killed:
+            self._tell(fault, f"fault at {fault.at:g} s: {name} is not there to be killed", False)
+        else:
+            back = f", to come back {fault.restart_after:g} s later" if fault.restart_after is not None else ""
+            self._killed[pid] = fault, now
+            self._tell(fault, f"fault at {fault.at:g} s: {name} is killed{back}", bool(back))
+            self._signal(pid, signal.SIGKILL)
+
+    def _hold(self, workers: set[int]) -> None:
+        """Stop these workers' processes and wake all others that we stopped."""
+        for worker in self._stopped.keys() - workers:
+            self._signal(self._stopped[worker], signal.SIGCONT)
+            del self._stopped[worker]
+        for worker in workers & self._pids.keys() - self._stopped.keys():
+            self._stopped[worker] = self._pids[worker]  # first, so that an interrupt leaves nobody unknown behind
+            self._signal(self._pids[worker], signal.SIGSTOP)
+
+    def _signal(self, pid: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # its end is on its way to us
+            self._kill(pid, number)

@@ -1,0 +1,218 @@
+"""A process that has imported torch once and forks the others from there, so that ten start about as fast as one.
+
+It dies with the command that started it, and every process it forked dies with it: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+from paceline.errors import PacelineError
+
+ROLES = {
+    "server": "paceline.runtimes.server.service:main",
+    "worker": "paceline.runtimes.local.worker_process:main",
+    "script": "paceline.runtimes.scripts.process:main",
+    "script server": "paceline.runtimes.scripts.server:main",
+    "replay server": "paceline.runtimes.scripts.replay_server:main",
+    "ring host": "paceline.runtimes.ring.local_process:host",
+    "ring worker": "paceline.runtimes.ring.local_process:worker",
+}
+PRELOADED = ("paceline.runtimes.server.service", "paceline.runtimes.local.worker_process", "paceline.tasks.supervised")
+_CLEAR = "nobody"
+_PR_SET_PDEATHSIG = 1
+_LARGEST = 1 << 20
+
+
+def request(role: str, spec: dict[str, Any]) -> bytes:
+    """What asks a fork server for a process; a notice `started` follows, and `ended` when it is over."""
+    return json.dumps({"role": role, "spec": spec, "path": sys.path}).encode()
+
+
+class ForkServer:
+    """The supervisor's handle: send it requests, hear its notices."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ}
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        command = [sys.executable, "-m", "paceline.runtimes.local.fork_server", str(theirs.fileno())]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # Ctrl-C reaches the whole group; until the child can ignore it, it is blocked there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        theirs.close()
+
+    def notice(self) -> dict[str, Any] | None:
+        """The next notice; None when the fork server is gone."""
+        try:
+            packet = self.socket.recv(_LARGEST)
+        except ConnectionResetError:
+            return None
+        if not packet:
+            return None
+        notice: dict[str, Any] = json.loads(packet)
+        return notice
+
+    def clear(self) -> bool:
+        """End whatever it forked, and hear no more of it; False when the fork server itself is gone."""
+        try:
+            self.socket.send(request(_CLEAR, {}))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        while (notice := self.notice()) is not None:
+            if notice["kind"] == "cleared":
+                return True
+        return False
+
+    def close(self) -> None:
+        """End the fork server, and with it whatever it forked."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, from its wait status, in words."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(number).name}"
+        return f"killed by signal {number}"
+    return f"exit code {os.WEXITSTATUS(status)}"
+
+
+def main(fd: int) -> None:
+    """Serve requests to fork until the supervisor is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    supervisor = socket.socket(fileno=fd)
+    supervisor.set_inheritable(False)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    os.set_blocking(reader, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    selector = selectors.DefaultSelector()
+    selector.register(supervisor, selectors.EVENT_READ)
+    selector.register(reader, selectors.EVENT_READ)
+    children: set[int] = set()
+    server_pid: int | None = None
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is supervisor:
+                packet, fds, _, _ = socket.recv_fds(supervisor, _LARGEST, 253)
+                if not packet:
+                    return
+                request = json.loads(packet)
+                if request["role"] == _CLEAR:
+                    server_pid = None
+                    _clear(supervisor, children)
+                    continue
+                request["spec"]["server_pid"] = server_pid
+                pid = _fork(supervisor, request, fds, [reader, writer])
+                server_pid = server_pid or pid  # the server is always the first
+                children.add(pid)
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 4096)
+                _reap(supervisor, children)
+
+
+def _clear(supervisor: socket.socket, children: set[int]) -> None:
+    """Kill everybody; none of these numbers can be another's before we have waited for it."""
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    while children:
+        os.waitpid(children.pop(), 0)
+    _tell(supervisor, {"kind": "cleared"})
+
+
+def _fork(supervisor: socket.socket, request: dict[str, Any], fds: list[int], ours: list[int]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(supervisor, request, fds, ours, parent)
+    for fd in fds:
+        os.close(fd)
+    _tell(supervisor, {"kind": "started", "pid": pid, "name": request["spec"].get("name", request["role"])})
+    return pid
+
+
+def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], ours: list[int], parent: int) -> None:
+    """In the child: play the role, then leave without returning into the fork server."""
+    code = 1
+    try:
+        die_with(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in ours:
+            os.close(fd)
+        sys.path[:] = request["path"]
+        module, _, name = ROLES[request["role"]].partition(":")
+        code = getattr(importlib.import_module(module), name)(request["spec"], fds)
+    except PacelineError as error:
+        code = error.exit_code
+        _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), "code": code, "text": str(error)})
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _reap(supervisor: socket.socket, children: set[int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        children.discard(pid)
+        _tell(supervisor, {"kind": "ended", "pid": pid, "status": status, "how": describe_end(status)})
+
+
+def _tell(supervisor: socket.socket, notice: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the supervisor is gone: its end is noticed by the main loop
+        supervisor.send(json.dumps(notice).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

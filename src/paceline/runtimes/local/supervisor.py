@@ -1,0 +1,248 @@
+"""The local runtime's supervisor: starts one server and n workers on this machine, watches them, and sees the run end.
+
+It imports no torch: while the fork server does, this process decodes the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.config import RunConfig, to_dict
+from paceline.errors import Reported, RunFailed, ServerLost, UserError
+from paceline.runs.arrival_log import next_life
+from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder
+from paceline.runtimes.local.fault_injection import Injector
+from paceline.runtimes.local.fork_server import ForkServer, request
+from paceline.settings.fault_table import Fault
+from paceline.system.signals import interrupts
+
+ENDING_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What the processes of a run are told: their roles, a spec of JSON values, and descriptors all of them get.
+
+    `faults` is what they are made to suffer. Workers before `first_worker` live in the process that keeps the folder.
+    """
+
+    spec: dict[str, Any]
+    fds: list[int]
+    incarnation: int = 0
+    server_role: str = "server"
+    worker_role: str = "worker"
+    faults: tuple[Fault, ...] = ()
+    first_worker: int = 0
+
+    def in_ring(self) -> Processes:
+        """The same without a server: worker 0 keeps the folder, and everybody updates a copy of the weights."""
+        return replace(self, server_role="ring host", worker_role="ring worker", first_worker=1)
+
+    def again(self, incarnation: int, now: float) -> Processes:
+        """The same for a run that goes on where its log ends, at `now` on its clock; what is still to come comes."""
+        faults = tuple(fault for fault in self.faults if fault.at > now)
+        return replace(self, spec={**self.spec, "resume": True}, incarnation=incarnation, faults=faults)
+
+
+class Supervisor:
+    """Starts the processes of one run and follows them to its end."""
+
+    def __init__(
+        self,
+        forks: ForkServer,
+        config: RunConfig,
+        folder: RunFolder,
+        processes: Processes,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._forks, self._config, self._folder, self._report = forks, config, folder, report
+        self._processes = processes
+        self._common = {"config": to_dict(config), "folder": str(folder.path), **processes.spec}
+        self._incarnations = dict.fromkeys(range(processes.first_worker, config.workers or 1), processes.incarnation)
+        self._injector = Injector(processes.faults, self._tell_fault, self._restart)
+        self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._names: dict[int, str] = {}
+        self._numbers = {f"worker {worker}": worker for worker in self._incarnations}
+        self._running: set[int] = set()
+        self._finished = self._server_is_silent = False
+        self._interrupts = 0
+
+    def start(self) -> None:
+        """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
+        server_fds = [self._server_end.fileno(), *self._processes.fds]
+        own = {"name": "server", "incarnation": self._processes.incarnation}
+        asked = request(self._processes.server_role, {**self._common, **own})
+        self._send(self._forks.socket, asked, server_fds)
+        self._server_end.close()
+        for worker in self._incarnations:
+            self._start_worker(worker)
+        for fault in self._processes.faults:
+            if fault.kind == "join":  # the server goes on without anybody while someone is to come
+                self._send(self._control, json.dumps({"kind": "expected", "worker": fault.worker}).encode())
+
+    def _start_worker(self, worker: int) -> None:
+        server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = {"name": f"worker {worker}", "worker": worker, "incarnation": self._incarnations[worker]}
+        worker_fds = [worker_side.fileno(), *self._processes.fds]
+        asked = request(self._processes.worker_role, {**self._common, **own})
+        self._send(self._forks.socket, asked, worker_fds)
+        self._send(self._control, json.dumps({"kind": "worker", **own}).encode(), [server_side.fileno()])
+        server_side.close()
+        worker_side.close()
+
+    def _restart(self, worker: int) -> None:
+        """Somebody who was here comes back as a new incarnation, or somebody new joins."""
+        back = worker in self._incarnations
+        self._incarnations[worker] = self._incarnations[worker] + 1 if back else self._processes.incarnation
+        self._numbers[f"worker {worker}"] = worker
+        if back:
+            self._report({"kind": "note", "text": f"worker {worker} comes back"})
+        self._start_worker(worker)
+
+    def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:
+        """Say it here and in the run's events; the server goes on without anybody while someone is to come back."""
+        self._report({"kind": "note", "text": text})
+        order = {"kind": "fault", "fault": asdict(fault), "returns": returns}
+        self._send(self._control, json.dumps(order).encode())
+
+    def _send(self, line: socket.socket, packet: bytes, fds: list[int] | None = None) -> None:
+        """Send, and while the other side is not ready listen to what it has to say: nobody waits for nobody."""
+        while True:
+            try:
+                socket.send_fds(line, [packet], fds or [], socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                readable, _, _ = select.select([self._forks.socket, self._control], [line], [])
+                self._listen(readable)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # a dead process is told of by the fork server, a dead fork server by its silence
+
+    def _listen(self, readable: list[socket.socket]) -> None:
+        if self._forks.socket in readable:
+            self._hear_forks()
+        if self._control in readable:
+            self._hear_server()
+
+    def follow(self) -> None:
+        """Until the run has ended, well or not; the result lies in the run folder."""
+        with self._signals(), contextlib.closing(self._injector):
+            while not self._finished:
+                lines = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
+                self._listen(select.select(lines, [], [], self._injector.timeout())[0])
+                self._injector.act()
+            deadline = time.monotonic() + ENDING_SECONDS
+            while self._running and time.monotonic() < deadline:
+                if select.select([self._forks.socket], [], [], 0.2)[0]:
+                    self._hear_forks()
+
+    def _hear_server(self, flags: int = 0) -> None:
+        try:
+            packet = self._control.recv(1 << 20, flags)
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            self._server_is_silent = True  # its end, told by the fork server, says how
+            return
+        row = json.loads(packet)
+        if row["kind"] == "failed":
+            raise Reported(row["text"], row["code"])
+        if row["kind"] == "finished":
+            self._finished = True
+        elif row["kind"] == "clock":
+            self._injector.set_clock(row["now"], row["runs"])
+        else:
+            if row["kind"] == "progress":
+                self._injector.correct(row["now"])
+            self._report(row)
+
+    def _hear_server_out(self) -> None:
+        """Take everything the server has said so far: what another process says next may follow from it."""
+        with contextlib.suppress(BlockingIOError):
+            while not self._server_is_silent:
+                self._hear_server(socket.MSG_DONTWAIT)
+
+    def _hear_forks(self) -> None:
+        notice = self._forks.notice()
+        if notice is None:
+            raise self._failure("the process that starts workers was killed")
+        if notice["kind"] == "started":
+            self._names[notice["pid"]] = notice["name"]
+            self._running.add(notice["pid"])
+            if notice["name"] in self._numbers:
+                self._injector.started(self._numbers[notice["name"]], notice["pid"])
+            elif self._processes.first_worker:
+                self._injector.started(0, notice["pid"])
+        elif notice["kind"] == "complaint":
+            self._hear_server_out()
+            raise Reported(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
+        else:
+            self._note_end(notice)
+
+    def _note_end(self, notice: dict[str, Any]) -> None:
+        name = self._names.get(notice["pid"], "a process")
+        self._running.discard(notice["pid"])
+        how = ", ".join([notice["how"], *self._injector.ended(notice["pid"])])
+        if name == "server" and not self._finished:
+            self._hear_server_out()
+            if not self._finished:
+                keeper = "the server process" if not self._processes.first_worker else "the process of worker 0"
+                raise self._failure(f"{keeper} ended ({notice['how']})")
+        elif notice["status"] and not self._finished:
+            left = sum(self._names[pid] != "server" for pid in self._running) + self._processes.first_worker
+            goes_on = f"the run goes on with {left}" if left else "no worker is left"
+            self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
+
+    def _failure(self, what: str) -> RunFailed:
+        if not self._folder.has_log:
+            return RunFailed(f"{what} before training began: see the lines above")
+        return ServerLost(what, self._folder.way_on(self._config))
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM ask the server to stop; a second Ctrl-C does not wait for it."""
+
+        def stop(number: int, frame: object) -> None:
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
+            self._report({"kind": "stopping", "reason": reason})
+            self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
+
+        with interrupts(stop):
+            yield
+
+
+def run_local(
+    config: RunConfig,
+    folder: RunFolder,
+    forks: ForkServer,
+    processes: Processes,
+    report: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Train on processes of this machine and return the result; whoever keeps the run may be lost a few times."""
+    for restart in range(1, config.restart + 2):
+        supervisor = Supervisor(forks, config, folder, processes, report)
+        try:
+            supervisor.start()
+            supervisor.follow()
+            break
+        except ServerLost as lost:
+            if restart > config.restart or not forks.clear():
+                raise
+            processes = processes.again(*next_life(folder.arrivals_file, config))
+            where = "its newest checkpoint" + (" and its log" if config.recovery == "log" else "")
+            text = f"{lost.what}: going on from {where} (restart {restart} of {config.restart})"
+            report({"kind": "note", "text": text})
+    result = folder.result()
+    if result is None:
+        raise UserError(f"{folder.path} holds no result although its server finished: was it removed?")
+    return result

@@ -1,0 +1,124 @@
+"""Codecs on a ring of ranks: torch's own communication hooks for 16 bits, ours by gather for fewer.
+
+Where values add up on their way round (`lowrank`, `fp16`, and on GPUs `bf16`) a rank sends as much whatever their
+number. Other payloads do not add: each is carried to everybody, and the cost grows with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.codecs.lowrank import LowRank
+from paceline.interfaces import Codec, Layout, State
+from paceline.settings.codecs import build_codec, parse_codec
+from paceline.tasks.synthetic import one_vector
+
+
+class Gathered:
+    """What one rank sends and everybody adds up: the payloads of all, decoded, and their mean."""
+
+    def __init__(self, codec: Codec, key: int, device: torch.device) -> None:
+        self._codec, self._memory = codec, codec.start(key)
+        room = -(-codec.capacity // 8) * 8
+        self._payloads = torch.zeros(dist.get_world_size(), room, dtype=torch.uint8, device=device)
+        self._own = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._decoded: Tensor | None = None
+
+    def send(self, update: Tensor) -> Any:
+        """Encode `update`, and begin to carry it to everybody."""
+        self._codec.encode(update, self._memory, self._own)
+        return dist.all_gather(list(self._payloads.unbind(0)), self._own, async_op=True)
+
+    def mean(self, out: Tensor) -> None:
+        """When all is there: the mean of what everybody sent, summed in the order of ranks."""
+        if self._decoded is None:
+            self._decoded = torch.empty_like(out)
+        payloads = self._payloads[:, : self._codec.capacity]
+        self._codec.decode(payloads[0], out)
+        for payload in payloads[1:]:
+            self._codec.decode(payload, self._decoded)
+            out.add_(self._decoded)
+        out.div_(len(payloads))
+
+
+def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool) -> tuple[Tensor, Callable[[], None]]:
+    """Where the mean of everybody's `vector` by the codec `text` will lie, and what makes it.
+
+    `adds` says that whoever fills the vector adds to what is in it (for low rank alone): what was not sent stays there,
+    and needs no memory and no pass of its own.
+    """
+    codec = build_codec(text, layout, vector.device)
+    if isinstance(codec, LowRank):
+        memory, out = codec.start(key), torch.empty_like(vector) if adds else vector
+        if adds:
+            memory["error"] = vector
+        return out, lambda: _reduce(codec, memory, None if adds else vector, out)
+    gathered = Gathered(codec, key, vector.device)
+
+    def exchange() -> None:
+        gathered.send(vector).wait()
+        gathered.mean(vector)
+
+    return vector, exchange
+
+
+def _reduce(codec: LowRank, memory: State, update: Tensor | None, out: Tensor) -> None:
+    if update is not None:
+        memory["error"].add_(update)
+    codec.reduce(memory, out, _average)
+
+
+def _average(vector: Tensor) -> None:
+    dist.all_reduce(vector.div_(dist.get_world_size()))
+
+
+class GatherBuckets:
+    """A communication hook of DistributedDataParallel: each bucket is encoded as one vector, with its own memory."""
+
+    def __init__(self, text: str, key: int) -> None:
+        self._text, self._key = text, key
+        self._gathered: dict[tuple[int, int], Gathered] = {}
+
+    def exchange(self, bucket: Any) -> Any:
+        """The hook: a future of the bucket's mean."""
+        buffer = bucket.buffer()
+        place = (bucket.index(), buffer.numel())  # buckets are made anew after the first round
+        if place not in self._gathered:
+            codec = build_codec(self._text, one_vector(buffer.numel()), buffer.device)
+            self._gathered[place] = Gathered(codec, self._key + bucket.index(), buffer.device)
+        gathered = self._gathered[place]
+
+        def add_up(future: Future[Any]) -> Any:
+            future.value()  # raises what went wrong on the way
+            gathered.mean(buffer)
+            return buffer
+
+        return gathered.send(buffer).get_future().then(add_up)
+
+
+def travels_whole(text: str | None) -> bool:
+    """Whether a codec's payload is so small that it is sent once, after backward, instead of in buckets during it.
+
+    Buckets cost a copy in and one out, and a call each; what they hide is the time on the wire.
+    """
+    return text is not None and parse_codec(text)[0] in ("lowrank", "sign", "topk")
+
+
+def compress(parallel: DistributedDataParallel, text: str, key: int) -> None:
+    """Have `parallel` exchange its buckets by the codec `text`."""
+    name, _ = parse_codec(text)
+    if name == "fp16":
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "bf16" and dist.get_backend() == "nccl":
+        parallel.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    else:
+        buckets = GatherBuckets(text, key)
+        parallel.register_comm_hook(None, lambda state, bucket: buckets.exchange(bucket))

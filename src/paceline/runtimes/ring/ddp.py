@@ -1,0 +1,64 @@
+"""Gradients that are the mean over all ranks, sent by DistributedDataParallel while backward goes on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.assembly.work import Work
+from paceline.config import RunConfig
+from paceline.errors import UserError
+from paceline.interfaces import Batch, Loader
+from paceline.tasks.supervised import SupervisedTask
+
+BUCKET_MIB = 25
+"""What is sent at once; a model that is smaller goes as one message."""
+
+
+def make_parallel(task: SupervisedTask) -> DistributedDataParallel:
+    """Have backward exchange gradients; after `bind`, since the buckets are made for the memory weights lie in.
+
+    Only the weights are bound to flat memory: gradients lie in the buckets, and are copied out of them once a step.
+    """
+    task.flat.hooks = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for broadcast_buffers, 2.6 has not
+        parallel = EveryParameter(
+            task.model, broadcast_buffers=False, init_sync=False, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+        )
+    task.forward = parallel
+    return parallel
+
+
+class EveryParameter(DistributedDataParallel):
+    """Waits for a gradient of every parameter; a step that leaves one without is told of at the next."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        try:
+            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise UserError(
+                "a step left some parameters without a gradient, and ranks of allreduce wait for all of them: use "
+                "--strategy sync, where such a gradient counts as zero, or freeze what is never used"
+            ) from None
+
+
+class EvenShares:
+    """A worker's batches; each one's loss is weighed by its samples, so that the mean over ranks is one over samples.
+
+    Batches of one round differ only where an epoch ends; their sizes are known to all by address.
+    """
+
+    def __init__(self, loader: Loader, task: SupervisedTask, work: Work, config: RunConfig, worker: int) -> None:
+        self._loader, self._task = loader, task
+        self._batches = [work.batches(place, config) for place in range(config.workers or 1)]
+        self._worker = worker
+
+    def batch(self, number: int) -> Batch:
+        sizes = [batches.samples_before(number + 1) - batches.samples_before(number) for batches in self._batches]
+        self._task.loss_weight = sizes[self._worker] * len(sizes) / sum(sizes)
+        return self._loader.batch(number)

@@ -1,0 +1,190 @@
+"""The processes of a ring on one machine. The first worker also keeps the run's folder and speaks to the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.assembly.cpu_sharing import polls_before_sleep
+from paceline.assembly.run import identity_of, make_seat, make_task
+from paceline.config import from_dict
+from paceline.core.driver import Unlogged
+from paceline.core.messages import Join
+from paceline.core.server import Server
+from paceline.data.datasets import Dataset
+from paceline.data.shared import attach
+from paceline.errors import ProtocolError, UserError, differing
+from paceline.runs.checkpoint import newest_cut, restore
+from paceline.runs.folder import RunFolder
+from paceline.runs.recovery import rebuild
+from paceline.runtimes.ring.replica import Place, Replica
+from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.service import Control, reporting
+from paceline.system.memory import keep_freed_memory
+from paceline.system.shared_segment import Segment
+
+_LARGEST = 1 << 16
+
+
+class Gathering:
+    """The first worker's reception: it waits for everybody, hands out the ring's memory, and notices who leaves."""
+
+    def __init__(self, place: Place, control: Control) -> None:
+        self.place, self.control = place, control
+        self.doors: dict[int, socket.socket] = {}
+        self.missing: list[int] = []
+        self.stop_reason: str | None = None
+        size, num = place.task.layout.size, place.num_workers
+        self.memory = RingMemory.create(num, size, place.task.state_size)
+        self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(num)]
+        self.ring = SharedRing(self.memory, 0, self.bells, polls_before_sleep(place.config))
+        self.ring.listen(control.connection, self._order)
+        self.note_fault: Callable[[dict[str, Any]], None] = lambda fault: None  # none comes before training
+        self._hellos: set[int] = set()
+
+    def wait(self) -> None:
+        """Until everybody has come, or is known not to."""
+        while len(self._hellos) + len(self.missing) < self.place.num_workers - 1 and self.stop_reason is None:
+            self.ring.hear(None)
+
+    def welcome(self, resumed: bool) -> None:
+        """Send everybody who came the ring's memory."""
+        facts = {"missing": self.missing, "resumed": resumed}
+        for worker in sorted(self._hellos):
+            socket.send_fds(self.doors[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells])
+
+    def _order(self) -> None:
+        order, fds = self.control.receive()
+        if order["kind"] == "worker":
+            door = self.doors[order["worker"]] = socket.socket(fileno=fds[0])
+            self.ring.listen(door, lambda: self._hear(order["worker"]))
+        elif order["kind"] == "stop":
+            self.stop_reason = order["reason"]
+        elif order["kind"] == "fault":
+            self.note_fault(order["fault"])
+
+    def _hear(self, worker: int) -> None:
+        door = self.doors[worker]
+        try:
+            packet = door.recv(_LARGEST)
+        except ConnectionResetError:
+            packet = b""
+        if packet:
+            self._admit(worker, json.loads(packet))
+            return
+        self.ring.forget(door)
+        door.close()
+        if worker in self._hellos:
+            self.ring.lose(worker)
+        else:
+            self.missing.append(worker)
+
+    def _admit(self, worker: int, facts: dict[str, Any]) -> None:
+        wrong = differing(identity_of(self.place.task), facts)
+        if wrong:
+            raise UserError(f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data")
+        self._hellos.add(worker)
+
+
+def host(spec: dict[str, Any], fds: list[int]) -> int:
+    """Worker 0: gather the others, then train with them and keep the run's folder."""
+
+    def serve(control: Control) -> None:
+        dataset = _dataset(spec, fds)
+        place = _place(spec, dataset, 0)
+        gathering = Gathering(place, control)
+        seat = place.seat(gathering.ring)
+        hosting = _make_host(spec, dataset, place, control)
+        hosting.memories = place.memories(seat.memory)
+        gathering.note_fault = hosting.note_fault
+        replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
+        gathering.wait()
+        gathering.welcome(spec["resume"])
+        replica.start(place.roll(gathering.missing))
+        control.send({"kind": "clock", "now": hosting.clock.now(), "runs": True})
+
+        def stopping() -> bool:
+            gathering.ring.hear()
+            if gathering.stop_reason is not None:
+                hosting.stop(gathering.stop_reason)
+            hosting.look_at_the_clock()
+            return hosting.server.over
+
+        replica.run(stopping)
+        gathering.ring.stop()
+        control.send({"kind": "clock", "now": hosting.clock.now(), "runs": False})
+        hosting.finish()
+        hosting.close()
+
+    return reporting(serve, fds[0])
+
+
+def _dataset(spec: dict[str, Any], fds: list[int]) -> Dataset | None:
+    """The shared data; once only, since its descriptors are closed then."""
+    return attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
+
+
+def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> Place:
+    keep_freed_memory()
+    config = from_dict(spec["config"])
+    torch.set_num_threads(config.threads or 1)
+    return Place(config, make_task(config, dataset), worker, spec["incarnation"])
+
+
+def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, control: Control) -> Host:
+    folder = RunFolder(Path(spec["folder"]))
+    pieces = place.server, place.task, place.work, place.config, folder, control.send
+    if not spec["resume"]:
+        hosting = Host(*pieces, 0.0, spec["facts"])
+        hosting.accounts.way = "waiting"
+        return hosting
+
+    def seat(join: Join) -> Any:
+        return make_seat(place.config, make_task(place.config, dataset), place.work, join)
+
+    rebuilt = rebuild(place.server, seat, place.task, place.config, folder, control.send)
+    hosting = Host(*pieces, rebuilt.now, spec["facts"])
+    hosting.accounts.way = "waiting"
+    hosting.go_on(rebuilt)
+    hosting.checkpoint_now()  # the others start from it
+    return hosting
+
+
+def worker(spec: dict[str, Any], fds: list[int]) -> int:
+    """Any other worker: until the ring says it is over, or worker 0 is gone."""
+    place = _place(spec, _dataset(spec, fds), spec["worker"])
+    door = socket.socket(fileno=fds[0])
+    door.send(json.dumps(identity_of(place.task)).encode())
+    packet, passed, _, _ = socket.recv_fds(door, _LARGEST, place.num_workers + 1)
+    if not packet:
+        return 0  # worker 0 is gone: the supervisor says so
+    welcome = json.loads(packet)
+    size, state_size = place.task.layout.size, place.task.state_size
+    segment = Segment.attach(passed[0], RingMemory.nbytes(place.num_workers, size, state_size))
+    memory = RingMemory(segment, place.num_workers, size, state_size)
+    ring = SharedRing(memory, spec["worker"], passed[1:], polls_before_sleep(place.config))
+    ring.listen(door, lambda: os._exit(0))
+    if welcome["resumed"]:
+        _catch_up(place.server, RunFolder(Path(spec["folder"])))
+    seat = place.seat(ring)
+    driver = Unlogged(place.server)
+    driver.memories = place.memories(seat.memory)
+    replica = Replica(driver, seat, ring, place.config)
+    replica.start(place.roll(welcome["missing"]))
+    replica.run()
+    return 0
+
+
+def _catch_up(server: Server, folder: RunFolder) -> None:
+    """Become what worker 0's server is, by the checkpoint it has just written."""
+    cut, _ = newest_cut(folder.checkpoints)
+    if cut is None:
+        raise ProtocolError(f"{folder.checkpoints} holds no checkpoint, though worker 0 has just written one")
+    restore(server, cut)

@@ -1,0 +1,190 @@
+"""A ring over torch.distributed: gradients are added up on their way between machines (Gloo, or NCCL on GPUs).
+
+Where a push is made before it is sent (`local:H`), one all-reduce of the flat vector is all. For `allreduce`
+DistributedDataParallel sends the gradient in buckets while the rest of it is still computed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.core.messages import Push
+from paceline.errors import RunFailed, UserError, differing
+from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, Round, facts_of, push_from, timing_from
+from paceline.settings.ranks import Rank
+from paceline.transports.shared_memory import Timing
+
+EXCHANGE_SECONDS = 600.0
+ROLL_CALL_SECONDS = 120.0
+
+
+class Meeting:
+    """Where the ranks find each other: they see that all came and are alike, and later share what one of them found."""
+
+    def __init__(self, rank: Rank, patience: float = ROLL_CALL_SECONDS) -> None:
+        self.rank, self._patience = rank, patience
+        timeout = datetime.timedelta(seconds=patience)
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                rank.address,
+                rank.port,
+                rank.size,
+                is_master=rank.leads and not rank.store_is_there,
+                timeout=timeout,
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {rank.number} cannot reach the first rank at {rank.address}:{rank.port} ({first_line(error)}): "
+                "is it started, and is that the address of its machine?"
+            ) from None
+        self.store = dist.PrefixStore(f"paceline/{rank.attempt}", store)  # type: ignore[attr-defined]
+
+    def open(self, identity: dict[str, Any], device: str) -> None:
+        """Wait until every rank has come with the same settings, code and data; then open the ring."""
+        self.store.set(f"here/{self.rank.number}", json.dumps(identity))
+        self._call_the_roll("here")
+        there = [json.loads(self.store.get(f"here/{number}")) for number in range(self.rank.size)]
+        self.store.set(f"looked/{self.rank.number}", "")
+        self._call_the_roll("looked")  # before anybody leaves, and takes the store along
+        for number, theirs in enumerate(there):
+            wrong = differing(identity, theirs)
+            if wrong:
+                raise UserError(
+                    f"rank {number} differs from rank {self.rank.number} in {' and '.join(wrong)}: give all ranks the "
+                    "same settings, code and data"
+                )
+        backend = "nccl" if device == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=EXCHANGE_SECONDS)
+        number, size = self.rank.number, self.rank.size
+        dist.init_process_group(backend, store=self.store, rank=number, world_size=size, timeout=timeout)
+
+    def _call_the_roll(self, name: str) -> None:
+        deadline = time.monotonic() + self._patience
+        missing = list(range(self.rank.size))
+        while missing := [number for number in missing if not self._is_there(f"{name}/{number}")]:
+            if time.monotonic() > deadline:
+                who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                raise UserError(
+                    f"{who} of 0 to {self.rank.size - 1} did not come within {self._patience:g} s: start as many "
+                    "processes as the launcher was told of, and see on its machine what stopped it"
+                )
+            time.sleep(0.02)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return bool(self.store.check([key]))
+        except RuntimeError:  # the store went with its keeper, who left because all had come
+            if key.startswith("looked"):
+                return True
+            raise RunFailed(f"rank {self.rank.number}: the first rank ended before all had come") from None
+
+    def tell(self, name: str, row: dict[str, Any]) -> None:
+        """Let the others have `row`."""
+        self.store.set(name, json.dumps(row))
+
+    def hear(self, name: str) -> dict[str, Any]:
+        """What one of the others tells."""
+        self.store.set_timeout(datetime.timedelta(seconds=EXCHANGE_SECONDS))
+        row: dict[str, Any] = json.loads(self.store.get(name))
+        return row
+
+    def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """The same, and None when it has not come within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._is_there(name):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        row: dict[str, Any] = json.loads(self.store.get(name))
+        return row
+
+    def close(self) -> None:
+        """Leave the ring."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says, without its stack."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class CollectiveRing:
+    """One rank's place in the ring. Pushes come back with the mean of all as their update, the same on every rank."""
+
+    def __init__(self, rank: Rank, size: int, state_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.gradient = torch.zeros(size, device=device)
+        self.state = torch.zeros(state_size, device=device)
+        self.overlapped = False
+        """Whether the gradient is exchanged already when a push is made."""
+        self.is_even = False
+        """Whether a gradient counts by its samples already, so that the mean is a plain one."""
+        self.average = self.gradient
+        """Where the mean of all gradients lies after an exchange."""
+        self.by_codec: Callable[[], None] | None = None
+        """What makes it, where a codec is asked for; else gradients are added up on their way round."""
+        width = NUM_FACTS + -(-state_size // 2)  # behind the facts come running statistics, two floats to a number
+        self._beside = torch.zeros(rank.size, width, dtype=torch.float64, device=device)
+        self._own = torch.zeros(width, dtype=torch.float64, device=device)
+        self._states = self._beside[:, NUM_FACTS:].view(torch.float32)[:, :state_size]
+        self._stop = False
+
+    def mean(self, pushes: list[Push], samples: int) -> Tensor:
+        """What the Server makes of a round: it is made already."""
+        return self.average
+
+    def ready(self) -> None:
+        """Nobody else reads this memory."""
+
+    def done(self) -> None:
+        """Nobody else waits to write it."""
+
+    def stop(self) -> None:
+        """The first rank's last word: the next round is not to be applied, and ends the run for everybody."""
+        self._stop = True
+
+    def exchange(self, push: Push, timing: Timing) -> Round:
+        """Everybody's facts and running statistics, and the mean of all gradients in `average`."""
+        row = [*facts_of(push, timing), float(self._stop)]
+        self._own[:NUM_FACTS] = torch.tensor(row, dtype=torch.float64)
+        self._own[NUM_FACTS:].view(torch.float32)[: len(self.state)] = self.state
+        dist.all_gather(list(self._beside.unbind(0)), self._own)
+        rows = self._beside[:, :NUM_FACTS].tolist()
+        if not self.overlapped:
+            self._reduce(push.samples / sum(row[3] for row in rows))
+        pushes = [push_from(place, row, self.average, self._states[place]) for place, row in enumerate(rows)]
+        return Round(pushes, [timing_from(row) for row in rows], [], any(row[STOP] for row in rows))
+
+    def _reduce(self, share: float) -> None:
+        """The mean of all over samples; this rank's counts for `share`."""
+        if not self.is_even and share * self.rank.size != 1.0:
+            self.gradient.mul_(share * self.rank.size)
+        if self.by_codec is not None:
+            self.by_codec()
+        else:
+            dist.all_reduce(self.gradient.div_(self.rank.size))
+
+
+@contextmanager
+def losing_nobody(rank: Rank, version: Callable[[], int]) -> Iterator[None]:
+    """An exchange that does not come about, in backward or after it, ends this rank with one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in ("gloo", "NCCL")):
+            raise
+        raise RunFailed(
+            f"rank {rank.number} lost the others at update {version()} ({first_line(error)}): one of them ended, and "
+            "its own output says why; what worker 0 has saved can be resumed"
+        ) from None

@@ -1,0 +1,117 @@
+"""A ring whose processes a launcher started, on one machine or several: every rank a worker, rank 0 with the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.assembly.run import identity_of, make_task, prepare_device
+from paceline.config import RunConfig, to_dict
+from paceline.core.driver import Unlogged
+from paceline.core.worker import Seat
+from paceline.data.datasets import Dataset
+from paceline.interfaces import Loader
+from paceline.models.dropout import mix64
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
+from paceline.runtimes.ring.ddp import EvenShares, make_parallel
+from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, losing_nobody
+from paceline.runtimes.ring.replica import Place, Replica
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.noting import Report
+from paceline.settings.codecs import build_codec, parse_codec
+from paceline.settings.ranks import Rank
+from paceline.settings.strategies import parse_strategy
+from paceline.system.environment import package_version
+from paceline.system.memory import keep_freed_memory
+
+OWN = ("threads", "data_dir", "name", "runs")
+"""Settings in which ranks may differ."""
+
+
+class Member:
+    """One rank's part in a run."""
+
+    def __init__(self, config: RunConfig, rank: Rank, dataset: Dataset | None, meeting: Meeting) -> None:
+        keep_freed_memory()
+        self.config, self.rank, self.meeting = config, rank, meeting
+        device = prepare_device(config)
+        if device.type == "cuda":
+            torch.cuda.set_device(rank.local)
+            device = torch.device("cuda", rank.local)
+        task = make_task(config, dataset).to(device)
+        meeting.open({**_identity(config), **identity_of(task)}, config.device)
+        self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
+        nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)
+        self.place = Place(config, task, rank.number, 0, self.ring.mean, nbytes)
+        self.seat = self._seat()
+
+    def _seat(self) -> Seat:
+        """This rank at work, its pushes averaged by DDP during backward, or whole after it."""
+        config, task, ring = self.config, self.place.task, self.ring
+        is_local, key = parse_strategy(config.strategy).is_local, mix64(config.seed, self.rank.number)
+        ring.is_even = not is_local
+        seat = self.place.seat(ring, self._even if ring.is_even else None)
+        if is_local or travels_whole(config.codec):
+            if config.codec is not None:
+                task.flat.keeps = not is_local and config.device == "cpu" and parse_codec(config.codec)[0] == "lowrank"
+                exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.keeps)
+                ring.average, ring.by_codec = exchange
+            return seat
+        ring.overlapped = True
+        parallel = make_parallel(task)
+        if config.codec is not None:
+            compress(parallel, config.codec, key)
+        return seat
+
+    def _even(self, loader: Loader) -> Loader:
+        return EvenShares(loader, self.place.task, self.place.work, self.config, self.rank.number)
+
+    def lead(
+        self, folder: RunFolder, report: Report, facts: dict[str, Any], stopped: Callable[[], str | None]
+    ) -> dict[str, Any]:
+        """Train with the others, keep the folder, and tell them what came of it."""
+        place = self.place
+        host = Host(place.server, place.task, place.work, self.config, folder, report, 0.0, facts)
+        host.memories = place.memories(self.seat.memory)
+        host.accounts.way = "waiting"
+        replica = Replica(host, self.seat, self.ring, self.config, host.timekeeper)
+        replica.start(place.roll())
+
+        def stopping() -> bool:
+            reason = stopped()
+            if reason is not None:
+                host.stop(reason)
+            host.look_at_the_clock()
+            return host.server.over
+
+        with losing_nobody(self.rank, lambda: host.server.version):
+            replica.run(stopping)
+            if host.stop_reason is not None:
+                self.ring.stop()
+                replica.bow_out()
+        result = host.finish()
+        host.close()
+        self.meeting.tell("result", result)
+        return result
+
+    def follow(self) -> dict[str, Any]:
+        """Train with the others, and hear from the first rank what came of it."""
+        driver = Unlogged(self.place.server)
+        driver.memories = self.place.memories(self.seat.memory)
+        replica = Replica(driver, self.seat, self.ring, self.config)
+        replica.start(self.place.roll())
+        with losing_nobody(self.rank, lambda: self.place.server.version):
+            replica.run()
+            return self.meeting.hear("result")
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """What ranks must agree on beside the data: versions, and all settings but those of a machine."""
+    settings = {name: value for name, value in to_dict(config).items() if name not in OWN}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return {"version": package_version("paceline"), "torch": torch.__version__, "settings": digest[:16]}

@@ -1,0 +1,61 @@
+"""`paceline run`: several processes of one user script, and a server that learns the model from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
+from paceline.errors import UserError
+from paceline.launch import facts_of, holding, require_survivors
+from paceline.reports.console import Console
+from paceline.runs.arrival_log import next_life
+from paceline.runs.folder import SCRIPT, RunFolder
+from paceline.runs.recording import ScriptCall
+from paceline.runtimes.local.fault_injection import faults_for_processes
+from paceline.runtimes.local.fork_server import ForkServer
+from paceline.runtimes.local.supervisor import Processes, run_local
+from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
+from paceline.settings.strategies import require_gradients
+
+
+def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """Run `command` (a script and its arguments) on the config's workers and return the result."""
+    if not command:
+        raise UserError("which script? as in 'paceline run -n 4 train.py'")
+    script = Path(command[0])
+    if not script.is_file():
+        raise UserError(f"script {script} does not exist")
+    typed = given(config, SCRIPT_MAY_DECIDE)
+    config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
+    require_gradients(config)
+    refuse_codecs(config)
+    refuse_newcomers(config)
+    faults = faults_for_processes(config, script=True)
+    folder = RunFolder.create(config)
+    with holding(folder), ForkServer() as forks:
+        ScriptCall.of(command).save(folder)
+        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]], "typed": typed}
+        processes = Processes(spec, [], server_role="script server", worker_role="script", faults=faults)
+        result = run_local(config, folder, forks, processes, console.report)
+    require_survivors(result, folder)
+    return folder, result
+
+
+def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
+    """Start the script again where it was first started; its server goes on from the newest checkpoint.
+
+    What was pushed since is lost, and counted: only the script itself could compute it again.
+    """
+    folder.require_unfinished()
+    call = ScriptCall.load(folder)
+    if call.changed:
+        console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
+    incarnation, _ = next_life(folder.arrivals_file, config)
+    spec = {"facts": facts_of(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
+    with ForkServer() as forks:
+        processes = Processes(spec, [], incarnation, server_role="script server", worker_role="script")
+        result = run_local(config, folder, forks, processes, console.report)
+    require_survivors(result, folder)
+    return result

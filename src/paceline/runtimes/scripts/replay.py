@@ -1,0 +1,101 @@
+"""Conducts the replay of a user's script: starts the server and the scripts it asks for, and hears the outcome.
+
+It imports no torch; everything it starts ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.config import to_dict
+from paceline.errors import Reported, RunFailed
+from paceline.runs.recording import Recording, ScriptCall
+from paceline.runtimes.local.fork_server import ForkServer, request
+from paceline.runtimes.local.supervisor import ENDING_SECONDS
+
+Report = Callable[[dict[str, Any]], None]
+_LARGEST = 1 << 20
+
+
+def replay_script(recording: Recording, call: ScriptCall, report: Report) -> dict[str, Any]:
+    """Start the script again on as many workers, let the server hold each push until its turn; the outcome."""
+    with ForkServer() as forks:
+        conductor = Conductor(forks, recording, call, report)
+        conductor.start()
+        return conductor.follow()
+
+
+class Conductor:
+    """The processes of one replay."""
+
+    def __init__(self, forks: ForkServer, recording: Recording, call: ScriptCall, report: Report) -> None:
+        self._forks, self._report = forks, report
+        self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = str(recording.output) if recording.output is not None else None
+        wanted = {"folder": str(recording.folder.path), "until": recording.until, "output": output}
+        started = {"script": call.command, "cwd": call.cwd, "replay": True}
+        self._spec = {"config": to_dict(recording.config), **wanted, **started}
+        self._names: dict[int, str] = {}
+        self._outcome: dict[str, Any] | None = None
+
+    def start(self) -> None:
+        """The server first; it asks for the scripts."""
+        asked = request("replay server", {**self._spec, "name": "server"})
+        socket.send_fds(self._forks.socket, [asked], [self._server_end.fileno()])
+        self._server_end.close()
+
+    def follow(self) -> dict[str, Any]:
+        """Until the server has told the outcome; the scripts are given a moment to end."""
+        while self._outcome is None:
+            readable, _, _ = select.select([self._forks.socket, self._control], [], [])
+            if self._control in readable:  # first: what the server said before it ended
+                self._hear_server()
+            elif self._forks.socket in readable:
+                self._hear_forks()
+        deadline = time.monotonic() + ENDING_SECONDS
+        while self._names and time.monotonic() < deadline:
+            if select.select([self._forks.socket], [], [], 0.2)[0]:
+                self._hear_forks()
+        return self._outcome
+
+    def _hear_server(self) -> None:
+        try:
+            packet = self._control.recv(_LARGEST)
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            raise RunFailed("the server of the replay was lost: see the lines above; the run itself is as it was")
+        row = json.loads(packet)
+        match row["kind"]:
+            case "failed":
+                raise Reported(row["text"], row["code"])
+            case "start":
+                self._start_script(row["worker"], row["incarnation"])
+            case "replayed":
+                self._outcome = row["outcome"]
+            case _:
+                self._report(row)
+
+    def _start_script(self, worker: int, incarnation: int) -> None:
+        server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = {"name": f"worker {worker}", "worker": worker, "incarnation": incarnation}
+        socket.send_fds(self._forks.socket, [request("script", {**self._spec, **own})], [worker_side.fileno()])
+        socket.send_fds(self._control, [json.dumps({"kind": "worker", **own}).encode()], [server_side.fileno()])
+        server_side.close()
+        worker_side.close()
+
+    def _hear_forks(self) -> None:
+        notice = self._forks.notice()
+        if notice is None:
+            raise RunFailed("the process that starts workers was killed: the run itself is as it was")
+        if notice["kind"] == "started":
+            self._names[notice["pid"]] = notice["name"]
+        elif notice["kind"] == "ended":
+            name = self._names.pop(notice["pid"], "a process")
+            if notice["status"] and self._outcome is None:
+                self._report({"kind": "note", "text": f"{name} ended ({notice['how']})"})

@@ -1,0 +1,174 @@
+"""The server of a script's replay: takes each push when its turn in the log has come, however early it was made.
+
+It writes nothing into the run folder but, when asked, the weights of one update; the outcome goes to the conductor.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.buffers import Memory
+from paceline.core.messages import Join, Push, Rate, Reply
+from paceline.errors import ProtocolError, RunFailed
+from paceline.runs.arrival_log import Record
+from paceline.runs.compare_replay import compare, marks_of
+from paceline.runs.recording import open_recording
+from paceline.runs.replay import Replay
+from paceline.runtimes.scripts.server import learn
+from paceline.runtimes.server.service import Control, reporting
+from paceline.transports.shared_memory import Figures, Hello, ServerDoor
+
+SILENCE_SECONDS = 60.0
+"""How long a worker may be silent when its push is due; longer where the run itself was slower."""
+START_SECONDS = 600.0
+"""How long a script may take until it calls session.prepare(...)."""
+
+
+class ScriptSeat:
+    """A worker whose pushes a script makes in another process."""
+
+    def __init__(self, join: Join, door: ServerDoor, patience: float) -> None:
+        assert door.slot is not None
+        self.join, self.door = join, door
+        self.memory: Memory = door.slot
+        self.pending: Reply | None = None
+        self._patience = patience
+
+    def recall(self, own: Tensor) -> None:
+        """A script's replay begins with the run, never at a checkpoint."""
+        raise AssertionError("a script keeps its own state to itself")
+
+    def push(self) -> Push | None:
+        """The push that the script sends next; None when it ended instead."""
+        self.pending = None
+        message = receive(self.door, self._patience, "a push")
+        return message if isinstance(message, Push) else None
+
+
+def receive(door: ServerDoor, patience: float, what: str) -> Hello | Push | None:
+    """A worker's next message but for figures and learning rates, which the log has; None when it is gone."""
+    door.connection.settimeout(patience)
+    try:
+        while isinstance(message := door.receive(), Figures | Rate):
+            pass
+    except TimeoutError:
+        raise RunFailed(
+            f"worker {door.worker} was silent for {patience:.0f} s where the log has {what} of it: the script waits "
+            "for something, or does other work than in the run"
+        ) from None
+    except ProtocolError as error:
+        raise RunFailed(f"{error}: the script does other work than in the run") from None
+    return message
+
+
+class Scripts:
+    """The scripts of a replay, by worker."""
+
+    def __init__(self, control: Control, records: list[Record]) -> None:
+        self._control = control
+        self._doors: dict[int, ServerDoor] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._patience = patience(records)
+        first: dict[int, int] = {}
+        for record in records:
+            if record.kind == "join":
+                first.setdefault(record.worker, record.incarnation)
+        for worker, incarnation in first.items():
+            self._control.send({"kind": "start", "worker": worker, "incarnation": incarnation})
+        for _ in first:
+            order, fds = self._control.receive()
+            door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+            self._doors[door.worker] = door
+
+    def hello(self, join: Join) -> Hello:
+        """What a worker says of itself when it joins, once."""
+        worker = join.worker
+        if worker not in self._doors:
+            raise RunFailed(
+                f"worker {worker} joins again in the log: a script cannot come back in the middle of its run"
+            )
+        if worker not in self._hellos:
+            message = receive(self._doors[worker], START_SECONDS, "the first word")
+            if not isinstance(message, Hello):
+                raise RunFailed(f"worker {worker} ended before session.prepare(...): in the run it went on")
+            self._hellos[worker] = message
+        return self._hellos[worker]
+
+    def seat(self, join: Join) -> ScriptSeat:
+        """The seat of a worker that has joined as it did in the run."""
+        hello = self.hello(join)
+        if hello.join.quota != join.quota:
+            raise RunFailed(
+                f"worker {join.worker} has work for {hello.join.quota} pushes, in the run for {join.quota}: "
+                "the script brings other data"
+            )
+        if hello.join.threads != join.threads:
+            text = f"worker {join.worker} uses {hello.join.threads} threads, in the run {join.threads}"
+            self._control.send({"kind": "note", "text": text})
+        return ScriptSeat(join, self._doors[join.worker], self._patience)
+
+    def answer(self, reply: Reply) -> None:
+        """Send a reply whose weights lie in the worker's memory."""
+        self._doors[reply.worker].answer(reply)
+
+    def hang_up(self, worker: int) -> None:
+        """Where the run lost a worker, or it left: nothing more is heard from it."""
+        self._hellos.pop(worker, None)
+        door = self._doors.pop(worker, None)
+        if door is not None:
+            door.connection.close()
+
+
+def patience(records: Iterable[Record]) -> float:
+    """Long enough for the slowest step of the run, five times over."""
+    last: dict[int, float] = {}
+    longest = 0.0
+    for record in records:
+        longest = max(longest, record.now - last.get(record.worker, record.now))
+        last[record.worker] = record.now
+    return max(SILENCE_SECONDS, 5.0 * longest)
+
+
+def main(spec: dict[str, Any], fds: list[int]) -> int:
+    """Replay one run of a script."""
+
+    def serve(control: Control) -> None:
+        output = Path(spec["output"]) if spec["output"] is not None else None
+        recording = open_recording(Path(spec["folder"]), spec["until"], output)
+        records = recording.standing
+        starters = _starters(records)
+        scripts = Scripts(control, records)
+        if not starters:
+            raise RunFailed("no worker joined in this run: there is nothing to replay")
+        first = scripts.hello(starters[0])
+        _, model, server = learn(recording.config, first, len(starters), recording.folder)
+        again = Replay(server, scripts.seat, send=scripts.answer, marks=marks_of(recording))
+
+        def passed(record: Record) -> None:
+            if record.kind == "leave":
+                scripts.hang_up(record.worker)
+
+        with torch.inference_mode():
+            outcome = compare(again, recording, model, control.send, passed)
+        control.send({"kind": "replayed", "outcome": outcome})
+
+    return reporting(serve, fds[0])
+
+
+def _starters(records: list[Record]) -> list[Join]:
+    """The joins before the first push, in worker order: who stood at the starting line."""
+    starters: list[Join] = []
+    for record in records:
+        if record.kind == "push":
+            break
+        if record.kind == "join":
+            message = record.message
+            assert isinstance(message, Join)
+            starters.append(message)
+    return starters

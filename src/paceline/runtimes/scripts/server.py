@@ -1,0 +1,133 @@
+"""The server of `paceline run`: it learns the model from the scripts themselves, then serves like any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import selectors
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.cpu_sharing import server_threads
+from paceline.config import RunConfig, from_dict
+from paceline.core.messages import Join
+from paceline.core.schedules import Budget
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.errors import ProtocolError, RunFailed, UserError
+from paceline.runs.folder import RunFolder
+from paceline.runs.recovery import rebuild
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.service import Control, Service, reporting
+from paceline.tasks.script_model import ScriptModel, load_kept
+from paceline.transports.shared_memory import Hello, ServerDoor
+
+Introductions = list[tuple[ServerDoor, Hello]]
+
+
+def main(spec: dict[str, Any], fds: list[int]) -> int:
+    """Wait for the scripts to say what they train, then host the run until the last of them has left."""
+    config = from_dict(spec["config"])
+
+    def serve(control: Control) -> None:
+        introductions = _gather(control, config.workers or 1)
+        first = introductions[0][1]
+        expected = _expected(first)
+        num_fitting = sum(_expected(hello) == expected for _, hello in introductions)
+        folder = RunFolder(Path(spec["folder"]))
+        resolved, model, server = learn(config, first, num_fitting, folder)
+        if not spec.get("resume"):
+            folder.settle_config(resolved)
+        host = _make_host(spec, server, model, resolved, folder, control)
+        service = Service(host, control, expected, patient=True)
+        for door, _ in introductions:
+            service.admit(door)
+        for door, hello in introductions:
+            service.welcome(door, hello)
+        for worker in set(range(config.workers or 1)) - {door.worker for door, _ in introductions}:
+            service.miss(worker)
+        with torch.inference_mode():
+            service.run()
+        host.finish()
+        host.close()
+
+    return reporting(serve, fds[0])
+
+
+def _make_host(
+    spec: dict[str, Any], server: Server, model: ScriptModel, config: RunConfig, folder: RunFolder, control: Control
+) -> Host:
+    """The host of a new run, or of one that goes on from its newest checkpoint."""
+    if not spec.get("resume"):
+        return Host(server, model, None, config, folder, control.send, 0.0, spec["facts"])
+    skipping = dataclasses.replace(config, recovery="checkpoint")
+    rebuilt = rebuild(server, _no_seat, model, skipping, folder, control.send)
+    host = Host(server, model, None, config, folder, control.send, rebuilt.now, spec["facts"])
+    host.go_on(rebuilt)
+    return host
+
+
+def _no_seat(join: Join) -> Seat:
+    raise AssertionError("only a script computes its pushes")
+
+
+def _expected(first: Hello) -> dict[str, Any]:
+    """All scripts must train the model and the data of the first."""
+    return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples")}
+
+
+def _gather(control: Control, num_workers: int) -> Introductions:
+    """Everybody's hello, in worker order; who left before saying it is not waited for."""
+    selector = selectors.DefaultSelector()
+    selector.register(control.connection, selectors.EVENT_READ)
+    pending: set[int] = set(range(num_workers))
+    found: Introductions = []
+    while pending:
+        for key, _ in selector.select():
+            if key.data is None:
+                order, fds = control.receive()
+                if order["kind"] == "stop":
+                    raise RunFailed("stopped before the scripts had called session.prepare(...)")
+                door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+                selector.register(door.connection, selectors.EVENT_READ, door)
+                continue
+            selector.unregister(key.data.connection)
+            pending.discard(key.data.worker)
+            try:
+                message = key.data.receive()
+            except ProtocolError as error:
+                control.send({"kind": "note", "text": str(error)})
+                continue
+            if isinstance(message, Hello):
+                found.append((key.data, message))
+    if not found:
+        raise UserError(
+            "the script ended without calling paceline.join() and session.prepare(...): nothing was trained"
+        )
+    return sorted(found, key=lambda pair: pair[0].worker)
+
+
+def learn(
+    config: RunConfig, first: Hello, num_workers: int, folder: RunFolder
+) -> tuple[RunConfig, ScriptModel, Server]:
+    """The server starts from the first worker's weights; its data set's size, and how many came, set the budget."""
+    facts = first.facts
+    config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
+    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_kept(folder.frozen_file))
+    torch.set_num_threads(server_threads(config, model.layout))
+    size = int(facts["num_samples"])
+    own = config.epoch_mode == "own"
+    passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
+    budget = Budget(passes * (num_workers if own else 1), size, steps=config.steps, own=own)
+    server = Server(
+        first.slot.weights.clone(),
+        make_rule(config, model.layout),
+        make_policy(config),
+        budget,
+        make_schedule(config),
+        config.workers or 1,
+    )
+    return config, model, server

@@ -1,0 +1,321 @@
+"""Your own training loop on many workers: `with paceline.join() as session`, started by `paceline run -n 4 script.py`.
+
+Started by plain `python script.py`, the same loop trains alone, with the server in the same process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from ctypes import c_float
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.assembly.run import class_labels, seed_generators
+from paceline.assembly.work import Work, divide_work
+from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
+from paceline.core.buffers import Sizes
+from paceline.core.messages import Join, Push, Rate, Reply
+from paceline.errors import RunFailed, UserError
+from paceline.models.dropout import address_dropout, mix64
+from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
+from paceline.runtimes.scripts.adopt import (
+    SCHEDULES,
+    Handed,
+    decay_of,
+    lr_of,
+    require_agreement,
+    settings_of,
+    sort_out,
+    take_over,
+)
+from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
+from paceline.runtimes.scripts.standalone import OwnServer
+from paceline.runtimes.server.timing import Stopwatch
+from paceline.settings.durations import parse_delays
+from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
+from paceline.settings.strategies import require_gradients
+from paceline.tasks.flat import FlatModule
+from paceline.tasks.nested import num_samples
+from paceline.tasks.script_model import save_kept
+from paceline.transports.shared_memory import Slot, Timing, WorkerDoor
+
+
+class Door(Protocol):
+    """A worker's way to the server."""
+
+    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None: ...
+
+    def exchange(self, push: Push, timing: Timing) -> Reply | None: ...
+
+    def set_rate(self, rate: Rate) -> None: ...
+
+    def report(self, figures: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What `paceline run` gave this process: its config, its number, its door, and where the run lies."""
+
+    config: RunConfig
+    worker: int
+    incarnation: int
+    door: WorkerDoor
+    typed: frozenset[str] = frozenset()
+    folder: Path | None = None
+
+
+inherited: Inherited | None = None
+
+
+class Bound:
+    """A model on memory that the server shares: where the model is on a GPU, on a copy of it there."""
+
+    def __init__(self, flat: FlatModule, device: torch.device) -> None:
+        self.flat = flat
+        self.slot = Slot.create(Sizes(flat.layout.size, flat.state_size))
+        self.slot.weights.copy_(flat.initial())
+        shared = self.slot.weights, self.slot.update, self.slot.state
+        self._own = shared if device.type == "cpu" else tuple(tensor.to(device, copy=True) for tensor in shared)
+        flat.bind(*self._own)
+
+    def collect(self) -> None:
+        """After backward: gradient and running statistics to where the server reads them."""
+        self.flat.collect()
+        if self._own[0] is not self.slot.weights:
+            self.slot.update.copy_(self._own[1])
+            self.slot.state.copy_(self._own[2])
+
+    def renew(self) -> None:
+        """After a reply: compute on the weights that the server wrote."""
+        if self._own[0] is not self.slot.weights:
+            self._own[0].copy_(self.slot.weights)
+        self.flat.clear()
+
+
+class Session:
+    """One worker's share of a run, driven by the user's own loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        worker: int,
+        incarnation: int,
+        door: Door,
+        typed: frozenset[str] = frozenset(),
+        folder: Path | None = None,
+    ) -> None:
+        self.config, self.worker = config, worker
+        self.num_workers = config.workers or 1
+        self.over = False
+        self.stepped = True
+        self._incarnation, self._door = incarnation, door
+        self._typed, self._folder = typed, folder
+        self._bound: Bound | None = None
+        self._handed: Handed | None = None
+        self._reply: Reply | None = None
+        self._samples = self._parts_left = 0
+        self._loss = math.nan
+        self._factor = 1.0 if not incarnation else math.nan  # where others were before, nobody knows what they told
+        self._delays = parse_delays(config.delay or [], self.num_workers)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._door.close()
+
+    def prepare(
+        self,
+        model: nn.Module,
+        *things: Any,
+        batch_size: int | None = None,
+        epochs: float | None = None,
+        accumulate: int = 1,
+    ) -> tuple[Any, ...]:
+        """Bind the model to memory the server shares, and deal this worker its batches.
+
+        `things` are the data (a data set, tensors, or the loader you had), and if you like your optimizer, whose
+        settings become the run's and whose `step()` then pushes, and its schedule. They come back in the same order,
+        the data as an iterable of batches that ends when training is over; with `epochs`, which a loader needs, each
+        pass over it is one epoch. With `accumulate`, so many of its batches make one step.
+
+        All workers start from worker 0's weights.
+        """
+        if self._bound is not None:
+            raise UserError("session.prepare(...) was called twice: a session trains one model")
+        handed = self._handed = sort_out(model, things, batch_size)
+        self._refuse_misfits(handed, epochs, accumulate)
+        self.config, settings = self._settle(handed, epochs, accumulate)
+        length = num_samples(handed.data) if isinstance(handed.data, Mapping) else len(handed.data)
+        work = divide_work(class_labels(targets_of(handed.data), length, self.config), self.config)
+        self._join(handed, work, settings)
+        batches = work.batches(self.worker, self.config)
+        dealt = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
+        if handed.optimizer is not None:
+            take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
+        return model, *(thing if isinstance(thing, (Optimizer, *SCHEDULES)) else dealt for thing in things)
+
+    def _refuse_misfits(self, handed: Handed, epochs: float | None, accumulate: int) -> None:
+        if handed.loops and epochs is None:
+            raise UserError(
+                "session.prepare(..., loader): say how many passes your loop makes over it, as in epochs=10; workers "
+                "share them"
+            )
+        if accumulate < 1 or (epochs is not None and not epochs > 0):
+            raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
+
+    def _settle(self, handed: Handed, epochs: float | None, accumulate: int) -> tuple[RunConfig, dict[str, Any]]:
+        """The run's config with what the script says, and that alone."""
+        settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
+        if epochs is not None:
+            settings |= {"epochs": float(epochs), "epoch_mode": "own"}
+        require_agreement(settings, self.config, self._typed)
+        size = handed.batch_size * accumulate
+        return dataclasses.replace(self.config, batch_size=size, **settings), settings
+
+    def _join(self, handed: Handed, work: Work, settings: dict[str, Any]) -> None:
+        """Bind the model and say hello."""
+        optimizer = handed.optimizer
+        decay = decay_of(optimizer) if optimizer is not None else None
+        flat = FlatModule(
+            handed.model, decay, (lambda p: id(p) in handed.parameters) if optimizer is not None else None
+        )
+        bound = self._bound = Bound(flat, next(handed.model.parameters()).device)
+        if isinstance(self._door, OwnServer):
+            self._door.start(self.config, flat.layout, bound.slot, work.budget)
+        elif self._folder is not None:
+            self._keep_frozen(flat, RunFolder(self._folder))
+        sources, names = (
+            flat.sources(),
+            [part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)],
+        )
+        facts = {
+            "layout": flat.layout.to_rows(),
+            "state_layout": flat.state_layout.to_rows(),
+            "num_samples": len(work.train),
+            "shard_samples": len(work.shards[self.worker]),
+            "batch_size": self.config.batch_size,
+            "settings": settings,
+            "sources": None if sources == {name: name for name in names} else sources,
+        }
+        join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
+        self._take(self._door.hello(join, bound.slot, facts))
+        self._stopwatch = Stopwatch()
+        bound.renew()
+
+    @staticmethod
+    def _keep_frozen(flat: FlatModule, folder: RunFolder) -> None:
+        """What no push brings belongs to the saved weights too."""
+        kept = save_kept(flat) if not folder.frozen_file.exists() else None
+        if kept is not None:
+            write_atomically(folder.frozen_file, kept)
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, and the loss is shown while the run goes on."""
+        value = float(loss.detach())
+        self._loss = value if math.isnan(self._loss) else self._loss + value
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, loss: float | Tensor | None = None) -> None:
+        """Push the gradients of the last backward and take the next weights; `loss` is only shown.
+
+        Survives `zero_grad()`: gradients are copied from wherever they are. They are cleared afterwards.
+        """
+        bound, reply = self._bound, self._reply
+        if bound is None or reply is None:
+            raise UserError("session.step() before session.prepare(model, dataset): there is nothing to push")
+        self._require_batch()
+        if loss is not None:
+            self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        bound.collect()
+        self._tell_rate()
+        delay, serial, slot = self._delays.get(self.worker), reply.serial, bound.slot
+        if delay is not None:
+            time.sleep(delay.seconds(self.config.seed, self.worker, serial))
+        named = (self.worker, self._incarnation, serial, serial, self._samples, c_float(self._loss).value)
+        self.stepped, self._loss = True, math.nan
+        self._take(self._door.exchange(Push(*named, slot.update, slot.state), self._stopwatch.step()))
+        self._stopwatch.replied()
+        bound.renew()
+
+    def _require_batch(self) -> None:
+        """One step for every batch, none before it is whole."""
+        if self.stepped:
+            raise UserError(
+                "session.step() was called twice for one batch, or before the first: call it once for each batch of "
+                "the loader that session.prepare(...) returned"
+            )
+        if self.over:
+            raise UserError("session.step() after training was over: leave the loop when the batches end")
+        if self._parts_left:
+            raise UserError(f"a step {self._parts_left} batches too early: session.prepare(..., accumulate=N) said N")
+
+    def _step_of_optimizer(self, loss: Any) -> None:
+        self.step(loss if isinstance(loss, Tensor | float) else None)
+
+    def _tell_rate(self) -> None:
+        """Where the script's own schedule has moved on: worker 0's is everybody's."""
+        optimizer = self._handed.optimizer if self._handed is not None else None
+        if optimizer is None or self.worker != 0:
+            return
+        factor = lr_of(optimizer) / (self.config.lr or 1.0)
+        if factor != self._factor:
+            self._factor = factor
+            self._door.set_rate(Rate(self.worker, factor))
+
+    def report(self, **figures: float) -> None:
+        """Figures you measured (an accuracy, say), for the run's result; `--target` looks at them too."""
+        self._door.report({name: float(value) for name, value in figures.items()})
+
+    def _take(self, reply: Reply | None) -> None:
+        if reply is None:
+            raise RunFailed("the server of this run is gone")
+        self._reply = reply
+        self.over = reply.over
+
+    def next_batch(self, number: int, samples: int, parts: int) -> None:
+        """The batch about to be computed: how many samples it has, in how many parts."""
+        self._samples, self._parts_left, self.stepped = samples, parts, False
+        key = mix64(self.config.seed, self.worker, number)
+        seed_generators(key)
+        assert self._handed is not None
+        address_dropout(self._handed.model, key)
+
+    def next_part(self) -> None:
+        """A part of it is handed out."""
+        self._parts_left -= 1
+
+    @property
+    def batch_number(self) -> int:
+        """The number of the batch this worker is to compute next."""
+        assert self._reply is not None
+        return self._reply.batch
+
+
+def join(config: RunConfig | None = None) -> Session:
+    """This process as a worker of the run that `paceline run` started; alone, a run of one with `config`'s settings."""
+    if inherited is not None:
+        known = inherited.config, inherited.worker, inherited.incarnation, inherited.door
+        return Session(*known, inherited.typed, inherited.folder)
+    asked = config if config is not None else RunConfig(strategy="classic")
+    typed = frozenset(given(asked, SCRIPT_MAY_DECIDE))
+    alone = resolve(dataclasses.replace(asked, task=asked.task or SCRIPT))
+    require_gradients(alone)
+    refuse_codecs(alone)
+    refuse_newcomers(alone)
+    if alone.workers != 1:
+        raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
+    return Session(alone, 0, 0, OwnServer(), typed)

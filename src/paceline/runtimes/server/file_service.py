@@ -1,0 +1,96 @@
+"""Who looks at a served run: each observer has a thread that hands out pieces of the folder's files, and else sleeps.
+
+The thread that owns the weights lets them in, and has nothing more to do with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+from paceline.errors import ProtocolError
+from paceline.runs.folder import RunFolder
+from paceline.transports.connection import Connection
+from paceline.transports.file_client import SHOWN, Piece, read_look
+from paceline.transports.frames import MOST_PIECE, MOST_SEEN, Kind, fields_frame, header
+from paceline.transports.handshake import send
+from paceline.transports.listener import Applicant
+
+MOST_OBSERVERS = 16
+IDLE_SECONDS = 120.0
+ENDING_SECONDS = 3.0
+"""After the run's end they may still ask how it ended."""
+
+
+class Observers:
+    """All of one run."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._here: dict[Connection, set[str]] = {}
+        """What each has seen of the end: the result, and then the last event."""
+        self._changed = threading.Condition()
+
+    def admit(self, applicant: Applicant) -> None:
+        """Let one in, unless there are many."""
+        connection = applicant.connection
+        with self._changed:
+            if len(self._here) >= MOST_OBSERVERS:
+                applicant.refuse(f"{MOST_OBSERVERS} observers look at this run already")
+                return
+            self._here[connection] = set()
+        applicant.take_on({"run": str(self._folder.path)})
+        threading.Thread(target=self._serve, args=(connection,), name="paceline-observer", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        connection.sock.settimeout(IDLE_SECONDS)
+        try:
+            with contextlib.suppress(ConnectionError, ProtocolError):
+                while True:
+                    self._answer(connection, read_look(connection))
+        finally:
+            connection.close()
+            with self._changed:
+                del self._here[connection]
+                self._changed.notify_all()
+
+    def _answer(self, connection: Connection, look: dict[str, Any]) -> None:
+        name, offset, most = look.get("file"), look.get("offset"), look.get("most")
+        if name not in SHOWN or type(offset) is not int or type(most) is not int or not 0 <= most <= MOST_PIECE:
+            raise ProtocolError("an observer asked for what is not shown")
+        piece = read_piece(self._folder, str(name), offset, most)
+        known = {"offset": piece.offset, "size": piece.size, "age": piece.age} if piece is not None else {}
+        data = piece.data if piece is not None else b""
+        send(connection, fields_frame(Kind.SEEN, known, MOST_SEEN), header(Kind.BODY, len(data)), data)
+        if piece is not None and piece.offset + len(data) == piece.size:
+            self._note(connection, str(name))
+
+    def _note(self, connection: Connection, name: str) -> None:
+        """Somebody has seen all of a file."""
+        with self._changed:
+            seen = self._here[connection]
+            if name == "result.json" or (name == "events.jsonl" and seen):
+                seen.add(name)
+                self._changed.notify_all()
+
+    def end(self, seconds: float = ENDING_SECONDS) -> None:
+        """The result is written: let those who are here see it, and send everybody away."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(len(seen) == 2 for seen in self._here.values()), seconds)
+            for connection in self._here:
+                connection.shut_down()
+
+
+def read_piece(folder: RunFolder, name: str, offset: int, most: int) -> Piece | None:
+    """Some bytes of one of the run's files, from its end where `offset` is negative; None where there is none."""
+    try:
+        with (folder.path / name).open("rb") as file:
+            found = os.fstat(file.fileno())
+            begin = max(0, found.st_size + offset) if offset < 0 else min(offset, found.st_size)
+            file.seek(begin)
+            return Piece(begin, found.st_size, max(0.0, time.time() - found.st_mtime), file.read(most))
+    except OSError:
+        return None

@@ -1,0 +1,97 @@
+"""Between the first server and another of its run: small messages both ways, and tensors where they are awaited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import ProtocolError
+from paceline.transports.connection import Connection
+from paceline.transports.frames import (
+    HEADER_NBYTES,
+    MOST_SHARD,
+    Filler,
+    Kind,
+    Outbox,
+    Reading,
+    fields_frame,
+    header,
+    parse_header,
+    read_bytes,
+    read_fields,
+)
+from paceline.transports.tcp_server import view
+
+Message = dict[str, Any]
+FILLED: Message = {"filled": True}
+"""The tensors that were awaited are there."""
+
+
+class Link:
+    """Sends and receives without waiting; a link that is gone is a ConnectionError."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._outbox = Outbox()
+        self._filler = Filler(self._message())
+        self._places: list[memoryview] = []
+        self.last_heard = time.monotonic()
+        """When bytes came last, of a message that may not be whole yet."""
+
+    def fileno(self) -> int:
+        """Of the connection."""
+        return self.connection.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether `flush` is to be called as soon as the connection takes bytes."""
+        return bool(self._outbox)
+
+    def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        """Queue a message, and tensors that nobody changes until they are gone; send what goes at once."""
+        self._outbox.add(fields_frame(Kind.SHARD, message, MOST_SHARD))
+        if tensors:
+            bodies = [view(tensor.view(-1)) for tensor in tensors]
+            self._outbox.add(header(Kind.BODY, sum(map(len, bodies))), *bodies)
+        self.flush()
+
+    def flush(self) -> None:
+        """Go on sending."""
+        self._outbox.flush(self.connection.send)
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """The next tensors that come are to fill these; `receive` says when they have."""
+        self._places = [view(tensor.view(-1)) for tensor in tensors]
+
+    def receive(self) -> Message | None:
+        """The next message; None when it is not all there yet."""
+        whole = self._filler.fill(self._receive_into)
+        if whole is None:
+            return None
+        self._filler = Filler(self._message())
+        return whole[0]
+
+    def _receive_into(self, place: memoryview) -> int | None:
+        count = self.connection.receive_into(place)
+        if count is not None:
+            self.last_heard = time.monotonic()
+        return count
+
+    def _message(self) -> Reading[Message]:
+        packed = yield from read_bytes(HEADER_NBYTES)
+        awaited = sum(map(len, self._places))
+        kind, nbytes = parse_header(packed, {Kind.SHARD: MOST_SHARD, Kind.BODY: awaited})
+        if kind is Kind.SHARD:
+            return (yield from read_fields(nbytes))
+        if nbytes != awaited:
+            raise ProtocolError(f"tensors of {nbytes} bytes, where {awaited} are awaited")
+        yield from self._places
+        self._places = []
+        return FILLED
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()

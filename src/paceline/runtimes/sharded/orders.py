@@ -1,0 +1,75 @@
+"""What the first server tells the others of a run, in words that JSON has: every input, in the order it decided on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from paceline.core.buffers import Memory
+from paceline.core.messages import Input, Push
+from paceline.core.server import Server
+from paceline.interfaces import State
+
+_INPUTS = {kind.__name__: kind for kind in get_args(Input)}
+EMPTY = torch.empty(0)
+
+
+class Part(NamedTuple):
+    """Names what a worker brings: a push, or before the first one (seq -1) its hello."""
+
+    worker: int
+    incarnation: int
+    seq: int
+
+
+def to_words(message: Input) -> list[Any]:
+    """An input without its tensors.
+
+    >>> to_words(Push(1, 0, 7, 7, 32, 0.5, EMPTY, EMPTY))
+    ['Push', 1, 0, 7, 7, 32, 0.5]
+    """
+    if isinstance(message, Push):
+        return ["Push", *message[:6]]
+    return [type(message).__name__, *(message if isinstance(message, tuple) else dataclasses.astuple(message))]
+
+
+def from_words(words: list[Any]) -> Input:
+    """The inverse of `to_words`; the tensors of a push are empty.
+
+    >>> from_words(["Leave", 3, 1])
+    Leave(worker=3, incarnation=1)
+    """
+    name, *fields = words
+    tensors = (EMPTY, EMPTY) if name == "Push" else ()
+    message: Input = _INPUTS[name](*fields, *tensors)
+    return message
+
+
+def is_finite(update: Tensor) -> bool:
+    """Whether no number of it is a NaN or an infinity: the sum tells, or where it is too large, a look at all."""
+    return math.isfinite(update.sum().item()) or bool(torch.isfinite(update).all())
+
+
+def spoil(update: Tensor) -> None:
+    """Another server's part of this push is not finite: then none of it is."""
+    update[0] = math.nan
+
+
+def at_work(server: Server) -> list[int]:
+    """The workers whose weights, as last sent, belong into a checkpoint."""
+    return [worker for worker, member in sorted(server.members.items()) if member.live and not member.done]
+
+
+def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor]:
+    """All that a server of several has, in the order in which it is sent."""
+    return [weights, *(state[name] for name in sorted(state)), *sent]
+
+
+def sent_to(server: Server, memories: dict[int, Memory]) -> list[Tensor]:
+    """The weights that each worker at work has: as last sent or, where replies are encoded, as those add up."""
+    held = server.differences.held if server.differences is not None else {}
+    return [held[worker] if worker in held else memories[worker].weights for worker in at_work(server)]

@@ -1,0 +1,243 @@
+"""The other servers of a run, as the first sees them: it tells them every input, and gathers what they have."""
+
+from __future__ import annotations
+
+import functools
+import select
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.assembly.core import make_rule
+from paceline.assembly.cpu_sharing import server_threads
+from paceline.config import RunConfig, to_dict
+from paceline.core.compression import Opened
+from paceline.core.messages import Input
+from paceline.core.rules.sharded import Ranged
+from paceline.errors import ProtocolError, RunFailed, ServerLost
+from paceline.interfaces import Layout
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.sharded.channel import FILLED, Link, Message
+from paceline.runtimes.sharded.orders import sent_to, tensors_of, to_words
+from paceline.runtimes.sharded.spans import coding_of, grain_of, part_of, spans_of
+from paceline.system.environment import package_version
+from paceline.transports.connection import ANYWHERE, format_address, is_loopback, parse_address
+from paceline.transports.listener import Applicant, Listener
+
+ENDING_SECONDS = 8.0
+LOOK_SECONDS = 0.25
+SILENT_SECONDS = 20.0
+"""They beat every second; one that is silent for so long while we listen is stopped, or its machine is gone."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of them: the link to it, its range, and where workers find it."""
+
+    number: int
+    link: Link
+    span: slice
+    address: str
+    fingerprint: str | None
+    pid: int
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As workers are told of it."""
+        return {
+            "address": self.address,
+            "span": [self.span.start, self.span.stop],
+            "fingerprint": self.fingerprint,
+            "pid": self.pid,
+        }
+
+
+def muster(
+    listener: Listener, count: int, children: Sequence[subprocess.Popen[bytes]], seconds: float
+) -> tuple[list[Applicant], list[Applicant]]:
+    """Wait until so many servers have come; and the workers that came meanwhile."""
+    shards: list[Applicant] = []
+    others: list[Applicant] = []
+    deadline = time.monotonic() + seconds
+    while len(shards) < count:
+        select.select([listener], [], [], LOOK_SECONDS)
+        for applicant in listener.serve():
+            if not applicant.fields.get("shard"):
+                others.append(applicant)
+            elif applicant.fields.get("version") != package_version("paceline"):
+                applicant.refuse(f"this run is served by paceline {package_version('paceline')}: install the same")
+            else:
+                applicant.take_on({"shard": True})
+                shards.append(applicant)
+        shards = [applicant for applicant in shards if not applicant.connection.is_closed()]
+        ended = [child.returncode for child in children if child.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            why = f"one ended with code {ended[0]}" if ended else f"{len(shards)} came in {seconds:g} s"
+            raise RunFailed(f"--servers {count + 1} needs {count} more: {why}; see the lines above")
+    return shards, others
+
+
+def _reachable(applicant: Applicant) -> str:
+    """Where workers find it: a server that listens everywhere is where it comes from, unless that is this machine."""
+    address = str(applicant.fields.get("address"))
+    host, port = parse_address(address)
+    peer, _ = parse_address(applicant.peer)
+    return format_address((peer, port)) if host in ANYWHERE and not is_loopback(peer) else address
+
+
+class Shards:
+    """All servers but the first."""
+
+    def __init__(self, host: Host, applicants: Sequence[Applicant]) -> None:
+        assert host.task is not None and host.work is not None
+        config, server, layout = host.config, host.server, host.task.layout
+        self._host = host
+        self.own, *spans = spans_of(layout.size, len(applicants) + 1, grain_of(config))
+        self.coding = coding_of(config, layout, self.own)
+        push, pull = self.coding
+        self.opened = Opened(push, server.weights[self.own]) if push is not None else None
+        part = make_rule(config, part_of(layout, self.own), skew=host.work.skew)
+        self._ranged = Ranged(server.rule, part, self.own, server.weights, server.rule_state)
+        self.all = [
+            self._begin(number, applicant, span, config, layout, host.work.skew)
+            for number, (applicant, span) in enumerate(zip(applicants, spans, strict=True), start=1)
+        ]
+        server.keep_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
+        self.heard: deque[tuple[Shard, Message]] = deque()
+        """What came while something else was awaited."""
+        self._changed = False
+        host.gather = self.gather
+
+    def _begin(
+        self, number: int, applicant: Applicant, span: slice, config: RunConfig, layout: Layout, skew: float | None
+    ) -> Shard:
+        """Tell a server all that it must know, and give it its part."""
+        server, fields, address = self._host.server, applicant.fields, _reachable(applicant)
+        shard = Shard(
+            number,
+            Link(applicant.connection),
+            span,
+            address,
+            fields.get("fingerprint"),
+            int(fields.get("pid", 0)),
+        )
+        begin = {
+            "config": to_dict(config),
+            "layout": layout.to_rows(),
+            "span": [span.start, span.stop],
+            "skew": skew,
+            "budget": asdict(server.budget),
+            "threads": server_threads(config, layout),
+            "facts": server.facts(),
+        }
+        state = self._ranged.of_span(server.rule_state, span)
+        tensors = tensors_of(server.weights[span], state, [])
+        self._try(shard, lambda: shard.link.send({"begin": begin}, [tensor.contiguous() for tensor in tensors]))
+        return shard
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """As workers are told of all servers, the first included."""
+        return [{"span": [self.own.start, self.own.stop]}, *(shard.row for shard in self.all)]
+
+    def _try(self, shard: Shard, do: Callable[[], T]) -> T:
+        try:
+            return do()
+        except (ConnectionError, ProtocolError) as error:
+            raise self._lost(shard, f"is gone ({error})") from None
+
+    def _lost(self, shard: Shard, how: str) -> ServerLost:
+        what = (
+            f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how} "
+            f"at update {self._host.server.version}"
+        )
+        return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there")
+
+    def require_signs(self) -> None:
+        """ServerLost where one has said nothing for too long, though we have read all that came."""
+        now = time.monotonic()
+        for shard in self.all:
+            if now > shard.link.last_heard + SILENT_SECONDS:
+                raise self._lost(shard, f"has said nothing for {SILENT_SECONDS:g} s")
+
+    def excuse(self) -> None:
+        """We have not listened for a while: silence counts from now on."""
+        for shard in self.all:
+            shard.link.last_heard = time.monotonic()
+
+    def order(self, message: Input, finite: bool = True) -> None:
+        """Tell all of an input, before it is handled here."""
+        self._changed = True
+        self._send({"input": to_words(message), "finite": finite})
+
+    def end(self) -> None:
+        """Tell all that it is over."""
+        self._send({"end": True})
+
+    def _send(self, message: Message) -> None:
+        for shard in self.all:
+            self._try(shard, functools.partial(shard.link.send, message))
+
+    def receive(self, shard: Shard) -> Message | None:
+        """What it says next; None where nothing more is there."""
+        self._try(shard, shard.link.flush)
+        return self._try(shard, shard.link.receive)
+
+    @torch.inference_mode()
+    def gather(self) -> None:
+        """Bring everybody's part of weights, rule state and what workers were sent here, as of the last input."""
+        if not self._changed:
+            return
+        self._changed = False
+        server = self._host.server
+        places = {shard.number: self._places(shard) for shard in self.all}
+        filled = {
+            number: [torch.empty(place.shape, dtype=place.dtype) for place in rows] for number, rows in places.items()
+        }
+        for shard in self.all:
+            shard.link.expect(filled[shard.number])
+        self._send({"gather": server.version})
+        self.excuse()
+        awaited = {shard.number: shard for shard in self.all}
+        while awaited:
+            writing = [shard.link for shard in self.all if shard.link.wants_write]
+            select.select([shard.link for shard in awaited.values()], writing, [], LOOK_SECONDS)
+            for shard in list(awaited.values()):
+                while shard.number in awaited and (message := self.receive(shard)) is not None:
+                    if message is FILLED:
+                        del awaited[shard.number]
+                    elif "part" in message:
+                        self.heard.append((shard, message))
+            self.require_signs()
+        for number, rows in places.items():
+            for place, found in zip(rows, filled[number], strict=True):
+                place.copy_(found)
+
+    def _places(self, shard: Shard) -> list[torch.Tensor]:
+        """Where what a server has belongs."""
+        server, memories = self._host.server, self._host.memories
+        state = self._ranged.of_span(server.rule_state, shard.span)
+        sent = [weights[shard.span] for weights in sent_to(server, memories)]
+        return tensors_of(server.weights[shard.span], state, sent)
+
+    def close(self) -> None:
+        """Hang up."""
+        for shard in self.all:
+            shard.link.close()
+
+
+def see_off(children: Sequence[subprocess.Popen[bytes]], seconds: float = ENDING_SECONDS) -> None:
+    """Wait for processes of ours that were told that it is over; those that do not end by themselves are ended."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,268 @@
+"""One server of several: it has a range of the weights, takes its part of every push, and does what the first one says.
+
+The same pure Server, fed the same inputs in the same order, so it answers at the version at which the first one does.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.assembly.core import make_inside, make_policy, make_rule, make_schedule
+from paceline.assembly.run import key_of
+from paceline.config import from_dict
+from paceline.core.buffers import Memory, Sizes
+from paceline.core.compression import Codecs, Opened
+from paceline.core.messages import Input, Join, Leave, Push, Verdict
+from paceline.core.schedules import Budget
+from paceline.core.server import Server
+from paceline.errors import ProtocolError
+from paceline.interfaces import Layout
+from paceline.runtimes.sharded.channel import FILLED, Link, Message
+from paceline.runtimes.sharded.orders import Part, from_words, is_finite, sent_to, spoil, tensors_of
+from paceline.runtimes.sharded.spans import Coding, coding_of, part_of
+from paceline.transports.listener import Applicant, Listener
+from paceline.transports.shared_memory import Hello
+from paceline.transports.tcp_server import Heard, TcpServerDoor
+
+GRACE_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+BEAT_SECONDS = 1.0
+
+
+def make_part(order: Message) -> tuple[Server, Coding]:
+    """The server of a range, as the first one describes it, and how its parts are encoded; its tensors come after."""
+    config, span, whole = from_dict(order["config"]), slice(*order["span"]), Layout.from_rows(order["layout"])
+    layout, coding = part_of(whole, span), coding_of(config, whole, span)
+    torch.set_num_threads(int(order["threads"]))
+    server = Server(
+        torch.zeros(layout.size),
+        make_rule(config, layout, skew=order["skew"]),
+        make_policy(config),
+        Budget(**order["budget"]),
+        make_schedule(config),
+        config.workers or 1,
+        codecs=Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config)),
+        inside=make_inside(config),
+        places=config.max_workers,
+    )
+    return server, coding
+
+
+class ShardService:
+    """The event loop of a server that is not the first."""
+
+    def __init__(self, link: Link, listener: Listener, say: Callable[[str], None]) -> None:
+        self._link, self._listener, self._say = link, listener, say
+        self._server: Server | None = None
+        self._coding = Coding()
+        self._opened: Opened | None = None
+        self._doors: dict[tuple[int, int], TcpServerDoor] = {}
+        """By worker and incarnation: a newcomer may be here before we are told that the one before it is gone."""
+        self._parts: dict[tuple[int, int], Push] = {}
+        self._memories: dict[int, Memory] = {}
+        self._facts: dict[str, Any] = {}
+        self._ended: float | None = None
+        self._next_beat = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ, self._hear_first)
+        self._selector.register(listener, selectors.EVENT_READ, self._let_in)
+
+    def run(self) -> bool:
+        """Serve until the first server says that it is over; False where it went away before."""
+        try:
+            while not self._is_over():
+                for key, _ in self._selector.select(LOOK_SECONDS):
+                    if key.fd in self._selector.get_map():  # else it was hung up on meanwhile
+                        key.data()
+                self._beat(time.monotonic())
+                self._watch(self._link)
+                self._listener.expire(time.monotonic())
+                for text in self._listener.complaints():
+                    self._say(text)
+        except (ConnectionError, ProtocolError) as error:
+            self._say(f"the first server is gone: {error}")
+            return False
+        finally:
+            self._selector.close()
+            self._link.close()
+            for door in self._doors.values():
+                door.close()
+        return True
+
+    def _beat(self, now: float) -> None:
+        """A sign of life for the first server; where much waits to be sent already, that is one."""
+        if now >= self._next_beat and self._ended is None and not self._link.wants_write:
+            self._link.send({"beat": True})
+            self._next_beat = now + BEAT_SECONDS
+
+    def _is_over(self) -> bool:
+        """Every worker has taken its last reply along, or has had the time for it."""
+        return self._ended is not None and (not self._doors or time.monotonic() > self._ended + GRACE_SECONDS)
+
+    def _watch(self, line: Link | TcpServerDoor) -> None:
+        if line.fileno() >= 0:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.wants_write else 0)
+            key = self._selector.get_key(line)
+            if key.events != events:
+                self._selector.modify(line, events, key.data)
+
+    # the first server
+
+    def _hear_first(self) -> None:
+        self._link.flush()
+        while self._ended is None and (message := self._link.receive()) is not None:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        if "input" in message:
+            self._handle(message["input"], message["finite"])
+        elif "begin" in message:
+            self._begin(*make_part(message["begin"]))
+            self._facts = message["begin"]["facts"]
+            self._link.expect(tensors_of(self._known.weights, self._known.rule_state, []))
+        elif message is FILLED:
+            server = self._known
+            server.restore(self._facts, server.weights, server.rule_state)
+        elif "gather" in message:
+            server = self._known
+            sent = sent_to(server, self._memories)
+            found = [tensor.clone() for tensor in tensors_of(server.weights, server.rule_state, sent)]
+            self._link.send({"gathered": message["gather"]}, found)
+        elif "end" in message:
+            self._ended = time.monotonic()
+            self._selector.unregister(self._link)
+            self._link.close()
+
+    def _begin(self, server: Server, coding: Coding) -> None:
+        self._server, self._coding = server, coding
+        if coding.push is not None:
+            self._opened = Opened(coding.push, server.weights)
+            server.take_opened(self._opened)
+
+    @property
+    def _known(self) -> Server:
+        if self._server is None:
+            raise ProtocolError("an order before the run was described")
+        return self._server
+
+    def _handle(self, words: list[Any], finite: bool) -> None:
+        message, server = self._message(words, finite), self._known
+        if isinstance(message, Join):
+            slot = self._doors[message.worker, message.incarnation].slot
+            assert slot is not None, "the first server was told of a hello that did not come"
+            self._memories[message.worker] = slot
+        outcome = server.handle(message)
+        for reply in outcome.replies:
+            if outcome.verdict != Verdict.REPEATED:
+                server.hand_out(reply, self._memories[reply.worker])
+                door = self._doors.get((reply.worker, reply.incarnation))
+                if door is not None:
+                    door.answer(reply)
+                    self._watch(door)
+        if isinstance(message, Leave):
+            for key in [key for key in self._doors if key[0] == message.worker and key[1] <= message.incarnation]:
+                self._forget(self._doors[key])
+
+    def _message(self, words: list[Any], finite: bool) -> Input:
+        """An order as the server takes it: a push with the part that its worker brought."""
+        message = from_words(words)
+        if not isinstance(message, Push):
+            return message
+        part = self._parts.get((message.worker, message.incarnation))
+        if part is None or part.seq != message.seq:
+            return message  # from nobody we know: it will be rejected
+        if not finite:
+            spoil(part.update)
+        return message._replace(update=part.update)
+
+    # workers
+
+    def _let_in(self) -> None:
+        for applicant in self._listener.serve():
+            self._consider(applicant)
+
+    def _consider(self, applicant: Applicant) -> None:
+        key = applicant.fields.get("worker"), applicant.fields.get("incarnation")
+        if self._server is None or not all(type(number) is int and number >= 0 for number in key):
+            applicant.refuse("a part of a run is served here: workers and observers apply to its first server")
+            return
+        worker, incarnation = int(key[0] or 0), int(key[1] or 0)
+        known = self._doors.get((worker, incarnation))
+        if applicant.fields.get("again"):
+            if known is None:
+                applicant.refuse("this worker was taken for lost")
+                return
+            self._hang_up(known)
+            applicant.welcome_back(known, {})
+        else:
+            if known is not None:
+                self._forget(known)
+            largest = Sizes(self._server.weights.numel(), 0, *self._coding.capacities)
+            known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
+            self._doors[worker, incarnation] = known
+        door = known
+        self._selector.register(door, selectors.EVENT_READ, lambda: self._serve(door))
+        self._watch(door)
+
+    def _serve(self, door: TcpServerDoor) -> None:
+        if door.wants_write:
+            door.flush()
+        try:
+            message = door.receive()
+        except ProtocolError as error:
+            self._say(str(error))
+            self._hang_up(door)
+            return
+        if message is None:
+            if door.left or door.slot is None or self._known.over:
+                self._forget(door)
+            else:
+                self._hang_up(door)  # it will come back, or the first server will take it for lost
+            return
+        if isinstance(message, Hello):
+            self._vote(Part(door.worker, door.incarnation, -1), finite=True)
+        elif isinstance(message, Push):
+            self._take(door, message)
+        else:
+            assert isinstance(message, Heard) or message.worker == door.worker
+        self._watch(door)
+
+    def _take(self, door: TcpServerDoor, push: Push) -> None:
+        """A part of a push: tell the first server of it, and keep it until the order comes."""
+        member = self._known.members.get(push.worker)
+        if member is not None and member.incarnation == push.incarnation and push.seq <= member.seq:
+            if not member.waiting and push.seq == member.seq:  # it came before, and its answer was lost
+                door.answer(self._known.last_answer(push.worker))
+            return
+        part, known = Part(push.worker, push.incarnation, push.seq), self._parts.get((push.worker, push.incarnation))
+        nbytes = push.update.nbytes
+        if known is None or known.seq != push.seq:  # else it came before, on a connection that broke
+            try:
+                known = push if self._opened is None else push._replace(update=self._opened.open(push.update))
+            except ProtocolError as error:
+                self._say(f"worker {push.worker}: {error}")
+                self._link.send({"part": part, "wrong": str(error)})
+                return
+            self._parts[push.worker, push.incarnation] = known
+        self._vote(part, is_finite(known.update), nbytes)
+
+    def _vote(self, part: Part, finite: bool, nbytes: int = 0) -> None:
+        if self._ended is None:
+            self._link.send({"part": part, "finite": finite, "nbytes": nbytes})
+
+    def _hang_up(self, door: TcpServerDoor) -> None:
+        if door.fileno() >= 0:
+            self._selector.unregister(door)
+            door.close()
+
+    def _forget(self, door: TcpServerDoor) -> None:
+        self._hang_up(door)
+        key = door.worker, door.incarnation
+        if self._doors.get(key) is door:
+            del self._doors[key]
+            self._parts.pop(key, None)

@@ -1,0 +1,100 @@
+"""Where the flat vector is cut for several servers, and which settings need it whole. It imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.config import RunConfig
+from paceline.errors import UserError
+from paceline.settings.codecs import CODECS, build_part, parse_codec
+from paceline.settings.strategies import parse_strategy
+
+if TYPE_CHECKING:
+    from paceline.codecs.slices import CodecPart, Sliced
+    from paceline.interfaces import Layout
+
+GRAIN, CODED_GRAIN = 64, 256
+"""Floats. Vector instructions take this many or fewer at once, so a range has the bits that it has within the whole;
+where something is encoded, blocks of so many share a scale."""
+
+
+def require_cuttable(config: RunConfig, servers: int) -> None:
+    """Refuse what one server must see whole."""
+    if servers < 1:
+        raise UserError(f"--servers {servers}: a run needs at least one")
+    if servers == 1:
+        return
+    asked = f"--servers {servers} cuts the weights into ranges, and"
+    pull = config.pull_codec
+    if pull is not None and not CODECS[parse_codec(pull)[0]].by_range:
+        known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
+        raise UserError(f"{asked} --pull-codec {pull} looks at all of them at once: use one of {known}")
+    if parse_strategy(config.strategy).is_local:
+        return  # what needs the whole is inside the workers
+    if config.clip is not None:
+        raise UserError(f"{asked} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
+    if config.optimizer == "lars":
+        raise UserError(f"{asked} lars needs the norm of each layer: leave out one, or use --optimizer sgd")
+
+
+def grain_of(config: RunConfig) -> int:
+    """Ranges begin at multiples of so many floats."""
+    return GRAIN if config.codec is None and config.pull_codec is None else CODED_GRAIN
+
+
+def spans_of(size: int, servers: int, grain: int = GRAIN) -> list[slice]:
+    """As many ranges of a vector of `size` floats, as equal as whole grains allow.
+
+    >>> spans_of(320, 2)
+    [slice(0, 192, None), slice(192, 320, None)]
+    """
+    grains = -(-size // grain)
+    if grains < servers:
+        raise UserError(
+            f"--servers {servers}: {size} floats make {grains} ranges of {grain} at most; use fewer servers"
+        )
+    ends = [min(size, grain * -(-grains * number // servers)) for number in range(servers + 1)]
+    return [slice(first, last) for first, last in itertools.pairwise(ends)]
+
+
+def part_of(layout: Layout, span: slice) -> Layout:
+    """The layout of a range: its parameters, or flat pieces of them.
+
+    >>> from paceline.interfaces import pack
+    >>> part_of(pack([("a", (100,), True), ("b", (7, 9), False)]), slice(64, 192)).parameters
+    (Parameter(name='a', shape=(36,), offset=0, decay=True), Parameter(name='b', shape=(63,), offset=48, decay=False))
+    """
+    from paceline.interfaces import Layout, Parameter
+
+    pieces = []
+    for parameter in layout.parameters:
+        first, last = max(parameter.offset, span.start), min(parameter.offset + parameter.size, span.stop)
+        if first < last:
+            pieces.append(Parameter(parameter.name, (last - first,), first - span.start, parameter.decay))
+    return Layout(tuple(pieces), span.stop - span.start)
+
+
+class Coding(NamedTuple):
+    """How the parts of pushes and replies of one range are encoded; None: as they are."""
+
+    push: CodecPart | None = None
+    pull: Sliced | None = None
+
+    @property
+    def capacities(self) -> tuple[int | None, int | None]:
+        """The most bytes of a part of a push and of a reply."""
+        push, pull = self.push, self.pull
+        return push.capacity if push is not None else None, pull.capacity if pull is not None else None
+
+
+def coding_of(config: RunConfig, layout: Layout, span: slice) -> Coding:
+    """The codecs of a run, as a server of `span` has to do with them."""
+    from paceline.codecs.slices import Sliced
+
+    push, pull = (
+        build_part(name, layout, span, part_of(layout, span)) if name is not None else None
+        for name in (config.codec, config.pull_codec)
+    )
+    assert pull is None or isinstance(pull, Sliced), "others were refused at the start"
+    return Coding(push, pull)

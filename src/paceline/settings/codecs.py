@@ -1,0 +1,94 @@
+"""The codecs by name: what each does, and how it is built. Importing this file imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.errors import UserError, name_and_argument
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.codecs.flat import FlatCodec
+    from paceline.codecs.slices import CodecPart
+    from paceline.interfaces import Layout
+
+MOST_FRACTION = 0.5
+"""Of values sent by `topk`: beyond it, places and values are more bytes than all values."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What there is to know of a codec before it is built."""
+
+    text: str
+    letter: str = ""
+    """What stands for the number behind its colon."""
+    by_range: bool = True
+    """Whether a range of an update can be encoded without knowing the rest."""
+
+
+CODECS = {
+    "none": Traits("every float as it is"),
+    "fp16": Traits("every value in 16 bits, 11 of them significant"),
+    "bf16": Traits("every value in 16 bits, 8 of them significant"),
+    "int8": Traits("every value in 8 bits, a scale for each 256"),
+    "sign": Traits("every sign, a magnitude for each 256"),
+    "topk": Traits("the largest values, a share F of all: topk:F", letter="F", by_range=False),
+    "lowrank": Traits("two factors of R columns for each matrix: lowrank:R", letter="R", by_range=False),
+}
+
+
+def parse_codec(text: str) -> tuple[str, float]:
+    """`int8` or `lowrank:4`, as (name, number); a clear error for anything else.
+
+    >>> parse_codec("lowrank:4")
+    ('lowrank', 4.0)
+    """
+    name, argument = name_and_argument("codec", text, {name: traits.letter for name, traits in CODECS.items()})
+    letter = CODECS[name].letter
+    if letter == "R" and (not argument.isdecimal() or int(argument) < 1):
+        raise UserError(f"codec '{text}': the rank after the colon must be a whole number of at least 1")
+    return name, _fraction(text, argument) if letter == "F" else float(argument or 0)
+
+
+def _fraction(text: str, argument: str) -> float:
+    try:
+        fraction = float(argument)
+    except ValueError:
+        fraction = 0.0
+    if not 0.0 < fraction <= MOST_FRACTION:
+        raise UserError(f"codec '{text}': the share after the colon must be above 0 and at most {MOST_FRACTION}")
+    return fraction
+
+
+def build_codec(text: str, layout: Layout, device: torch.device | None = None, first: int = 0) -> FlatCodec:
+    """The codec of that name for the updates of `layout`, which may be the range of a longer one from `first` on."""
+    import torch
+
+    from paceline.codecs.dense import Exact, Rounded
+    from paceline.codecs.lowrank import LowRank
+    from paceline.codecs.quantized import Int8, Sign
+    from paceline.codecs.sparse import TopK
+
+    name, number = parse_codec(text)
+    match name:
+        case "fp16" | "bf16":
+            return Rounded(layout, torch.float16 if name == "fp16" else torch.bfloat16, device)
+        case "int8":
+            return Int8(layout, device, first)
+        case "sign":
+            return Sign(layout, device)
+        case "topk":
+            return TopK(layout, number, device)
+        case "lowrank":
+            return LowRank(layout, int(number), device)
+    return Exact(layout, device)
+
+
+def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
+    """The same for one of several servers, which has the range `span` of `layout`, laid out as `part`."""
+    from paceline.codecs.slices import part_of_codec
+
+    return part_of_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))

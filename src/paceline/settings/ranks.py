@@ -1,0 +1,149 @@
+"""Processes that torchrun or Slurm's srun started, as their environment says. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from paceline.config import RunConfig
+from paceline.errors import UserError
+from paceline.settings.resolve import cores
+from paceline.settings.strategies import on_ring, parse_strategy
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Below those that a system gives to outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of `size` processes, and one of the `local_size` on its machine."""
+
+    number: int
+    size: int
+    local: int
+    local_size: int
+    address: str
+    port: int
+    store_is_there: bool
+    """Whether the launcher itself keeps the store of addresses; if not, the first rank does."""
+    attempt: int = 0
+    """How often the launcher has started everybody again."""
+    step: str | None = None
+    """Slurm's name for these processes; None under torchrun."""
+    cpus: int | None = None
+    """How many the launcher gives to each process, where it says so."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one keeps the run's folder and speaks to the user."""
+        return self.number == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all ranks share one machine."""
+        return self.local_size == self.size
+
+
+def rank_here() -> Rank | None:
+    """None where no launcher started this process."""
+    if all(name in os.environ for name in VARIABLES):
+        return _checked(_of_torchrun, VARIABLES)
+    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return _checked(_of_slurm, SLURM_VARIABLES)
+    return None  # a batch script has SLURM_PROCID and SLURM_NTASKS too, but is no step of several tasks
+
+
+def _checked(read: Callable[[Mapping[str, str]], Rank], names: tuple[str, ...]) -> Rank:
+    try:
+        rank = read(os.environ)
+    except (ValueError, KeyError):
+        found = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
+        raise UserError(f"a launcher's variables must be numbers, found {found}") from None
+    if not 0 <= rank.number < rank.size:
+        raise UserError(
+            f"{names[0]}={rank.number} with {names[1]}={rank.size}: ranks are counted from 0 to {rank.size - 1}"
+        )
+    return rank
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Rank:
+    number, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    local, local_size = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    store_is_there = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Rank(number, size, local, local_size, environment["MASTER_ADDR"], port, store_is_there, attempt)
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Rank:
+    number, size, local, job = (int(environment[name]) for name in SLURM_VARIABLES)
+    step, attempt = int(environment.get("SLURM_STEP_ID", "0")), int(environment.get("SLURM_RESTART_COUNT", "0"))
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(size))
+    address = environment.get("MASTER_ADDR") or first_node(nodes)
+    port = int(environment.get("MASTER_PORT") or FIRST_PORT + (131 * job + step) % NUM_PORTS)
+    cpus = environment.get("SLURM_CPUS_PER_TASK")
+    return Rank(
+        number,
+        size,
+        local,
+        tasks_of_node(tasks, int(environment.get("SLURM_NODEID", "0"))),
+        address,
+        port,
+        store_is_there=False,
+        attempt=attempt,
+        step=f"{job}.{step}.{attempt}",
+        cpus=int(cpus) if cpus is not None else None,
+    )
+
+
+def first_node(nodes: str) -> str:
+    """The first of Slurm's list of nodes, which has task 0.
+
+    >>> first_node("node[07-09,12],gpu1"), first_node("login"), first_node("rack[1-2]-node[01,03]")
+    ('node07', 'login', 'rack1-node01')
+    """
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head.group() if head is not None else nodes)
+
+
+def tasks_of_node(tasks: str, node: int) -> int:
+    """How many tasks Slurm gives to node number `node`, of a list such as 2(x3),1.
+
+    >>> [tasks_of_node("2(x3),1", node) for node in range(4)]
+    [2, 2, 2, 1]
+    """
+    for part in tasks.split(","):
+        count, _, times = part.partition("(x")
+        repeated = int(times.rstrip(")")) if times else 1
+        if node < repeated:
+            return int(count)
+        node -= repeated
+    raise ValueError(f"{tasks} tells of no node {node}")
+
+
+def config_of(rank: Rank, config: RunConfig) -> RunConfig:
+    """The config of one rank: on a ring every process is a worker; else the first one serves the others."""
+    if parse_strategy(config.strategy).name == "classic":
+        raise UserError(
+            f"strategy classic is one worker, and a launcher has started {rank.size} of this command: leave the "
+            "launcher out, or choose --strategy allreduce or async"
+        )
+    ring = on_ring(config)
+    workers = rank.size if ring else rank.size - 1
+    if not workers:
+        raise UserError(
+            f"strategy {config.strategy} needs one process that serves and at least one that works, and the launcher "
+            "started 1: start 2 or more, or leave the launcher out"
+        )
+    if config.workers is not None and config.workers != workers:
+        served = "" if ring else f", the first of which serves {workers}"
+        raise UserError(
+            f"--workers {config.workers}, but the launcher started {rank.size} processes{served}: leave --workers "
+            f"out, or start {config.workers if ring else config.workers + 1}"
+        )
+    threads = config.threads or rank.cpus or max(1, cores() // rank.local_size)
+    return replace(config, workers=workers, threads=threads)

@@ -1,0 +1,251 @@
+"""The rules by name: what each can be combined with, and how it is built. Importing this file imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paceline.config import RunConfig, places_of
+from paceline.errors import UserError, name_and_argument, whole_number
+from paceline.settings.automatic import Choice, choose
+
+if TYPE_CHECKING:
+    from paceline.core.optimizers import Optimizer, Prepared
+    from paceline.interfaces import Rule
+
+IN_ROUNDS = ("sync", "backup", "allreduce", "local", "diloco")
+ON_ARRIVAL = ("async", "bounded")
+LOCAL = ("local", "diloco", "async-local")
+"""Strategies whose workers push the drift of steps of their own."""
+OUTER = {"diloco": (0.7, 0.9), "async-local": (0.4, 0.8)}
+"""The outer learning rate and momentum of those that have them, unless said: as published (arXiv 2311.08105), and
+shorter where every drift is a round old: 10 workers whose drifts go all the way diverge from about .6 on."""
+PUBLISHED = ("plain", "plain-early")
+"""Rules that stand for what published systems did, live weights included."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What there is to know of a rule before it is built."""
+
+    text: str
+    letter: str = ""
+    """What stands for the number behind its colon."""
+    knows_workers: bool = False
+    """Keeps something of each worker, so it cannot step on the mean of a round."""
+    steps_itself: bool = False
+    """Brings its own momentum, so no other optimizer can be inside."""
+    drops: bool = False
+    sends_others: bool = False
+    """Workers are sent other weights than the live ones."""
+    for_drifts: bool = False
+    """Steps on the drifts of local steps, and on nothing else."""
+
+
+RULES = {
+    "auto": Traits("chosen for the workers, their labels and the optimizer", knows_workers=True, sends_others=True),
+    "plain": Traits("one shared optimizer stepped on each push"),
+    "plain-early": Traits("plain, answered before the push is applied", sends_others=True),
+    "damped": Traits("lr / staleness"),
+    "gap": Traits("each coordinate divided by how far it has moved since", knows_workers=True),
+    "compensated": Traits("stale gradients carried to the newest weights", knows_workers=True),
+    "dana": Traits(
+        "each worker's momentum, and a look ahead by all of it",
+        knows_workers=True,
+        steps_itself=True,
+        sends_others=True,
+    ),
+    "dana-slim": Traits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
+    "cached": Traits("the mean of everybody's latest gradient", knows_workers=True),
+    "ringleader": Traits("one step for each worker a round", knows_workers=True, steps_itself=True),
+    "ringmaster": Traits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
+    "buffered": Traits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
+    "delayed": Traits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
+    "foresight": Traits(
+        "cached, and weights of the time a push counts", knows_workers=True, steps_itself=True, sends_others=True
+    ),
+    "farsight": Traits(
+        "the newest gradient, and weights of the time a push counts",
+        knows_workers=True,
+        steps_itself=True,
+        sends_others=True,
+    ),
+    "farsight-fair": Traits(
+        "farsight, every worker's data counting alike", knows_workers=True, steps_itself=True, sends_others=True
+    ),
+}
+
+
+def parse_rule(text: str) -> tuple[str, int]:
+    """`dana` or `buffered:4`, as (name, number); a clear error for anything else.
+
+    >>> parse_rule("buffered:4")
+    ('buffered', 4)
+    """
+    name, argument = name_and_argument("rule", text, {name: traits.letter for name, traits in RULES.items()})
+    return name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0
+
+
+def rule_for(config: RunConfig) -> str:
+    """The config's rule; `auto` is left as it is only where there is something to choose."""
+    strategy = config.strategy.partition(":")[0]
+    if config.rule != "auto" or strategy in ON_ARRIVAL:
+        return config.rule
+    return "delayed" if strategy == "async-local" else "plain"  # under the others nothing is stale
+
+
+def _check_on_drifts(config: RunConfig, strategy: str, rule: str) -> None:
+    """What can be done with a drift is less than with a gradient: its learning rate is inside."""
+    if strategy == "async-local" and not RULES[rule].for_drifts:
+        raise UserError(
+            f"rule {config.rule} is for gradients, and strategy {config.strategy} pushes drifts: use --rule delayed, "
+            "its default"
+        )
+    if strategy in LOCAL and strategy != "async-local" and rule != "plain":
+        what = "averages drifts as they are" if strategy == "local" else "has its outer momentum"
+        raise UserError(f"strategy {config.strategy} {what}: leave out --rule {config.rule}")
+    if strategy not in LOCAL and RULES[rule].for_drifts:
+        raise UserError(f"rule {rule} is for drifts, and strategy {config.strategy} pushes gradients: use --rule auto")
+
+
+def check_rule(config: RunConfig) -> None:
+    """Refuse a rule that the chosen strategy or optimizer cannot be combined with, naming both."""
+    rule, strategy = parse_rule(config.rule)[0], config.strategy.partition(":")[0]
+    traits = RULES[rule]
+    _check_on_drifts(config, strategy, rule)
+    if strategy in LOCAL:
+        average_horizon(config)
+        return
+    if strategy in IN_ROUNDS and (traits.knows_workers or traits.drops):
+        raise UserError(
+            f"rule {config.rule} needs to know whose push it applies, and strategy {config.strategy} hands it the mean "
+            "of many: use --rule plain, or --strategy async"
+        )
+    if traits.drops and strategy != "async":
+        raise UserError(f"rule {config.rule} answers every push at once: use --strategy async, not {config.strategy}")
+    if traits.steps_itself and config.optimizer != "sgd":
+        raise UserError(
+            f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} has no place in: "
+            f"use --optimizer sgd, or --rule cached with {config.optimizer}"
+        )
+    if traits.steps_itself and config.nesterov:
+        raise UserError(f"rule {config.rule} has its own way to step, and --nesterov another: leave out one of the two")
+    average_horizon(config)
+
+
+def average_horizon(config: RunConfig) -> float | None:
+    """How many updates the averaged weights look back over: None without averaging, inf for a share of all so far.
+
+    `auto` averages where pushes are applied as they come, unless the rule is one of the published settings.
+    """
+    if config.average in (None, "auto"):
+        as_they_come = config.strategy.partition(":")[0] in (*ON_ARRIVAL, "async-local")
+        return math.inf if as_they_come and config.rule not in PUBLISHED else None
+    if config.average in ("none", "on"):
+        return math.inf if config.average == "on" else None
+    try:
+        horizon = float(config.average or "")
+    except ValueError:
+        horizon = 0.0
+    if not 1.0 <= horizon < math.inf:
+        raise UserError(f"--average '{config.average}': give auto, none, on or a number of updates, at least 1")
+    return horizon
+
+
+def average_in_words(config: RunConfig) -> str:
+    """What `auto` came to: none, on or the horizon."""
+    horizon = average_horizon(config)
+    return "none" if horizon is None else "on" if math.isinf(horizon) else f"{horizon:g}"
+
+
+def rows_nbytes(config: RunConfig, num_floats: int) -> int:
+    """What a rule's rows, one a worker, take on the server."""
+    return 4 * num_floats * places_of(config) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
+
+
+def chosen(config: RunConfig, skew: float | None) -> Choice:
+    """What `auto` comes to for this run; one worker that others may join is not chosen for alone."""
+    workers = max(config.workers or 1, min(places_of(config), 2))
+    return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
+
+
+def build_rule(
+    config: RunConfig,
+    places: int,
+    optimizer: Callable[[], Optimizer],
+    prepared: Callable[[], Prepared],
+    skew: float | None = None,
+) -> Rule:
+    """The rule of the config for so many workers, with its optimizer or with momentum of its own, perhaps averaged."""
+    from paceline.core.rules.averaged import Averaged
+
+    rule: Rule
+    if config.rule == "auto":
+        from paceline.core.rules.lr_scaling import Paced
+
+        choice = chosen(config, skew)
+        named = replace(config, rule=choice.rule, average="none")
+        rule = build_rule(named, places, optimizer, prepared)
+        rule = Paced(rule, choice.most) if choice.most else rule
+    elif config.strategy.partition(":")[0] in LOCAL or RULES[parse_rule(config.rule)[0]].for_drifts:
+        rule = _on_drifts(config)
+    elif RULES[parse_rule(config.rule)[0]].steps_itself:
+        rule = _stepping_itself(config, places, prepared())
+    else:
+        rule = _around(config, places, optimizer())
+    horizon = average_horizon(config)
+    return rule if horizon is None else Averaged(rule, horizon if math.isfinite(horizon) else None)
+
+
+def _on_drifts(config: RunConfig) -> Rule:
+    """A rule for what local steps came to: their optimizer is inside them."""
+    from paceline.core.optimizers import Sgd
+    from paceline.core.rules.delayed import Delayed
+    from paceline.core.rules.plain import Plain
+
+    momentum = config.outer_momentum or 0.0
+    return Delayed(momentum) if config.rule == "delayed" else Plain(Sgd(momentum, nesterov=True))
+
+
+def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
+    """A rule around an optimizer."""
+    from paceline.core.rules.cached import Cached
+    from paceline.core.rules.compensated import Compensated
+    from paceline.core.rules.gap import Gap
+    from paceline.core.rules.plain import Early, Plain
+    from paceline.core.rules.staleness_aware import Damped
+
+    rules: dict[str, Callable[[], Rule]] = {
+        "plain": lambda: Plain(optimizer),
+        "plain-early": lambda: Early(optimizer),
+        "ringmaster": lambda: Plain(optimizer),  # its policy drops the stale ones
+        "damped": lambda: Damped(optimizer),
+        "gap": lambda: Gap(optimizer, places),
+        "compensated": lambda: Compensated(optimizer, places),
+        "cached": lambda: Cached(optimizer, places),
+    }
+    return rules[parse_rule(config.rule)[0]]()
+
+
+def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
+    from paceline.core.rules.buffered import Buffered
+    from paceline.core.rules.dana import Dana, DanaSlim
+    from paceline.core.rules.farsight import FairFarsight, Farsight
+    from paceline.core.rules.foresight import Foresight
+    from paceline.core.rules.ringleader import Ringleader
+
+    name, number = parse_rule(config.rule)
+    if name == "buffered":
+        return Buffered(number, config.momentum, prepared)
+    rules: dict[str, Callable[[float, int, Prepared], Rule]]
+    rules = {
+        "dana": Dana,
+        "dana-slim": DanaSlim,
+        "ringleader": Ringleader,
+        "foresight": Foresight,
+        "farsight": Farsight,
+        "farsight-fair": FairFarsight,
+    }
+    return rules[name](config.momentum, places, prepared)

@@ -1,0 +1,141 @@
+"""What a user should know of the settings before they train with them: one line each, what will happen, what to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.config import RunConfig, is_simulated
+from paceline.data.datasets import DATASETS
+from paceline.settings.rules import ON_ARRIVAL, RULES, parse_rule
+from paceline.settings.strategies import parse_strategy
+
+SKEWED_BELOW = 1.0
+"""A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""
+GROUP_NORM = "-gn"
+"""Ends the names of models with group norm in the place of batch norm."""
+STARVING = ("damped", "gap", "ringmaster")
+"""Rules that let pushes of slow workers count for less, or not at all."""
+FEWEST_EXCHANGES = 30
+"""With fewer in a whole run, local steps have little to average, and an outer momentum no time to grow."""
+
+FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+"""What /proc/cpuinfo says of a CPU that multiplies bf16 itself."""
+
+
+def advice(config: RunConfig) -> list[str]:
+    """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
+    if config.timing_only:
+        return []
+    found = [_batch_norm_on_skew(config), _slow_precision(config), _few_exchanges(config), _codec_at_home(config)]
+    if config.strategy.partition(":")[0] in ON_ARRIVAL:
+        found += [_starved(config), _adam_on_skew(config), _momentum(config)]
+    return [line for line in found if line is not None]
+
+
+def is_skewed(split: str) -> bool:
+    """Whether workers see labels in very different shares.
+
+    >>> is_skewed("labels"), is_skewed("dirichlet:0.1"), is_skewed("dirichlet:5"), is_skewed("iid")
+    (True, True, False, False)
+    """
+    name, _, alpha = split.partition(":")
+    return name == "labels" or (name == "dirichlet" and float(alpha) < SKEWED_BELOW)
+
+
+def has_batch_norm(model: str) -> bool:
+    """Whether a built-in model normalises by the batch, and so by its worker's labels.
+
+    >>> has_batch_norm("resnet18"), has_batch_norm("resnet18-gn"), has_batch_norm("cnn")
+    (True, False, False)
+    """
+    return model.startswith(("resnet", "inception")) and not model.endswith(GROUP_NORM)
+
+
+def most_momentum(workers: int) -> float:
+    """What is left for explicit momentum beside that of asynchrony, about 1 - 1/n (arXiv 1605.09774).
+
+    Momentum m makes steps 1/(1 - m) times as long, asynchrony n times: together at most as .9 with 4 workers, since
+    with 5 the published runs begin to end in NaN.
+
+    >>> [round(most_momentum(workers), 3) for workers in (2, 4, 5, 10, 40)]
+    [0.95, 0.9, 0.875, 0.75, 0.0]
+    """
+    return max(0.0, 1.0 - workers / 40.0)
+
+
+def _batch_norm_on_skew(config: RunConfig) -> str | None:
+    alone = (config.workers or 1) == 1
+    if config.task is not None or not has_batch_norm(config.model) or not is_skewed(config.split) or alone:
+        return None
+    other = config.model if config.model.startswith("resnet") else "resnet18"
+    return (
+        f"batch norm in {config.model} with --split {config.split} normalises by each worker's own labels, which the "
+        f"evaluated model never sees alone: use group norm, as in --model {other}{GROUP_NORM}"
+    )
+
+
+def _slow_precision(config: RunConfig, cpu_facts: Path = Path("/proc/cpuinfo")) -> str | None:
+    if config.precision != "bf16" or config.device != "cpu":
+        return None
+    try:
+        known = any(flag in cpu_facts.read_text(encoding="utf-8") for flag in FAST_BF16)
+    except OSError:
+        return None
+    return None if known else "--precision bf16 is slow here: this CPU computes in fp32 and only rounds; fp32 is faster"
+
+
+def _codec_at_home(config: RunConfig) -> str | None:
+    codec = config.codec or config.pull_codec
+    if codec is None or is_simulated(config) or config.strategy.startswith(("allreduce", "local")):
+        return None  # those have a codec only between ranks, most likely of several machines
+    return (
+        f"codec {codec} between processes of one machine takes longer than their shared memory does: it pays on a "
+        "network, as 'paceline simulate --link 1gbit,0.2ms' shows; leave it out here unless you try it out"
+    )
+
+
+def _starved(config: RunConfig) -> str | None:
+    if parse_rule(config.rule)[0] not in STARVING or not is_skewed(config.split):
+        return None
+    what = "drops" if RULES[parse_rule(config.rule)[0]].drops else "damps"
+    return (
+        f"rule {config.rule} {what} stale pushes, and with --split {config.split} the slowest workers' labels are "
+        "starved with them: --rule auto gives every worker its due"
+    )
+
+
+def _adam_on_skew(config: RunConfig) -> str | None:
+    if not config.optimizer.startswith("adam") or not is_skewed(config.split) or config.rule in ("cached", "auto"):
+        return None
+    return (
+        f"{config.optimizer} with --split {config.split} and pushes applied one by one follows whose labels came last, "
+        "and its means mix them: --rule cached steps along everybody's gradients, or --optimizer sgd with --rule auto "
+        "looks ahead"
+    )
+
+
+def _momentum(config: RunConfig) -> str | None:
+    workers = config.workers or 1
+    most = most_momentum(workers)
+    if config.rule != "plain" or config.optimizer.startswith("adam") or config.momentum <= most:
+        return None
+    return (
+        f"momentum {config.momentum:g} with {workers} workers on rule plain can diverge, as stale pushes act as "
+        f"momentum too: --rule auto looks ahead, or --momentum {most:.3g} and less"
+    )
+
+
+def _few_exchanges(config: RunConfig) -> str | None:
+    strategy = parse_strategy(config.strategy)
+    if not strategy.is_local or config.task is not None or config.steps is not None:
+        return None
+    batches = config.epochs * DATASETS[config.dataset].train_size / (config.batch_size * (config.workers or 1))
+    exchanges, most = batches / strategy.local_steps, int(batches / FEWEST_EXCHANGES)
+    if exchanges >= FEWEST_EXCHANGES or strategy.local_steps == 1:
+        return None
+    often = f"{exchanges:.0f} times" if exchanges >= 1.5 else "once"
+    epochs = f"{config.epochs:g} epochs" if config.epochs != 1 else "1 epoch"
+    return (
+        f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: "
+        f"{strategy.name}:{max(1, most)} would exchange {FEWEST_EXCHANGES} times"
+    )

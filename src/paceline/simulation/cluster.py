@@ -1,0 +1,64 @@
+"""The cluster that a config describes: stated speeds and links, or those measured in a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.analysis.step_times import Measured, measured
+from paceline.config import RunConfig, places_of
+from paceline.errors import UserError
+from paceline.settings.durations import parse_delays
+from paceline.settings.fault_table import Fault
+from paceline.settings.quantities import seconds
+from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.simulation.network import parse_link
+from paceline.simulation.simulator import Cluster
+from paceline.simulation.step_times import Distribution, StepTimes, parse_factors, parse_speeds
+
+DEFAULT_SPEED = "1s"
+TURNS = 0.08
+"""Share of a machine's cores that is lost when processes take turns: 4 LeNet5 workers on 2 cores lost about 10 %."""
+
+
+def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
+    """Everything about time that a simulation needs."""
+    strategy = parse_strategy(config.strategy)
+    like = measured(Path(config.like)) if config.like is not None else None
+    link = parse_link(config.link) if config.link is not None else None
+    delays = parse_delays(config.delay or [], places_of(config))
+
+    def delay(worker: int, seq: int) -> float:
+        return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0
+
+    return Cluster(
+        StepTimes(step_times(config, like), config.seed),
+        4 * num_parameters,
+        link=link,
+        latency=like.latency if like is not None else 0.0,
+        ring=on_ring(config),
+        steps_a_push=strategy.local_steps,
+        by_speed=config.local_steps == "speed",
+        server_seconds=0.0 if on_ring(config) else _server_seconds(config, like),
+        cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
+        turns=TURNS if like is not None else 0.0,
+        delay=delay if delays else None,
+        faults=faults,
+    )
+
+
+def step_times(config: RunConfig, like: Measured | None) -> list[Distribution]:
+    """One distribution a worker: as stated, or as measured times the factors stated."""
+    workers = config.workers or 1
+    if like is None:
+        return parse_speeds(config.speeds or DEFAULT_SPEED, workers)
+    factors = parse_factors(config.speeds, workers) if config.speeds is not None else [1.0] * workers
+    return [Distribution("measured", like.step_seconds * factor, quantiles=like.quantiles) for factor in factors]
+
+
+def _server_seconds(config: RunConfig, like: Measured | None) -> float:
+    if config.server_time is None:
+        return like.server_seconds if like is not None else 0.0
+    try:
+        return seconds(config.server_time)
+    except UserError as error:
+        raise UserError(f"--server-time: {error}") from None

@@ -1,0 +1,67 @@
+"""How fast a cluster would be: a simulation of times alone, without a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.assembly.run import timing_server
+from paceline.config import RunConfig
+from paceline.core.driver import Unlogged
+from paceline.core.messages import Join
+from paceline.core.schedules import Budget
+from paceline.core.worker import Seat
+from paceline.interfaces import Layout
+from paceline.runs.result import staleness_summary
+from paceline.settings.strategies import on_ring, parse_strategy, pushes_per_update
+from paceline.simulation.cluster import cluster_of
+from paceline.simulation.event_queue import Agenda
+from paceline.simulation.simulator import Simulation
+from paceline.tasks.synthetic import TimingModel
+
+PUSHES_A_WORKER = 40
+FEWEST_PUSHES = 400
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one strategy on one number of workers comes to."""
+
+    strategy: str
+    workers: int
+    samples_per_second: float
+    staleness: float
+    staleness_p95: float
+    computing: float
+    bytes_per_second: float
+
+
+def forecast(config: RunConfig, layout: Layout) -> Forecast:
+    """Simulate `config` (its strategy, workers, speeds, links) for some tens of pushes a worker."""
+    workers, strategy = config.workers or 1, parse_strategy(config.strategy)
+    pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
+    updates = -(-pushes // pushes_per_update(strategy, workers))
+    model = TimingModel(layout.size, config.batch_size)
+    budget = Budget(1, 1, steps=updates)
+    config = replace(config, lr=config.lr or 1.0)
+
+    def start() -> Unlogged:
+        return Unlogged(timing_server(config, layout, budget))
+
+    agenda = Agenda()
+    simulation = Simulation(
+        agenda, cluster_of(config, layout.size), workers, lambda w, i: Seat(model, model, Join(w, i)), start
+    )
+    simulation.run()
+    server, ages = simulation.side.server, staleness_summary(simulation.side.server.staleness)
+    moved = server.bytes_pushed + server.bytes_pulled
+    if on_ring(config):
+        moved = server.nbytes * 2 * (workers - 1) * server.version
+    return Forecast(
+        config.strategy,
+        workers,
+        server.samples / agenda.now,
+        ages["mean"],
+        ages["p95"],
+        sum(worker.computing for worker in simulation.workers) / (workers * agenda.now),
+        moved / agenda.now,
+    )

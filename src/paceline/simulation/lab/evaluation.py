@@ -1,0 +1,87 @@
+"""How good the rows of a family are that have ended: on what they trained on, what they held out, and the test set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.assembly.work import held_out
+from paceline.interfaces import Layout, Scores
+from paceline.simulation.lab.batch import Family
+from paceline.simulation.lab.gradients import Images, views
+from paceline.simulation.lab.models import BATCHED
+
+EVERYTHING = ("train", "test", "validation")
+
+
+def scores_of(
+    family: Family, train: Images, test: Images, parts: Sequence[str] = EVERYTHING
+) -> dict[int, dict[str, Scores | None]]:
+    """Of the rows that have ended, by place in the family; only rows that are no folds are shown the test set."""
+    weights = torch.stack([family.final[number][0] for number in family.ended])
+    configs = [family.rows[number].config for number in family.ended]
+
+    def on(data: Images) -> tuple[Tensor, Tensor, Tensor]:
+        return score(configs[0].model, family.layout, weights, data)
+
+    found: dict[int, dict[str, Scores | None]] = {number: {} for number in family.ended}
+    on_train = on(train) if "train" in parts else None
+    on_test = on(test) if "test" in parts and any(config.fold is None for config in configs) else None
+    labels = train.labels.cpu().numpy()
+    on_part: dict[tuple[int, float, str | None], tuple[tuple[Tensor, Tensor, Tensor], int]] = {}
+    for place, (number, config) in enumerate(zip(family.ended, configs, strict=True)):
+        scores = found[number]
+        if on_train is not None:
+            scores["train"] = _scores(on_train, place, len(labels))
+        if on_test is not None and config.fold is None:
+            scores["test"] = _scores(on_test, place, len(test.labels))
+        if "validation" in parts and (config.validation or config.fold is not None):
+            address = (config.seed, config.validation, config.fold)
+            if address not in on_part:
+                part = held_out(labels, config)[1]
+                on_part[address] = on(_part(train, part)), len(part)
+            held = scores["validation"] = _scores(on_part[address][0], place, on_part[address][1])
+            if on_train is not None:
+                scores["train"] = _without(_scores(on_train, place, len(labels)), held)
+    return found
+
+
+def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of `weights` [G, P] on `data`: mean loss, share of right answers, and that share for each class."""
+    total, num_rows, device = len(data.labels), len(weights), data.labels.device
+    num_classes = int(data.labels.max()) + 1
+    loss = torch.zeros(num_rows, device=device)
+    right = torch.zeros(num_rows, num_classes, device=device)
+    seen = torch.bincount(data.labels, minlength=num_classes)
+    logits, parameters = BATCHED[model], views(layout, weights)
+    with torch.no_grad():
+        for start in range(0, total, chunk):
+            rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
+            images, labels = data.take(rows)
+            shared = images.expand(num_rows, *images.shape).contiguous()
+            found = logits(parameters, shared, None)
+            every = labels.expand(num_rows, -1)
+            loss -= found.gather(-1, every[..., None]).sum((1, 2))
+            right.scatter_add_(1, every, (found.argmax(-1) == every).float())
+    return loss / total, right.sum(1) / total, right / seen
+
+
+def _scores(sums: tuple[Tensor, Tensor, Tensor], number: int, total: int) -> Scores:
+    loss, right, per_class = (tensor[number] for tensor in sums)
+    accuracies = tuple(round(100.0 * float(value), 4) for value in per_class)
+    return Scores(float(loss), round(float(right) * total), total, accuracies)
+
+
+def _part(data: Images, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Images:
+    chosen = torch.from_numpy(rows).to(data.labels.device)
+    return Images(data.images[chosen], data.labels[chosen], data.scale, data.shift)
+
+
+def _without(whole: Scores, held: Scores) -> Scores:
+    """The figures of what was trained on: all but what was held out."""
+    total = whole.total - held.total
+    loss = (whole.loss * whole.total - held.loss * held.total) / total
+    return Scores(loss, whole.correct - held.correct, total, (None,) * len(whole.per_class))

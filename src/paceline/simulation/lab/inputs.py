@@ -1,0 +1,76 @@
+"""What a traced run reads at each update: sample numbers, their weights, and the keys of its dropout masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.assembly.work import Work
+from paceline.config import RunConfig
+from paceline.simulation.lab.arrival_order import NOBODY, Trace
+
+_GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mix64(*words: Any) -> NDArray[np.uint64]:
+    """`models.dropout.mix64` over arrays.
+
+    >>> from paceline.models.dropout import mix64 as one
+    >>> int(mix64(3, np.arange(2))[1]) == one(3, 1)
+    True
+    """
+    value = np.zeros(1, np.uint64)
+    with np.errstate(over="ignore"):
+        for word in words:
+            value = value + _GOLDEN + np.asarray(word).astype(np.uint64)
+            value = (value ^ (value >> np.uint64(30))) * _FIRST
+            value = (value ^ (value >> np.uint64(27))) * _SECOND
+            value = value ^ (value >> np.uint64(31))
+    return value
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One row an update; a place that no sample fills has weight zero."""
+
+    samples: NDArray[np.int32]  # [T, pushes, batch]
+    weights: NDArray[np.float32]  # [T, pushes, batch]: one over the samples of the update
+    keys: NDArray[np.uint64]  # [T, pushes]: of each push's batch
+
+
+def feed_of(trace: Trace, work: Work, config: RunConfig) -> Feed:
+    """Every batch of the trace, by its address."""
+    updates, pushes = trace.workers.shape
+    size = config.batch_size
+    samples = np.zeros((updates, pushes, size), np.int32)
+    filled = np.zeros((updates, pushes), np.int64)
+    for worker in range(config.workers or 1):
+        rows, places = np.nonzero(trace.workers == worker)
+        if not len(rows):
+            continue
+        numbers = trace.batches[rows, places]
+        order, counts = _all_batches(work, config, worker, int(numbers.max()) + 1)
+        samples[rows, places] = order[numbers]
+        filled[rows, places] = counts[numbers]
+    weights = (np.arange(size) < filled[..., None]).astype(np.float32)
+    weights /= filled.sum(1).astype(np.float32)[:, None, None]
+    present = np.where(trace.workers == NOBODY, 0, trace.workers)
+    keys = mix64(config.seed, present, np.where(trace.workers == NOBODY, 0, trace.batches))
+    return Feed(samples, weights, keys)
+
+
+def _all_batches(
+    work: Work, config: RunConfig, worker: int, number: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The first `number` batches of a worker, padded to the batch size, and how many samples each holds."""
+    batches = work.batches(worker, config)
+    order = np.zeros((number, config.batch_size), np.int32)
+    counts = np.zeros(number, np.int64)
+    for place in range(number):
+        indices = batches.indices(place)
+        order[place, : len(indices)] = indices
+        counts[place] = len(indices)
+    return order, counts

@@ -1,0 +1,84 @@
+"""Every config with its order of updates; those that differ only in what is trained share one, and cores share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.assembly.run import class_labels, make_task
+from paceline.assembly.work import divide_work
+from paceline.config import RunConfig, to_toml
+from paceline.data.datasets import Dataset
+from paceline.settings.resolve import cores
+from paceline.settings.rules import RULES, parse_rule
+from paceline.simulation.lab.arrival_order import Trace, trace_of
+from paceline.simulation.lab.batch import Row
+from paceline.simulation.lab.inputs import Feed, feed_of
+from paceline.tasks.nested import num_samples
+
+WORTH_PROCESSES = 200_000
+"""Pushes to trace that are worth the seconds that processes take to start."""
+_ANY = RunConfig(rule="plain")
+_NOT_TIMES = (
+    "model", "optimizer", "momentum", "nesterov", "betas", "weight_decay", "clip", "name", "runs", "rule", "average"
+)  # fmt: skip
+
+
+def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, float], None]) -> list[Row]:
+    """The rows of all configs, in their order."""
+    wanted: dict[str, tuple[RunConfig, int]] = {}
+    tasks = [make_task(config, dataset) for config in configs]
+    for config, task in zip(configs, tasks, strict=True):
+        alike = _alike(config)
+        wanted.setdefault(to_toml(alike), (alike, task.layout.size))
+    labels = class_labels(tasks[0].train[1], num_samples(tasks[0].train[0]), configs[0])
+    found: dict[str, tuple[Trace, Feed, float]] = {}
+    for key, one in zip(wanted, _all_traces(list(wanted.values()), labels), strict=True):
+        found[key] = one
+        progress(f"tracing {len(found)} of {len(wanted)}", 0.0)
+    rows = []
+    for config, task in zip(configs, tasks, strict=True):
+        trace, feed, skew = found[to_toml(_alike(config))]
+        own = dataclasses.replace(trace, lr=trace.lr * np.float32(config.lr or 0.0))
+        rows.append(Row(config, own, feed, task.initial(), task.layout, skew))
+    return rows
+
+
+def _alike(config: RunConfig) -> RunConfig:
+    """The config as far as the order of updates depends on it, at a learning rate of 1."""
+    changes = {name: getattr(_ANY, name) for name in _NOT_TIMES}
+    if config.link is not None:
+        del changes["model"]  # its bytes take time
+    if RULES[parse_rule(config.rule)[0]].drops:
+        del changes["rule"]
+    return dataclasses.replace(config, **changes, lr=1.0)
+
+
+def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) -> Iterator[tuple[Trace, Feed, float]]:
+    size = sum(config.epochs * len(labels) / config.batch_size * (config.workers or 1) for config, _ in wanted)
+    if len(wanted) < 2 or size < WORTH_PROCESSES or cores() < 2:
+        yield from (_one_trace(config, num_floats, labels) for config, num_floats in wanted)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(cores(), len(wanted)), context, _leave_interrupts_to_the_parent) as pool:
+        futures = [pool.submit(_one_trace, config, num_floats, labels) for config, num_floats in wanted]
+        try:
+            yield from (future.result() for future in futures)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> tuple[Trace, Feed, float]:
+    work = divide_work(labels, config)
+    trace = trace_of(config, work, num_floats)
+    return trace, feed_of(trace, work, config), work.skew

@@ -1,0 +1,267 @@
+"""One trial of a soak: a cluster on a problem whose answer is known, its log and checkpoints kept in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+
+from paceline.assembly.core import make_policy
+from paceline.config import RunConfig
+from paceline.core.buffers import Memory
+from paceline.core.messages import Deal, Input, Join, Push, Reply, Resume, Verdict
+from paceline.core.optimizers import Adam, Optimizer, Prepared, Sgd
+from paceline.core.schedules import Budget, Schedule
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.interfaces import Policy, Rule
+from paceline.runs.arrival_log import Record
+from paceline.runs.checkpoint import Cut, take_cut
+from paceline.runs.replay import Replay
+from paceline.settings.fault_table import Fault
+from paceline.settings.rules import build_rule
+from paceline.simulation.event_queue import Action, Agenda
+from paceline.simulation.simulator import Cluster, Deadlock, Simulation, Worker
+from paceline.simulation.soak.broken import Broken, require
+from paceline.simulation.soak.invariants import Witness, portrait, require_same
+from paceline.simulation.soak.oracle import BETAS, EPS
+from paceline.tasks.quadratic import ANSWER, Quadratic, part_of
+
+MOST_PLANS = 20_000
+REPLAYED = 3
+"""One trial in so many is replayed from its whole log."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Everything a seed decides."""
+
+    seed: int
+    strategy: str
+    optimizer: str
+    lr: float
+    momentum: float
+    budget: Budget
+    quotas: tuple[int | None, ...]
+    even: bool
+    cuts: float
+    """The chance that a checkpoint is taken after an input."""
+    cluster: Cluster
+    poison: tuple[int, int] | None = None
+    """The worker and the batch whose gradient holds a NaN."""
+    rule: str = "plain"
+    room: int | None = None
+    """Workers that may be there at once, where they may come and go."""
+
+    @property
+    def workers(self) -> int:
+        return len(self.quotas)
+
+    @property
+    def places(self) -> int:
+        return self.room or self.workers
+
+    def quota(self, worker: int) -> int | None:
+        """Of a worker that was there at the start; a newcomer has none."""
+        return self.quotas[worker] if worker < self.workers else None
+
+    def make_optimizer(self) -> Optimizer:
+        if self.optimizer == "adam":
+            return Adam(BETAS, eps=EPS)
+        return Sgd(self.momentum, nesterov=self.optimizer == "nesterov")
+
+    def make_rule(self) -> Rule:
+        config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum)
+        return build_rule(config, self.places, self.make_optimizer, Prepared)
+
+    def make_policy(self) -> Policy:
+        return make_policy(RunConfig(strategy=self.strategy, rule=self.rule, max_workers=self.room))
+
+    def make_seat(self, join: Join) -> Seat:
+        worker, batch = self.poison or (None, None)
+        task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
+
+        def redeal(deal: Deal) -> Quadratic:
+            return Quadratic(part_of(join.worker, deal), self.even)
+
+        return Seat(task, task, join, redeal=redeal)
+
+
+class Limited(Agenda):
+    """An agenda that ends: a cluster that never stops planning is going round in circles."""
+
+    def at(self, time: float, action: Action, argument: object) -> None:
+        if self._serial > MOST_PLANS:
+            raise Broken("livelock", f"{MOST_PLANS} plans at {self.now:g} s, and training is not over")
+        super().at(time, action, argument)
+
+
+class WatchedServer(Server):
+    """The server, telling a witness what it applies."""
+
+    witness: Witness | None = None
+
+    def _apply(self, workers: tuple[int, ...]) -> bool:
+        pushes = [self._held[worker] for worker in workers]
+        done = super()._apply(workers)
+        if done and self.witness is not None:
+            self.witness.applied(pushes, self)
+        return done
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a trial came to; the same seed tells the same story, bit for bit."""
+
+    records: tuple[Record, ...]
+    weights: tuple[float, ...]
+    seconds: float
+    num_events: int
+    restarts: int
+    pushes: int
+    updates: int
+    over: bool
+    diverged: bool
+
+
+class Stage:
+    """A trial while it runs: the server's side with its log and checkpoints in memory, over all the server's lives."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.agenda = Limited()
+        self.witness = Witness(trial)
+        self.memories: dict[int, Memory] = {}
+        self.send: Callable[[Reply], None] = lambda reply: None
+        self.records: list[Record] = []
+        self.restarts = 0
+        self._cut: Cut | None = None
+        self._chance = Random(trial.seed)
+        self.server: Server = self._watched(self._new_server())
+        self._begun = False
+
+    def _new_server(self) -> WatchedServer:
+        trial = self.trial
+        weights, rule = torch.zeros(len(ANSWER)), trial.make_rule()
+        parts = (rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
+        return WatchedServer(weights, *parts, places=trial.room)
+
+    def _watched(self, server: WatchedServer) -> WatchedServer:
+        server.witness = self.witness
+        return server
+
+    def start(self) -> Stage:
+        """The first server; later, what checkpoint and log say it was, which must be what it was."""
+        if not self._begun:
+            self._begun = True
+            return self
+        self.restarts += 1
+        rebuilt = self.rebuild(self._cut)
+        require_same("kept", portrait(self.server), portrait(rebuilt))
+        self.server = self._watched(rebuilt)
+        self.memories.clear()
+        self.handle(Resume())
+        return self
+
+    def rebuild(self, cut: Cut | None) -> WatchedServer:
+        """The server that a checkpoint and the log behind it make."""
+        server = self._new_server()
+        if cut is not None:
+            cut = replace(cut, facts=json.loads(json.dumps(cut.facts)))  # as from a file
+        replay = Replay(server, self.trial.make_seat, cut)
+        replay.feed(self.records[cut.log_offset if cut is not None else 0 :])
+        if replay.departure is not None:
+            raise Broken("kept", f"a replay departs: {replay.departure}")
+        return server
+
+    def handle(self, message: Input) -> None:
+        """As `Host` does: server, log, weights and replies, then perhaps a checkpoint."""
+        outcome = self.server.handle(message)
+        self.records.append(_record(message, outcome.verdict, self.agenda.now))
+        self.witness.saw(message, outcome, self.server)
+        for reply in outcome.replies:
+            if outcome.verdict != Verdict.REPEATED:
+                self.server.hand_out(reply, self.memories[reply.worker])
+                self.witness.sent(reply.worker, self.memories[reply.worker].weights)
+            self.send(reply)
+        if self.trial.cuts and self.server.can_be_cut and self._chance.random() < self.trial.cuts:
+            self._cut = take_cut(self.server, self.memories, len(self.records), self.agenda.now)
+
+
+def _record(message: Input, verdict: Verdict, now: float) -> Record:
+    match message:
+        case Push(worker, incarnation, seq, reply, samples, loss):
+            return Record("push", worker, incarnation, seq, reply, samples, loss, now, verdict)
+        case Join(worker, incarnation, quota, threads):
+            amount = 0xFFFFFFFF if quota is None else quota
+            return Record("join", worker, incarnation, amount, threads, 0, 0.0, now, verdict)
+    worker, incarnation = getattr(message, "worker", 0), getattr(message, "incarnation", 0)
+    return Record(type(message).__name__.lower(), worker, incarnation, 0, 0, 0, 0.0, now, verdict)
+
+
+def forgotten(simulation: Simulation) -> list[int]:
+    """Workers that are here, that the server does not hold back, and for which nothing is planned or under way."""
+    planned: list[object] = [plan[3] for plan in simulation.agenda._planned] + list(simulation._queue)
+    for shared in (*simulation.wire._shared.values(), simulation._cores):
+        planned += [job.argument for _, _, job in shared._jobs if not job.off] if shared is not None else []
+    expected = {worker for plan in planned for worker in _mentioned(plan)}
+    for worker, member in simulation.side.server.members.items():
+        if member.waiting and member.incarnation == simulation.workers[worker].incarnation:
+            expected.add(worker)
+    return [worker.number for worker in simulation.workers if worker.seat is not None and worker.number not in expected]
+
+
+def _mentioned(plan: object) -> set[int]:
+    """The workers in a plan's argument, a message's or its own."""
+    if isinstance(plan, Join | Push | Reply):
+        return {plan.worker}
+    if isinstance(plan, Worker):
+        return {plan.number}
+    return {worker for part in plan for worker in _mentioned(part)} if isinstance(plan, tuple) else set()
+
+
+def _is_for_good(fault: Fault) -> bool:
+    """Whether a worker may be gone and not come back."""
+    return fault.kind == "drain" or (fault.kind == "crash" and fault.restart_after is None)
+
+
+def perform(trial: Trial) -> Story:
+    """Run a trial to its end; a promise that is not kept is raised as Broken."""
+    with torch.inference_mode():
+        return _perform(trial)
+
+
+def _perform(trial: Trial) -> Story:
+    stage = Stage(trial)
+
+    def come(worker: int, incarnation: int) -> Seat:
+        return trial.make_seat(Join(worker, incarnation, trial.quota(worker)))
+
+    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start, trial.room)
+    try:
+        simulation.run()
+        stage.witness.ended(stage.server, {fault.worker for fault in trial.cluster.faults if _is_for_good(fault)})
+        require(not (lost := forgotten(simulation)), "forgotten", "workers {} wait for nothing", lost)
+        if trial.seed % REPLAYED == 0:
+            require_same("replay", portrait(stage.server), portrait(stage.rebuild(None)))
+    except Broken:
+        raise
+    except Deadlock as error:
+        raise Broken("deadlock", str(error)) from error
+    except Exception as error:
+        raise Broken("crash", f"{type(error).__name__}: {error}") from error
+    server = stage.server
+    return Story(
+        tuple(stage.records),
+        tuple(server.weights.tolist()),
+        stage.agenda.now,
+        simulation.num_events,
+        stage.restarts,
+        server.pushes,
+        server.version,
+        server.over,
+        server.divergence is not None,
+    )

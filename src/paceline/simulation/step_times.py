@@ -1,0 +1,159 @@
+"""How long a step of a simulated worker takes: a function of (seed, worker, step), whatever was drawn before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.analysis.step_times import measured
+from paceline.errors import UserError, unknown_name
+from paceline.randomness import rng
+from paceline.settings.quantities import seconds
+
+FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
+BLOCK = 128
+SHORTEST = 1e-9
+LARGEST_SPREAD = 5.0
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The time of one step: its mean, and a spread (a share of the mean, or measured quantiles of time / mean)."""
+
+    kind: str
+    mean: float
+    spread: float = 0.0
+    quantiles: tuple[float, ...] = ()
+
+    def draw(self, generator: np.random.Generator, number: int) -> np.ndarray[Any, Any]:
+        """So many step times."""
+        if self.kind == "exponential":
+            return generator.exponential(self.mean, number)
+        if self.kind == "lognormal":
+            centre = math.log(self.mean) - self.spread**2 / 2
+            return generator.lognormal(centre, self.spread, number)
+        if self.kind == "normal":
+            return np.maximum(0.0, self.mean * (1.0 + self.spread * generator.standard_normal(number)))
+        if self.kind == "measured":
+            levels = np.linspace(0.0, 1.0, len(self.quantiles))
+            return self.mean * np.interp(generator.random(number), levels, self.quantiles)
+        return np.full(number, self.mean)
+
+
+class StepTimes:
+    """Each worker's distribution, drawn in blocks by address; newcomers are as fast as those who began, in turn."""
+
+    def __init__(self, distributions: list[Distribution], seed: int) -> None:
+        self.distributions = distributions
+        self._seed = seed
+        self._blocks: dict[int, tuple[int, list[float]]] = {}
+
+    @property
+    def mean(self) -> float:
+        """Over all workers."""
+        return sum(one.mean for one in self.distributions) / len(self.distributions)
+
+    def seconds(self, worker: int, step: int) -> float:
+        """What step `step` of `worker` takes."""
+        distribution = self.distributions[worker % len(self.distributions)]
+        if distribution.kind == "constant":
+            return distribution.mean
+        number, place = divmod(step, BLOCK)
+        held, block = self._blocks.get(worker, (-1, []))
+        if held != number:
+            block = distribution.draw(rng(self._seed, "step time", worker, number), BLOCK).tolist()
+            self._blocks[worker] = (number, block)
+        return block[place]
+
+
+def parse_speeds(text: str, num_workers: int) -> list[Distribution]:
+    """One distribution a worker.
+
+    >>> [one.mean for one in parse_speeds("1,1,4", 3)]
+    [1.0, 1.0, 4.0]
+    >>> parse_speeds("lognormal:30ms,.5*1,2", 2)[1]
+    Distribution(kind='lognormal', mean=0.06, spread=0.5, quantiles=())
+    """
+    try:
+        base, star, factors = text.partition("*")
+        if star:
+            scales = _per_worker(_scales(factors), num_workers)
+            bases = _base(base, num_workers)
+            return [replace(one, mean=one.mean * scale) for one, scale in zip(bases, scales, strict=True)]
+        return _base(base, num_workers)
+    except UserError as error:
+        raise UserError(f"--speeds '{text}': {error}; {FORM}") from None
+
+
+def parse_factors(text: str, num_workers: int) -> list[float]:
+    """One factor a worker on a step time that is known from elsewhere.
+
+    >>> parse_factors("1,4", 2)
+    [1.0, 4.0]
+    """
+    try:
+        return _per_worker(_scales(text), num_workers)
+    except UserError as error:
+        raise UserError(f"--speeds '{text}': {error}; with --like give factors alone, as in 1,1,4") from None
+
+
+def _base(text: str, num_workers: int) -> list[Distribution]:
+    kind, colon, arguments = text.partition(":")
+    if colon:
+        return [_distribution(kind.strip(), arguments.split(","))] * num_workers
+    times = [_seconds_or_factor(part) for part in text.split(",")]
+    return [Distribution("constant", time) for time in _per_worker(times, num_workers)]
+
+
+def _distribution(kind: str, arguments: list[str]) -> Distribution:
+    takes = {"lognormal": 2, "normal": 2, "exponential": 1, "measured": 1}
+    if kind not in takes:
+        raise unknown_name("distribution", kind, takes)
+    if kind == "measured":
+        found = measured(Path(",".join(arguments)))
+        return Distribution(kind, found.step_seconds, quantiles=found.quantiles)
+    if len(arguments) != takes[kind]:
+        raise UserError(f"{kind} takes {takes[kind]} numbers, got {len(arguments)}")
+    mean = _positive(seconds(arguments[0]), arguments[0])
+    if kind == "exponential":
+        return Distribution(kind, mean)
+    spread = seconds(arguments[1]) / mean if kind == "normal" else _factor(arguments[1])
+    if spread > LARGEST_SPREAD:
+        raise UserError(f"a spread of {spread:g} times the mean is no step time")
+    return Distribution(kind, mean, spread)
+
+
+def _seconds_or_factor(text: str) -> float:
+    text = text.strip()
+    value = _factor(text) if text and text[-1] in "0123456789." else seconds(text)
+    return _positive(value, text)
+
+
+def _scales(text: str) -> list[float]:
+    return [_positive(_factor(part), part) for part in text.split(",")]
+
+
+def _factor(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"'{text}' is not a number") from None
+
+
+def _positive(value: float, text: str) -> float:
+    if not SHORTEST <= value < math.inf:
+        raise UserError(f"'{text}' is not a number above zero (a nanosecond is the least)")
+    return value
+
+
+def _per_worker(values: list[float], num_workers: int) -> list[float]:
+    """One value for all, or one for each."""
+    if len(values) == 1:
+        return values * num_workers
+    if len(values) != num_workers:
+        raise UserError(f"there are {len(values)} speeds for {num_workers} workers")
+    return values

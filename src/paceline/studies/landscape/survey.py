@@ -1,0 +1,219 @@
+"""`paceline landscape`: the paths of training runs on the plane nearest to them, and the loss around them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.assembly.run import make_task
+from paceline.config import RunConfig
+from paceline.data.datasets import load
+from paceline.errors import UserError
+from paceline.launch import locate_data, require_device
+from paceline.reports.console import Console
+from paceline.runs.folder import write_atomically
+from paceline.settings.resolve import cores
+from paceline.studies.landscape.losses import Losses
+from paceline.studies.landscape.paths import Trail, TrainingPath, read_path
+from paceline.studies.landscape.plane import Plane, nearest_plane
+from paceline.tasks.supervised import SupervisedTask
+
+SCHEMA = 1
+SHOWN_SHARES = 10
+TELLING = 20
+"""Losses from which the time of the others can be told: the first are slow."""
+NARROWEST = 0.4
+"""The grid's shorter side, as a share of its longer one, is at least this."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What part of the landscape is looked at, on which data."""
+
+    grid: int = 41
+    margin: float = 0.25
+    on: str = "train"
+    samples: int = 1000
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """`facts` as landscape.json has them; the loss [grid, grid] at every (y, x)."""
+
+    facts: dict[str, Any]
+    x: list[float]
+    y: list[float]
+    losses: Tensor
+
+    def as_csv(self) -> str:
+        """One line a place of the grid."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["x", "y", "loss"])
+        for y, row in zip(self.y, self.losses.tolist(), strict=True):
+            writer.writerows([f"{x:.7g}", f"{y:.7g}", f"{loss:.7g}"] for x, loss in zip(self.x, row, strict=True))
+        return text.getvalue()
+
+    def save(self, folder: Path) -> None:
+        """landscape.csv and landscape.json."""
+        write_atomically(folder / "landscape.csv", self.as_csv().encode())
+        write_atomically(folder / "landscape.json", (json.dumps(self.facts, indent=1) + "\n").encode())
+
+
+def survey(trails: list[Trail], view: View, console: Console) -> Landscape:
+    """Read the snapshots, find their plane, and evaluate the loss on it and along the paths."""
+    require_device(RunConfig(device=view.device))
+    torch.set_num_threads(cores())
+    try:
+        task = _task_of(trails[0])
+        paths = [read_path(trail, task) for trail in trails]
+        plane = nearest_plane(torch.cat([path.points for path in paths]))
+        task.to(torch.device(view.device))
+        data = task.train if view.on == "train" else task.test
+        if data is None:
+            raise UserError(f"--on {view.on}: {trails[0].trained} has no test data; use --on train")
+        built_in = trails[0].config.task is None
+        return look_around(paths, plane, Losses(task, data, view.samples, built_in), view, console)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"--device {view.device} has no room for the data: use fewer --samples, or --device cpu"
+        ) from None
+
+
+def _task_of(trail: Trail) -> SupervisedTask:
+    location = locate_data(trail.config)
+    return make_task(trail.config, load(location) if location is not None else None)
+
+
+def look_around(paths: list[TrainingPath], plane: Plane, losses: Losses, view: View, console: Console) -> Landscape:
+    """The loss at every place of the grid, at every snapshot, and at every snapshot's place in the plane."""
+    places = [plane.coordinates(path.points) for path in paths]
+    x, y = _axes(torch.cat(places), view)
+    meter = Meter(console, len(x) * len(y) + 2 * sum(map(len, places)))
+    placed = plane.to(losses.device)
+    state = paths[0].states[-1].to(losses.device) if paths[0].states is not None else None
+
+    def in_plane(where: Tensor) -> Tensor:
+        return losses(((placed.at(*pair), state) for pair in where.tolist()), meter.tick)
+
+    rows = []
+    for path, place in zip(paths, places, strict=True):
+        true = losses(path.each(), meter.tick)
+        rows.append(_path_facts(path, place, true, in_plane(place), plane.distances(path.points)))
+    surface = in_plane(torch.cartesian_prod(y, x).flip(1)).view(len(y), len(x))
+    first = paths[0].trail
+    facts = {
+        "schema": SCHEMA,
+        "trained": first.trained,
+        "explained": [round(share, 6) for share in plane.shares[:2]],
+        "principal_shares": [round(share, 6) for share in plane.shares[:SHOWN_SHARES]],
+        "on": view.on,
+        "samples": losses.num_samples,
+        "statistics_of": str(first.folder.path) if state is not None else None,
+        "grid": {"x": _ends(x), "y": _ends(y), "size": view.grid, **_lowest(surface, x, y)},
+        "device": view.device,
+        "seconds": round(meter.seconds, 3),
+        "runs": rows,
+    }
+    return Landscape(facts, x.tolist(), y.tolist(), surface)
+
+
+class Meter:
+    """Counts losses, and says how far it is and how long it will take."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total, self._done = console, total, 0
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def tick(self) -> None:
+        """One more loss is known."""
+        self._done += 1
+        left = self.seconds * (self._total - self._done) / self._done
+        later = f", about {left:.0f} s left" if self._done >= TELLING else ""
+        share = 100 * self._done / self._total
+        text = f"{share:3.0f} %  {self._done} of {self._total} losses{later}"
+        self._console.report({"kind": "working", "text": text})
+
+
+def _axes(places: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    """Evenly spaced places along both axes, around all paths; neither axis much shorter than the other."""
+    low, high = places.amin(0), places.amax(0)
+    spans = high - low
+    half = torch.maximum(spans, NARROWEST * spans.max()) * (0.5 + view.margin)
+    middle = (low + high) / 2
+    x, y = (torch.linspace(float(m - h), float(m + h), view.grid) for m, h in zip(middle, half, strict=True))
+    return x.double(), y.double()
+
+
+def _ends(axis: Tensor) -> list[float]:
+    return [float(axis[0]), float(axis[-1])]
+
+
+def _lowest(surface: Tensor, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Where the grid's smallest loss is."""
+    finite = torch.where(torch.isfinite(surface), surface, torch.inf)
+    row, column = divmod(int(finite.argmin()), surface.shape[1])
+    return {"lowest": {"x": float(x[column]), "y": float(y[row]), "loss": _number(float(finite[row, column]))}}
+
+
+def _number(value: float) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return value if value - value == 0.0 else None
+
+
+def _path_facts(path: TrainingPath, place: Tensor, true: Tensor, seen: Tensor, distances: Tensor) -> dict[str, Any]:
+    config = path.trail.config
+    columns = (place.tolist(), true.tolist(), seen.tolist(), distances.tolist())
+    return {
+        "run": str(path.trail.folder.path),
+        "strategy": config.strategy,
+        "workers": config.workers,
+        "split": config.split,
+        "rule": config.rule,
+        "left_out": path.left_out,
+        "path": [
+            {
+                "version": entry.version,
+                "samples": entry.samples,
+                "epochs": entry.epochs,
+                "x": x,
+                "y": y,
+                "loss": _number(loss),
+                "loss_in_plane": _number(in_plane),
+                "distance_from_plane": distance,
+            }
+            for entry, (x, y), loss, in_plane, distance in zip(path.entries, *columns, strict=True)
+        ],
+    }
+
+
+def summary(facts: dict[str, Any]) -> list[str]:
+    """How faithful the picture is, in words."""
+    first, second = facts["explained"]
+    lines = [f"the plane holds {100 * (first + second):.1f} % of the snapshots' variance"]
+    for run in facts["runs"]:
+        path = run["path"]
+        gaps = [abs(p["loss"] - p["loss_in_plane"]) for p in path if None not in (p["loss"], p["loss_in_plane"])]
+        off = max(point["distance_from_plane"] for point in path)
+        wide = max(facts["grid"]["x"]) - min(facts["grid"]["x"])
+        text = f"{run['run']}: {len(path)} snapshots, at most {off:.3g} from the plane (the picture is {wide:.3g} wide)"
+        lines.append(text + (f", loss there off by at most {max(gaps):.3g}" if gaps else ""))
+        if run["left_out"]:
+            versions = ", ".join(map(str, run["left_out"]))
+            lines.append(f"  left out, not finite: update{'s' if len(run['left_out']) > 1 else ''} {versions}")
+    if facts["statistics_of"] is not None:
+        lines.append(f"running statistics on the plane are those at the end of {facts['statistics_of']}")
+    return lines

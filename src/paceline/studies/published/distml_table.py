@@ -1,0 +1,91 @@
+"""The published all-reduce table with our runs beside it, and our runs' logs in its form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.runs.events import read_events
+from paceline.runs.folder import RunFolder
+from paceline.studies.published.distml import DistmlRow
+from paceline.studies.published.rows import Made
+from paceline.studies.published.throughput import Epoch, epochs_of, rates_by_step
+
+HEAD = (
+    *("row", "GPUs", "data/sec", "ours", "speed-up", "of", "ours", "test %, epoch 3", "ours", "epoch s, ours"),
+    *("test s, ours", "here"),
+)
+NOTES = """Theirs: RTX 2080 Ti, batch 128 a GPU, Adam with lr .01 x GPUs. data/sec is samples a second since the start.
+Speed-up: theirs of the data/sec named beside it, ours of our run with one worker. Their resnet18 had a 1-channel stem
+and no downsampling (8.89 M parameters); ours is the standard one (11.18 M). Their transformer classified on position 0
+under a causal mask and never printed an accuracy; ours attends both ways. Epoch 3 is the fourth."""
+Rows = list[Made[DistmlRow]]
+
+
+def rows_of(made: Rows) -> list[dict[str, Any]]:
+    """Theirs and ours, for `table.csv` and the table."""
+    alone = {
+        (one.row.model, one.row.dataset): one.result["samples_per_second"]
+        for one in made
+        if one.result is not None and one.row.workers == 1
+    }
+    return [_values(one, alone.get((one.row.model, one.row.dataset))) for one in made]
+
+
+def _values(one: Made[DistmlRow], alone: float | None) -> dict[str, Any]:
+    row, result = one.row, one.result or {}
+    rate = result.get("samples_per_second")
+    epochs = _epochs(one) if one.result is not None else []
+    tested = [epoch.test_seconds for epoch in epochs if epoch.test_seconds is not None]
+    here = one.why_not or f"{result['strategy']}, {row.workers} on {result['device']}, {result['updates']:,} steps"
+    return {
+        "row": row.name,
+        "gpus": row.gpus,
+        "published_data_per_second": row.samples_per_second,
+        "data_per_second": rate,
+        "published_speedup": row.speedup,
+        "published_baseline": row.baseline,
+        "speedup": rate / alone if rate is not None and alone else None,
+        "published_test_accuracy": row.test_accuracy,
+        "test_accuracy": result.get("test_accuracy"),
+        "epoch_seconds": sum(epoch.seconds for epoch in epochs) / len(epochs) if epochs else None,
+        "test_seconds": sum(tested) / len(tested) if tested else None,
+        "here": here if result.get("status") in (None, "finished") else f"{result['status']}: {here}",
+    }
+
+
+def _epochs(one: Made[DistmlRow]) -> list[Epoch]:
+    return epochs_of(_events(one))
+
+
+def _events(one: Made[DistmlRow]) -> list[dict[str, Any]]:
+    assert one.folder is not None
+    return list(read_events(RunFolder(one.folder).events_file))
+
+
+def markdown(made: Rows) -> str:
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    forms = ("", "", ".2f", ",.2f", ".2f", ".2f", ".2f", ".2f", ".2f", ".1f", ".2f", "")
+    for values in rows_of(made):
+        cells = [
+            "" if value is None else format(value, form) for value, form in zip(values.values(), forms, strict=True)
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", NOTES, ""])
+
+
+def log(made: Rows) -> str:
+    """Each run of ours once, step by step and epoch by epoch, as they print theirs."""
+    lines, seen = [], set()
+    for one in made:
+        if one.result is None or one.folder in seen:
+            continue
+        seen.add(one.folder)
+        lines += [f"## {one.row.model}-{one.row.dataset}, {one.row.workers} on {one.result['device']}", ""]
+        rates = [f"- Step{step}: {rate:.2f} data/sec" for step, rate in rates_by_step(_events(one))]
+        lines += rates or [f"- Step{one.result['updates']}: {one.result['samples_per_second']:.2f} data/sec"]
+        for epoch in _epochs(one):
+            tested = f", test time {epoch.test_seconds:.2f} sec" if epoch.test_seconds is not None else ""
+            accuracy = f", test accuracy: {epoch.test_accuracy / 100:.4f}" if epoch.test_accuracy is not None else ""
+            lines.append(f"- Epoch {epoch.number - 1} in {epoch.seconds:.2f} sec{tested}{accuracy}")
+        lines.append("")
+    return "\n".join(lines)

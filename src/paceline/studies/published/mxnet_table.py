@@ -1,0 +1,86 @@
+"""The published key-value store's table, epoch by epoch, with our runs beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.runs.events import read_events
+from paceline.runs.folder import RunFolder
+from paceline.studies.published.mxnet import MxnetRow
+from paceline.studies.published.rows import Made
+from paceline.studies.published.throughput import Epoch, epochs_of
+
+HEAD = ("row", "epoch", "train %", "ours", "valid %", "ours", "seconds", "ours", "here")
+FORMS = ("", "", ".2f", ".2f", ".2f", ".2f", "g", ",.1f", "")
+NOTES = """Theirs: machines with two GTX 980 each, 1 Gbit/s between them; a batch is a machine's, SGD with momentum .9.
+Each machine of theirs is one worker here; where workers share a device, accuracy can be compared and seconds cannot.
+Our train accuracy is of the whole train set after the epoch, theirs the running one over augmented images. Valid is
+the test set. They left the async rows on CIFAR-10 empty."""
+EVERY = 10
+"""Epochs of an empty row that are shown."""
+Rows = list[Made[MxnetRow]]
+
+
+def rows_of(made: Rows) -> list[dict[str, Any]]:
+    """One line an epoch of theirs (or of ours, where they have none)."""
+    return [line for one in made for line in _lines(one)]
+
+
+def _lines(one: Made[MxnetRow]) -> list[dict[str, Any]]:
+    theirs = dict(one.row.epochs)
+    ours = _course(one)
+    numbers = sorted(theirs) if theirs else [number for number in ours if number % EVERY == 0]
+    if ours and not set(numbers) & set(ours):
+        numbers = sorted({*numbers, max(ours)})  # a quick look: what there is
+    lines = []
+    for number in numbers or [0]:
+        published, mine = theirs.get(number), ours.get(number)
+        lines.append(
+            {
+                "row": one.row.name,
+                "epoch": number or None,
+                "published_train_accuracy": published.train_accuracy if published else None,
+                "train_accuracy": mine.train_accuracy if mine else None,
+                "published_valid_accuracy": published.valid_accuracy if published else None,
+                "valid_accuracy": mine.test_accuracy if mine else None,
+                "published_seconds": published.seconds if published else None,
+                "seconds": mine.seconds if mine else None,
+                "here": _here(one, mine),
+            }
+        )
+    return lines
+
+
+def _course(one: Made[MxnetRow]) -> dict[int, Epoch]:
+    """Our epochs by number; of a run that was cut short by --steps, its end as epoch 0."""
+    if one.result is None or one.folder is None:
+        return {}
+    found = epochs_of(read_events(RunFolder(one.folder).events_file))
+    if not found:
+        accuracies = one.result["test_accuracy"], one.result["train_accuracy"]
+        return {0: Epoch(0, one.result["train_seconds"], None, *accuracies)}
+    return {epoch.number: epoch for epoch in found}
+
+
+def _here(one: Made[MxnetRow], mine: Epoch | None) -> str:
+    if one.result is None:
+        return one.why_not or ""
+    result = one.result
+    how = f"{result['strategy']}, {result['workers']} on {result['device']}"
+    if result["status"] != "finished":
+        return f"{result['status']} after {result['updates']:,} updates: {how}"
+    if mine is None:
+        return f"{how}: not run so far"
+    return f"{how}, {result['updates']:,} updates in all" + (
+        f", {result['samples']:,} samples" if not mine.number else ""
+    )
+
+
+def markdown(made: Rows) -> str:
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    for values in rows_of(made):
+        cells = [
+            "" if value is None else format(value, form) for value, form in zip(values.values(), FORMS, strict=True)
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", NOTES, ""])

@@ -1,0 +1,108 @@
+"""The published parameter server on PyTorch RPC: its 55 rows (one was lost), and our settings for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.studies.published.rows import cells_of, choose, figure
+
+EPOCHS = 6.0
+BETAS = [0.99, 0.999]
+JITTER = "lognormal:1s,.2"
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One run of theirs; figures are None where they lost it."""
+
+    number: int
+    mode: str
+    workers: int
+    split: str
+    model: str
+    optimizer: str
+    lr: float
+    momentum: float
+    seconds: float | None
+    train_accuracy: float | None
+    train_loss: float | None
+    test_accuracy: float | None
+    test_loss: float | None
+
+    @property
+    def name(self) -> str:
+        """As in 23-async-2-labels-cnn-sgd; unique by its number."""
+        return f"{self.number:02d}-{self.mode}-{self.workers}-{self.split}-{self.model}-{self.optimizer}"
+
+    @property
+    def diverged(self) -> bool:
+        """Whether they ended at chance level, as after a NaN."""
+        return self.test_accuracy is not None and self.test_accuracy <= 10.0
+
+    def config(self, seed: int, epochs: float, data_dir: str | None, runs: str) -> RunConfig:
+        """The same setting here: one shared optimizer, live weights, each worker its own passes, lr as it is."""
+        return RunConfig(
+            dataset="fashion-mnist",
+            data_dir=data_dir,
+            split=self.split,
+            model=self.model,
+            strategy=self.mode,
+            workers=self.workers,
+            rule="plain",
+            optimizer=self.optimizer,
+            lr=self.lr,
+            momentum=self.momentum,
+            betas=BETAS,
+            epochs=epochs,
+            epoch_mode="own",
+            batch_size=32,
+            seed=seed,
+            threads=1,
+            speeds=JITTER,
+            name=f"{self.name}-seed{seed}",
+            runs=runs,
+        )
+
+
+def automatic(row: PublishedRow, seed: int, epochs: float, data_dir: str | None, runs: str) -> RunConfig:
+    """What Paceline does by itself with the row's strategy, workers, data and model; rows that share those share it."""
+    usual = RunConfig()
+    settings: dict[str, Any] = {"rule": "auto"} if row.mode == "async" else {"average": "on"}
+    if row.mode == "sync":
+        settings["scale_lr"] = "auto"
+    for name in ("optimizer", "lr", "momentum", "betas"):
+        settings[name] = getattr(usual, name)
+    name = f"auto-{row.mode}-{row.workers}-{row.split}-{row.model}-seed{seed}"
+    return replace(row.config(seed, epochs, data_dir, runs), **settings, name=name)
+
+
+def published_rows() -> list[PublishedRow]:
+    """The table, in its own order."""
+    return [
+        PublishedRow(
+            number,
+            cells["mode"],
+            int(cells["workers"]),
+            cells["split"],
+            cells["model"],
+            cells["optimizer"],
+            float(cells["lr"]),
+            figure(cells["momentum"]) or 0.0,
+            *(
+                figure(cells[name])
+                for name in ("seconds", "train_accuracy", "train_loss", "test_accuracy", "test_loss")
+            ),
+        )
+        for number, cells in enumerate(cells_of("optml.csv"), 1)
+    ]
+
+
+def choose_rows(text: str | None) -> list[PublishedRow]:
+    """All rows, or those asked for.
+
+    >>> [row.number for row in choose_rows("1,3-4")]
+    [1, 3, 4]
+    """
+    return choose(published_rows(), text)

@@ -1,0 +1,183 @@
+"""`paceline reproduce`: a published table, ours beside theirs; every row a run folder, finished rows are kept."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.analysis.statistics import Several
+from paceline.config import RunConfig
+from paceline.reports.charts import Point, Series, draw_rows
+from paceline.reports.console import Console
+from paceline.studies.batch_runs import note_sample, result_of, run_missing, settle
+from paceline.studies.published.optml import PublishedRow, automatic, published_rows
+
+FIGURES = ("train_accuracy", "train_loss", "test_accuracy", "test_loss")
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """One published row, our runs of it, one a seed, and where it was made our best automatic setting."""
+
+    published: PublishedRow
+    ours: Several
+    automatic: Several | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus theirs in test accuracy, where both have one."""
+        ours, theirs = self.ours.mean("test_accuracy"), self.published.test_accuracy
+        return ours - theirs if ours is not None and theirs is not None else None
+
+    @property
+    def lab_seconds(self) -> float:
+        """Until the last of its runs was there, all rows side by side."""
+        return max(float(result["lab_seconds"]) for result in self.ours.results)
+
+
+def reproduce(
+    rows: list[PublishedRow],
+    seeds: int,
+    epochs: float,
+    device: str,
+    data_dir: str | None,
+    folder: Path,
+    console: Console,
+    with_automatic: bool = False,
+) -> list[Reproduced]:
+    """Run every row that has no result yet, and gather them all."""
+    where = (epochs, data_dir, str(folder))
+    asked = {row: [row.config(seed, *where) for seed in range(seeds)] for row in rows}
+    by_itself = {row: [automatic(row, seed, *where) for seed in range(seeds)] for row in rows if with_automatic}
+    named = {config.name: config for configs in (*asked.values(), *by_itself.values()) for config in configs}
+    settled = {name: settle(config) for name, config in named.items()}
+    note_sample(list(named.values()), list(settled.values()), console)
+    run_missing(list(settled.values()), device, console)
+
+    def several(configs: list[RunConfig]) -> Several:
+        return Several([result_of(settled[config.name]) for config in configs])
+
+    return [Reproduced(row, several(asked[row]), several(by_itself[row]) if with_automatic else None) for row in rows]
+
+
+HEAD = (
+    *("row", "train %", "ours", "test %", "ours", "difference", "automatic"),
+    *("train loss", "ours", "test loss", "ours", "their seconds", "in our lab"),
+)
+
+
+def markdown(found: list[Reproduced]) -> str:
+    """The table: theirs, ours, and the difference in test accuracy."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    for one in found:
+        theirs = one.published
+        cells = [
+            theirs.name,
+            _cell(theirs.train_accuracy),
+            one.ours.text("train_accuracy"),
+            "NaN" if theirs.diverged else _cell(theirs.test_accuracy),
+            _accuracy(one.ours),
+            _cell(one.difference, "+.2f"),
+            _accuracy(one.automatic) if one.automatic is not None else "-",
+            "" if theirs.diverged else _cell(theirs.train_loss, ".4f"),
+            one.ours.text("train_loss", ".4f"),
+            "" if theirs.diverged else _cell(theirs.test_loss, ".4f"),
+            one.ours.text("test_loss", ".4f"),
+            _cell(theirs.seconds, ",.0f"),
+            f"{one.lab_seconds:,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _accuracy(runs: Several) -> str:
+    """Mean and spread of the test accuracy; NaN where all runs diverged, and how many of several did."""
+    total, diverged = len(runs.results), runs.num_diverged
+    if diverged == total:
+        return "NaN"
+    return runs.text("test_accuracy") + (f" ({diverged} of {total} NaN)" if diverged else "")
+
+
+def as_csv(found: list[Reproduced]) -> str:
+    """One line a row: theirs, and our means and spreads."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    ours = [f"{name}_{part}" for name in FIGURES for part in ("mean", "spread")]
+    head = ["row", *(f"published_{name}" for name in FIGURES), "published_seconds", *ours]
+    writer.writerow([*head, "runs", "diverged", "automatic_test_accuracy_mean", "lab_seconds"])
+    for one in found:
+        theirs = [getattr(one.published, name) for name in (*FIGURES, "seconds")]
+        measured = [value for name in FIGURES for value in (one.ours.mean(name), one.ours.spread(name))]
+        automatic = one.automatic.mean("test_accuracy") if one.automatic is not None else None
+        counts = [len(one.ours.results), one.ours.num_diverged]
+        writer.writerow([one.published.name, *theirs, *measured, *counts, automatic, one.lab_seconds])
+    return text.getvalue()
+
+
+def runs_as_csv(found: list[Reproduced]) -> str:
+    """One line a run."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["row", "seed", *FIGURES, "status", "updates", "lab_seconds"])
+    for one in found:
+        for result in one.ours.results:
+            named = [result[name] for name in (*FIGURES, "status", "updates", "lab_seconds")]
+            writer.writerow([one.published.name, result["seed"], *named])
+    return text.getvalue()
+
+
+def draw(found: list[Reproduced], path: Path) -> str | None:
+    """Test accuracy by row, published against ours; returns why not where there is no figure."""
+    published = [
+        Point(None if one.published.diverged else one.published.test_accuracy, None, one.published.diverged)
+        for one in found
+    ]
+    series = [Series("published", published), Series("ours", [_point(one.ours) for one in found])]
+    if any(one.automatic is not None for one in found):
+        automatic = [_point(one.automatic) if one.automatic is not None else Point(None) for one in found]
+        series.append(Series("ours, automatic", automatic))
+    seeds = max(len(one.ours.results) for one in found)
+    title = "The published table, run again" + (f" ({seeds} seeds, bars: standard deviation)" if seeds > 1 else "")
+    return draw_rows(path, title, "test accuracy, %", [one.published.name for one in found], series)
+
+
+def _point(runs: Several) -> Point:
+    return Point(runs.mean("test_accuracy"), runs.spread("test_accuracy"), runs.num_diverged > 0)
+
+
+def summary(found: list[Reproduced]) -> list[str]:
+    """How many rows agree, by strategy."""
+    lines = []
+    for mode, within in (("classic", 1.0), ("sync", 1.0), ("async", 2.0)):
+        rows = [one for one in found if one.published.mode == mode and one.published.test_accuracy is not None]
+        same = [one for one in rows if not one.published.diverged]
+        near = [one for one in same if one.difference is not None and abs(one.difference) <= within]
+        both = sum(one.published.diverged and bool(one.ours.num_diverged) for one in rows)
+        if rows:
+            nan = f"; {both} diverged there and here" if both else ""
+            lines.append(f"{mode}: {len(near)} of {len(same)} rows within {within:g} of the published accuracy{nan}")
+    return [*lines, *_of_automatic(found)]
+
+
+def _of_automatic(found: list[Reproduced]) -> list[str]:
+    """How the automatic runs of async rows compare with the published sync row of the same data and model."""
+    sync = {(row.workers, row.split, row.model): row.test_accuracy for row in published_rows() if row.mode == "sync"}
+    total = above = diverged = 0
+    for one in found:
+        row = one.published
+        target = sync.get((row.workers, row.split, row.model))
+        if one.automatic is None or row.mode != "async" or target is None:
+            continue
+        total += 1
+        diverged += one.automatic.num_diverged > 0
+        above += (one.automatic.mean("test_accuracy") or 0.0) >= target
+    if not total:
+        return []
+    above_sync = f"{above} of {total} async rows at or above the published sync row of their data"
+    return [f"automatic: {above_sync}; {diverged} diverged"]

@@ -1,0 +1,105 @@
+"""`paceline replay`: a run executed again from its log and compared with what it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config import is_simulated
+from paceline.data.datasets import load
+from paceline.errors import UserError
+from paceline.launch import in_this_process, locate_data, require_device
+from paceline.reports.console import Console
+from paceline.runs.folder import is_script
+from paceline.runs.recording import Recording, ScriptCall, open_recording
+from paceline.settings.strategies import on_ring
+
+
+def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:
+    """Replay to the end of the log, or to update `until` and save its weights to `output`; JSON values come back."""
+    recording = open_recording(path, until, output)
+    for note in recording.notes():
+        console.note(note)
+    return _with_the_script(recording, console) if is_script(recording.config) else _here(recording, console)
+
+
+def _here(recording: Recording, console: Console) -> dict[str, Any]:
+    """In this process: every push is computed again by a seat."""
+    config = recording.config
+    if config.codec is not None and on_ring(config):
+        raise UserError(
+            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes "
+            "again: runs without a codec, or over a server, can be replayed"
+        )
+    location = locate_data(config)
+    require_device(config)
+
+    from paceline.assembly.cpu_sharing import server_threads
+    from paceline.assembly.run import make_seat, make_server, make_task, prepare_device, work_of
+    from paceline.runs.compare_replay import compare, marks_of
+    from paceline.runs.replay import Replay, Threads
+
+    marks = marks_of(recording)
+    device = prepare_device(config)
+    dataset = load(location, report=console.report) if location is not None else None
+    task = make_task(config, dataset).to(device)
+    work = work_of(task, config)
+    own = config.threads or 1
+    alone = in_this_process(config) or is_simulated(config)
+    threads = Threads(own, own if alone else server_threads(config, task.layout))
+    again = Replay(
+        make_server(config, task, work),
+        lambda join: make_seat(config, make_task(config, dataset).to(device), work, join),
+        threads=threads,
+        marks=marks,
+    )
+    return compare(again, recording, task, console.report)
+
+
+def _with_the_script(recording: Recording, console: Console) -> dict[str, Any]:
+    """By starting the user's script again, on as many workers."""
+    from paceline.runtimes.scripts.replay import replay_script
+
+    call = ScriptCall.load(recording.folder)
+    if call.changed:
+        console.note(f"script {call.path} was changed since the run: it may train otherwise")
+    return replay_script(recording, call, console.report)
+
+
+def describe(outcome: dict[str, Any]) -> list[str]:
+    """The outcome in words."""
+    digest = outcome["weights_sha256"]
+    lines = [f"{outcome['records']} records, {outcome['updates']} updates, weights {digest[:16]}"]
+    if outcome["weights_file"] is not None:
+        lines.append(f"weights of update {outcome['updates']} are in {outcome['weights_file']}, sha256 {digest}")
+    departure = outcome["first_departure"]
+    if departure is not None:
+        lines.append(f"DIFFERENT from the run: departs {_where(departure)}")
+        lines += [f"the run was made with {name} {value}" for name, value in outcome["made_with"].items()]
+        if outcome["stuck"] is not None:
+            lines.append(f"it could not go on: {outcome['stuck']}")
+    elif outcome["identical"]:
+        lines.append("identical to the run")
+    elif outcome["weights_file"] is not None:
+        lines.append("up to there no push departs from the run's log")
+    else:
+        lines.append("the run left no result to compare; no push departs from its log")
+    return lines
+
+
+def _where(departure: dict[str, Any]) -> str:
+    """Update, push, and what differs there."""
+    recorded, replayed, what = departure["recorded"], departure["replayed"], departure["what"]
+    if what == "weights":  # somewhere since the last loss that was the same
+        return f"by update {departure['update']}: its weights were {recorded}, are {replayed}"
+    where = f"first at update {departure['update']}"
+    if departure["push"] is not None:
+        where += f", worker {departure['worker']}'s push {departure['push']}"
+    if what == "push":
+        return f"{where}: it was made then and is not now"
+    if what == "loss":
+        from numpy import float32
+
+        recorded, replayed = float32(recorded), float32(replayed)  # as many digits as tell two apart
+    was, now = ("were", "are") if what == "samples" else ("was", "is")
+    return f"{where}: {what} {was} {recorded}, {now} {replayed}"

@@ -1,0 +1,182 @@
+"""Scaling as a table and a figure: samples a second by workers, the ideal line, and where the time went."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.reports.charts import Point, Series, draw_lines
+from paceline.reports.tables import Column, fit_table
+from paceline.runs.events import read_events
+from paceline.runs.folder import RunFolder
+from paceline.system.terminal import UNCUT, fold
+
+HEAD = ("workers", "batch", "samples/s", "ideal", "speed-up", "efficiency", "compute %", "exchange %", "wait %", "runs")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of the workers' time, of 1."""
+
+    compute: float
+    exchange: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one number of workers came to; rates are samples a second, one a run."""
+
+    workers: int
+    batch: int
+    rates: list[float]
+    ideal: float
+    speedup: float
+    efficiency: float
+    split: Split | None
+    unfinished: int
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates) if self.rates else 0.0
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """All counts of one measurement; the first is what the others are compared with."""
+
+    kind: str
+    strategy: str
+    model: str
+    counts: list[Count]
+
+
+def split_of(result: dict[str, Any], timing: dict[str, Any] | None) -> Split | None:
+    """Waiting is the exchange itself, as it is when nobody is held back (a worker's lower tenth), and what is beyond.
+
+    >>> timing = {"workers": {"0": {"wall": 0.03, "waited_least": 0.002}}}
+    >>> split_of({"utilisation": [{"computing": 0.75, "waiting": 0.25}]}, timing)
+    Split(compute=0.75, exchange=0.05, wait=0.2)
+    """
+    shares, workers = result.get("utilisation"), (timing or {}).get("workers", {}).values()
+    timed = [row for row in workers if "waited_least" in row and row["wall"] > 0]
+    if not shares or not timed:
+        return None
+    compute, waiting = (statistics.fmean(share[name] for share in shares) for name in ("computing", "waiting"))
+    least = statistics.fmean(row["waited_least"] / row["wall"] for row in timed)
+    exchange = min(waiting, compute * least)
+    return Split(round(compute, 4), round(exchange, 4), round(waiting - exchange, 4))
+
+
+def gather(
+    kind: str, strategy: str, model: str, ideals: dict[int, int], rows: list[tuple[int, int, Path, dict[str, Any]]]
+) -> Scaling:
+    """`rows`: workers, batch, folder and result of each run; `ideals`: how many workers' worth each count is."""
+    counts: list[Count] = []
+    for workers, ideal in ideals.items():
+        mine = [row for row in rows if row[0] == workers]
+        finished = [(folder, result) for _, _, folder, result in mine if result["status"] == "finished"]
+        rates = [float(result["samples_per_second"]) for _, result in finished]
+        rate = statistics.median(rates) if rates else 0.0
+        base_rate, base_ideal = (counts[0].rate, next(iter(ideals.values()))) if counts else (rate, ideal)
+        speedup = rate / base_rate if base_rate else 0.0
+        splits = [found for folder, result in finished if (found := split_of(result, _timing(folder))) is not None]
+        counts.append(
+            Count(
+                workers,
+                mine[0][1],
+                rates,
+                base_rate * ideal / base_ideal,
+                speedup,
+                speedup * base_ideal / ideal,
+                _mean(splits),
+                len(mine) - len(finished),
+            )
+        )
+    return Scaling(kind, strategy, model, counts)
+
+
+def _timing(path: Path) -> dict[str, Any] | None:
+    rows = [row for row in read_events(RunFolder(path).events_file) if row.get("kind") == "timing"]
+    return rows[-1] if rows else None
+
+
+def _mean(splits: list[Split]) -> Split | None:
+    if not splits:
+        return None
+    shares = [[getattr(split, name) for split in splits] for name in ("compute", "exchange", "wait")]
+    return Split(*(statistics.fmean(values) for values in shares))
+
+
+def cells(scaling: Scaling) -> list[list[str]]:
+    rows = []
+    for count in scaling.counts:
+        split = count.split
+        shares = [f"{100 * part:.1f}" for part in (split.compute, split.exchange, split.wait)] if split else ["-"] * 3
+        lost = f" ({count.unfinished} did not finish)" if count.unfinished else ""
+        figures = [f"{count.rate:,.0f}", f"{count.ideal:,.0f}", f"{count.speedup:.2f}", f"{count.efficiency:.2f}"]
+        rows.append([str(count.workers), str(count.batch), *figures, *shares, f"{len(count.rates)}{lost}"])
+    return rows
+
+
+def title(scaling: Scaling) -> str:
+    batch = "one batch shared by all" if scaling.kind == "strong" else "a batch each"
+    return f"{scaling.kind} scaling ({batch}): {scaling.model}, {scaling.strategy}"
+
+
+LEAVING = {"runs": 1, "batch": 2, "ideal": 3, "exchange %": 4, "wait %": 5, "compute %": 6, "speed-up": 7}
+"""Columns that go where room is short, the first first."""
+
+
+def plain(scaling: Scaling, width: int = UNCUT) -> str:
+    """The table for a terminal."""
+    columns = [Column(name, LEAVING.get(name, 0)) for name in HEAD]
+    return fold(title(scaling), width) + "\n" + fit_table(columns, cells(scaling), width, keep_empty=True)
+
+
+def markdown(scaling: Scaling) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in [list(HEAD), ["---"] * len(HEAD), *cells(scaling)]]
+    first = scaling.counts[0]
+    legend = (
+        f"Samples/s: median of the runs. Speed-up and efficiency against {first.workers} worker"
+        f"{'s' if first.workers > 1 else ''}; the ideal grows with the workers as far as there are cores for them. "
+        "Exchange: what a push and its reply take when nobody is held back; wait: what is beyond."
+    )
+    return "\n".join([f"# {title(scaling)}", "", *lines, "", legend, ""])
+
+
+def rows_of(scaling: Scaling) -> list[dict[str, Any]]:
+    """For `table.csv` and `--json`."""
+    rows = []
+    for count in scaling.counts:
+        split = count.split
+        rows.append(
+            {
+                "workers": count.workers,
+                "batch_size": count.batch,
+                "samples_per_second": count.rate,
+                "ideal": round(count.ideal, 3),
+                "speedup": round(count.speedup, 4),
+                "efficiency": round(count.efficiency, 4),
+                "compute": split.compute if split else None,
+                "exchange": split.exchange if split else None,
+                "wait": split.wait if split else None,
+                "runs": len(count.rates),
+                "unfinished": count.unfinished,
+            }
+        )
+    return rows
+
+
+def draw(scaling: Scaling, path: Path) -> str | None:
+    """Samples a second over workers, and the ideal line; returns why not where there is no figure."""
+    counts = scaling.counts
+    spread = [statistics.stdev(count.rates) if len(count.rates) > 1 else None for count in counts]
+    measured = [
+        Point(count.rate if count.rates else None, bar, count.unfinished > 0)
+        for count, bar in zip(counts, spread, strict=True)
+    ]
+    series = [Series("ideal", [Point(count.ideal) for count in counts]), Series(scaling.strategy, measured)]
+    return draw_lines(path, title(scaling), "samples/s", "workers", [count.workers for count in counts], series)

@@ -1,0 +1,180 @@
+"""How one step is computed: in which precision and memory format, whole or in parts, compiled or captured.
+
+Whatever the settings, parameters stay views into flat fp32 memory and gradients are added where they are bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import UserError
+from paceline.interfaces import Batch
+from paceline.models.dropout import AddressedDropout
+from paceline.tasks.flat import FlatModule
+from paceline.tasks.nested import Structure, device_of, each, num_samples, outputs_of, rows_of, tensors_of
+
+WARM_UP = 3
+"""Steps before a capture, in which libraries choose their kernels and take their memory."""
+MOST_SHAPES = 4
+"""Shapes of a batch that are captured; a net of sentences has many, and each graph keeps its memory."""
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What can be chosen of a step; the flags of the same names explain each."""
+
+    precision: str = "fp32"
+    compile: bool = False
+    capture: bool = False
+    channels_last: bool = False
+    accumulate: int = 1
+
+
+class Step:
+    """Forward and backward of one batch."""
+
+    def __init__(self, flat: FlatModule, loss: Loss, settings: StepSettings) -> None:
+        self._flat, self._model, self._loss, self._settings = flat, flat.module, loss, settings
+        self._dropouts = [module for module in self._model.modules() if isinstance(module, AddressedDropout)]
+        self._around, self._weight = self._model, 1.0
+        self._forward: Loss = self._compiled() if settings.compile else self._loss_of
+        self._captured: dict[tuple[torch.Size, ...], Captured] = {}
+
+    @property
+    def starts_slowly(self) -> bool:
+        """Whether the first step takes long."""
+        return self._settings.compile or self._settings.capture
+
+    def __call__(self, batch: Batch, around: nn.Module, weight: float = 1.0) -> Tensor:
+        """Add the gradient of the batch's mean loss, times `weight`, to the bound one; returns the loss.
+
+        `around` is the model or something around it that exchanges gradients while backward goes on.
+        """
+        self._around, self._weight = around, weight
+        for dropout in self._dropouts:
+            dropout.key = batch.key
+        inputs, targets = self._placed(batch.inputs), batch.targets
+        if not (self._settings.capture and device_of(inputs).type == "cuda"):
+            return self._passes(inputs, targets)
+        shapes = tuple(tensor.shape for tensor in tensors_of((inputs, targets)))
+        if shapes not in self._captured:
+            if len(self._captured) == MOST_SHAPES:
+                return self._passes(inputs, targets)
+            self._captured[shapes] = Captured(self._passes, self._flat, inputs, targets)
+        return self._captured[shapes](inputs, targets)
+
+    def outputs(self, inputs: Structure, tensors: dict[str, Tensor] | None = None) -> Any:
+        """What the model says of `inputs`, with its own tensors or others in their place."""
+        inputs = self._placed(inputs)
+        with self._precision(inputs):
+            found = outputs_of(self._around if tensors is None else self._model, inputs, tensors)
+        return found.float() if isinstance(found, Tensor) and found.dtype == torch.bfloat16 else found
+
+    def _precision(self, inputs: Structure) -> Any:
+        if self._settings.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(device_of(inputs).type, torch.bfloat16)
+
+    def _placed(self, inputs: Structure) -> Structure:
+        """Images with their channels last; one channel too, which torch would call both at once and leave as it is."""
+        return each(_channels_last, inputs) if self._settings.channels_last else inputs
+
+    def _loss_of(self, inputs: Structure, targets: Structure) -> Tensor:
+        return self._loss(self.outputs(inputs), targets)
+
+    def _passes(self, inputs: Structure, targets: Structure) -> Tensor:
+        """Backward through each part of the batch, which counts by its share of the samples."""
+        whole = num_samples(inputs)
+        size = -(-whole // self._settings.accumulate)
+        if size == whole:
+            return self._backward(inputs, targets, 0, 1.0)
+        losses = []
+        for start in range(0, whole, size):
+            part = slice(start, start + size)
+            last = start + size >= whole
+            with contextlib.nullcontext() if last else self._unexchanged():
+                x, y = rows_of(inputs, part), rows_of(targets, part)
+                losses.append(self._backward(x, y, start, num_samples(x) / whole))
+        return torch.stack(losses).sum()
+
+    def _unexchanged(self) -> Any:
+        """Backward of a part that is not the last keeps its gradients for itself."""
+        return self._around.no_sync() if isinstance(self._around, DistributedDataParallel) else contextlib.nullcontext()
+
+    def _backward(self, inputs: Structure, targets: Structure, first: int, share: float) -> Tensor:
+        for dropout in self._dropouts:
+            dropout.first = first
+        loss = self._forward(inputs, targets)
+        if share != 1.0:
+            loss = loss * share
+        counted = loss if self._weight == 1.0 else loss * self._weight
+        counted.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _compiled(self) -> Loss:
+        """The loss by torch.compile, for one shape at a time; a model it cannot take is an error that says so."""
+        fast = torch.compile(self._loss_of, dynamic=False)
+
+        def loss_of(inputs: Structure, targets: Structure) -> Tensor:
+            try:
+                return fast(inputs, targets)
+            except Exception as error:
+                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise UserError(f"--compile: torch cannot compile this model here ({why}): leave it out") from error
+
+        return loss_of
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    if inputs.dim() != 4:
+        return inputs
+    return torch.empty_like(inputs, memory_format=torch.channels_last).copy_(inputs)
+
+
+class Captured:
+    """A step as one CUDA graph: the same kernels on the same memory, launched at once.
+
+    The weights, the gradient and the dropout keys are read and written where they are bound, which never changes.
+    """
+
+    def __init__(self, passes: Loss, flat: FlatModule, inputs: Structure, targets: Structure) -> None:
+        self._inputs = each(lambda tensor: torch.empty_like(tensor).copy_(tensor), inputs)
+        self._targets = each(torch.clone, targets)
+        buffers = list(flat.module.buffers())
+        dropouts = [module for module in flat.module.modules() if isinstance(module, AddressedDropout)]
+        kept = [buffer.clone() for buffer in buffers]
+        try:
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UP):
+                    passes(self._inputs, self._targets)
+            torch.cuda.current_stream().wait_stream(aside)
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+            flat.clear()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._loss = passes(self._inputs, self._targets)
+            self._read = [dropout.counter for dropout in dropouts]  # a larger batch makes new ones
+        except RuntimeError as error:
+            why = str(error).strip().splitlines()[0]
+            raise UserError(f"--capture: this model's step cannot be captured ({why}): leave it out") from error
+
+    def __call__(self, inputs: Structure, targets: Structure) -> Tensor:
+        kept, given = tensors_of((self._inputs, self._targets)), tensors_of((inputs, targets))
+        for memory, tensor in zip(kept, given, strict=True):
+            memory.copy_(tensor)
+        self._graph.replay()
+        return self._loss

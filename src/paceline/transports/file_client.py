@@ -1,0 +1,105 @@
+"""A run seen from afar: its server hands out the files of its folder, piece by piece, to whoever knows the token.
+
+An observer is no worker: it costs the server a thread that sleeps. No torch here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from paceline.errors import ProtocolError, UserError
+from paceline.transports.connection import Connection, connected, parse_address, require_token
+from paceline.transports.frames import (
+    MOST_LOOK,
+    MOST_PIECE,
+    MOST_REFUSED,
+    MOST_SEEN,
+    Kind,
+    Reading,
+    fields_frame,
+    read_bytes,
+    read_fields,
+    read_header,
+)
+from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, Refused, introduce, read, send
+from paceline.transports.tls import Tls
+
+ANSWER_SECONDS = 30.0
+SHOWN = ("config.toml", "events.jsonl", "arrivals.log", "result.json")
+"""The files of a run's folder that observers may see; the token is none of them."""
+
+
+class Piece(NamedTuple):
+    """Some bytes of a file."""
+
+    offset: int
+    size: int
+    """Of the whole file, when it was read."""
+    age: float
+    """Seconds since it was last written."""
+    data: bytes
+
+
+class Observer:
+    """A connection to a run's server, for looking at its folder; every way that it can end is a ConnectionError.
+
+    To make one raises a UserError where there is no server, or none that lets us in: it is tried once.
+    """
+
+    def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
+        require_token(parse_address(address)[0], token)
+        self.address = address
+        try:
+            self._connection, binding = connected(address, tls, CONNECT_SECONDS)
+        except ConnectionError as error:
+            raise UserError(f"{address} cannot be reached ({error}): is a 'paceline server' running there?") from None
+        try:
+            welcome = introduce(self._connection, token, binding, {"observer": True}, HANDSHAKE_SECONDS)
+        except (ConnectionError, Refused, UserError) as error:
+            self.close()
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{address}: {error}; no server of a run there lets us look at it") from None
+        self._connection.sock.settimeout(ANSWER_SECONDS)
+        self.run = str(welcome.get("run", ""))
+        """The run's folder, as its server calls it."""
+
+    def read(self, name: str, offset: int = 0, most: int = MOST_PIECE) -> Piece | None:
+        """At most so many bytes of a file from `offset` on, counted from its end where that is negative.
+
+        None where there is no such file (yet). A file that grew meanwhile is read on with the next call.
+        """
+        send(self._connection, fields_frame(Kind.LOOK, {"file": name, "offset": offset, "most": most}, MOST_LOOK))
+        try:
+            return read(self._connection, _piece(most))
+        except ProtocolError as error:
+            raise ConnectionError(str(error)) from None
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+def _piece(most: int) -> Reading[Piece | None]:
+    kind, nbytes = yield from read_header({Kind.SEEN: MOST_SEEN, Kind.REFUSED: MOST_REFUSED})
+    fields = yield from read_fields(nbytes)
+    if kind is Kind.REFUSED:
+        raise ProtocolError(fields.get("reason", "no reason given"))
+    _, nbytes = yield from read_header({Kind.BODY: most})
+    data = bytes((yield from read_bytes(nbytes)))
+    if fields.get("size") is None:
+        return None
+    try:
+        return Piece(int(fields["offset"]), int(fields["size"]), float(fields["age"]), data)
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError("a piece of a file that is none") from None
+
+
+def read_look(connection: Connection) -> dict[str, Any]:
+    """The server's end: what is asked for next."""
+
+    def reading() -> Reading[dict[str, Any]]:
+        _, nbytes = yield from read_header({Kind.LOOK: MOST_LOOK})
+        return (yield from read_fields(nbytes))
+
+    return read(connection, reading())

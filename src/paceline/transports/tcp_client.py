@@ -1,0 +1,294 @@
+"""The worker's end of the star over TCP: the door of shared memory, and what networks add: knocking, beats, reconnects.
+
+Gradients are sent from where they were computed; weights are received where the model reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from paceline.config import MOST_WORKERS
+from paceline.core.buffers import Memory
+from paceline.core.messages import Deal, Join, Push, Reply
+from paceline.errors import Forgotten, ProtocolError, UserError
+from paceline.transports.connection import Connection, connected, parse_address, require_token
+from paceline.transports.frames import (
+    MOST_FIGURES,
+    MOST_HELLO,
+    MOST_REFUSED,
+    PUSH_HEAD,
+    REPLY_HEAD,
+    Kind,
+    Reading,
+    fields_frame,
+    header,
+    padding,
+    read_bytes,
+    read_fields,
+    read_header,
+)
+from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, Refused, introduce, read, send
+from paceline.transports.shared_memory import MEMBER_NBYTES, Timing, unpack_members
+from paceline.transports.tcp_server import view
+from paceline.transports.tls import Tls
+
+BEAT_SECONDS = 1.0
+FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
+T = TypeVar("T")
+
+
+class BackOff:
+    """How long to wait before the next attempt, twice as long each time, with jitter; and when to give up."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._pause = FIRST_PAUSE
+        self._since: float | None = None
+
+    def pause(self, lived: float) -> float | None:
+        """Seconds to wait after a connection broke that had lived so long; None: patience is over."""
+        now = time.monotonic()
+        if self._since is None or lived > LONGEST_PAUSE:
+            self._since, self._pause = now, FIRST_PAUSE
+        seconds = self._pause * random.uniform(0.5, 1.5)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return seconds if now + seconds < self._since + self._patience else None
+
+
+class TcpWorkerDoor:
+    """The worker's only door: apply, say hello, then exchange pushes for weights.
+
+    A connection that breaks is opened again for up to `patience` seconds, and what was not answered is sent again. A
+    server that does not know us any more raises `Forgotten`: then join anew, on this same door.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        tls: Tls | None = None,
+        patience: float = PATIENCE_SECONDS,
+        beat: float = BEAT_SECONDS,
+    ) -> None:
+        self._address, self._token, self._tls = address, token, tls
+        self._patience, self._beat = patience, beat
+        self._connection: Connection | None = None
+        self._opened = self._last_sent = 0.0
+        self._fields: dict[str, Any] = {}
+        self._memory: Memory | None = None
+        self._ship_own = False
+        self._deal: Deal | None = None
+        self._forgotten: dict[str, Any] | None = None
+        self._busy = threading.Lock()
+        """Held while frames are exchanged, so that no beat falls into one."""
+        self._closed = threading.Event()
+        self._beating: threading.Thread | None = None
+        self.farewell: str | None = None
+        """Why the server sent us away, where `exchange` gave None for that."""
+
+    def apply(
+        self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
+    ) -> dict[str, Any]:
+        """Knock, prove, say who we are: the server's welcome. A UserError with the reason when it wants none of us."""
+        require_token(parse_address(self._address)[0], self._token)
+        self._fields = dict(fields)
+        back_off = BackOff(patience)
+        with self._busy:
+            while True:
+                try:
+                    welcome = self._knock(patience)
+                    break
+                except ConnectionError as error:
+                    seconds = back_off.pause(0.0)
+                    if seconds is None:
+                        hint = "is the server running, reachable from here, and TLS on at both ends or at neither?"
+                        raise UserError(f"{self._address} cannot be reached ({error}): {hint}") from None
+                    time.sleep(seconds)
+                except Refused as reason:
+                    raise UserError(f"{self._address}: {reason}") from None
+        if beats:
+            self._beating = threading.Thread(target=self._keep_beating, name="paceline-beat", daemon=True)
+            self._beating.start()
+        return welcome
+
+    def detach(self) -> Connection:
+        """The connection itself, for something else than exchanges; it never waits from now on."""
+        assert self._connection is not None and self._beating is None
+        connection, self._connection = self._connection, None
+        connection.stop_waiting()
+        return connection
+
+    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+        """Say what we bring and wait for the first weights; a UserError when it is not what the server wants."""
+        self._memory, self._ship_own, self._forgotten = memory, False, None
+        self._deal = None
+        known = {"worker": join.worker, "incarnation": join.incarnation}
+        self._fields |= {"again": True, **known}
+        fields = {**known, "quota": join.quota, "threads": join.threads, "sizes": memory.sizes, **facts}
+        reply = self._ask(join, [memoryview(fields_frame(Kind.HELLO, fields, MOST_HELLO))])
+        if reply is None and self.farewell is not None:
+            raise UserError(f"{self._address}: {self.farewell}")
+        return reply
+
+    def exchange(self, push: Push, timing: Timing) -> Reply | None:
+        """Send a push and wait for its reply; None when the server is gone for good."""
+        assert self._memory is not None
+        bodies = [view(push.update), view(push.state)]
+        own = view(self._memory.kept(push.seq)) if self._ship_own else memoryview(b"")
+        sizes = [len(body) for body in (*bodies, own)]
+        head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
+        pad = padding(sum(sizes))
+        first = header(Kind.PUSH, len(head) + sum(sizes) + len(pad)) + head
+        return self._ask(push, [memoryview(first), *bodies, own, memoryview(pad)])
+
+    def report(self, figures: dict[str, float]) -> None:
+        """Tell the server figures that belong into the result."""
+        with self._busy, contextlib.suppress(ConnectionError):
+            if self._connection is not None:
+                self._send([memoryview(fields_frame(Kind.FIGURES, figures, MOST_FIGURES))])
+
+    @property
+    def forgotten(self) -> dict[str, Any] | None:
+        """The welcome of a server that took us for somebody new, found out by a beat."""
+        return self._forgotten
+
+    def abandon(self) -> None:
+        """From another thread: whoever waits for a reply gets None."""
+        self._closed.set()
+        connection = self._connection
+        if connection is not None:
+            connection.shut_down()
+
+    def close(self) -> None:
+        """Say good-bye: we are not coming back."""
+        self._closed.set()
+        with self._busy, contextlib.suppress(ConnectionError):
+            if self._connection is not None:
+                self._send([memoryview(header(Kind.BYE, 0))])
+            self._drop()
+        if self._beating is not None:
+            self._beating.join()
+
+    def _ask(self, who: Join | Push, parts: list[memoryview]) -> Reply | None:
+        """Send a frame until its reply has come."""
+        back_off = BackOff(self._patience)
+        with self._busy:
+            while not self._closed.is_set():
+                try:
+                    if self._connection is None:
+                        self._reconnect()
+                    if self._forgotten is not None:
+                        raise Forgotten(self._forgotten)
+                    self._send(parts)
+                    self._await_reply()
+                    return self._read(self._reply(who.worker, who.incarnation))
+                except ConnectionError:
+                    self._drop()
+                except Refused as reason:
+                    self.farewell = str(reason)
+                    return None
+                seconds = back_off.pause(time.monotonic() - self._opened)
+                if seconds is None:
+                    return None
+                self._closed.wait(seconds)
+        return None
+
+    def _reply(self, worker: int, incarnation: int) -> Reading[Reply]:
+        """A reply, and what it speaks of in its place in memory."""
+        memory = self._memory
+        assert memory is not None
+        states = memory.state.nbytes + memory.sizes.own
+        most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes + states, memory.pulled.nbytes)
+        largest = REPLY_HEAD.size + most + len(padding(most))
+        kind, nbytes = yield from read_header({Kind.REPLY: largest, Kind.REFUSED: MOST_REFUSED})
+        if kind is Kind.REFUSED:
+            raise Refused((yield from read_fields(nbytes)).get("reason", "no reason given"))
+        packed = yield from read_bytes(REPLY_HEAD.size)
+        over, encoded, ship_own, anew, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
+        serial, version, batch, lr, steps = facts
+        pad = len(padding(named + count))
+        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count - pad)
+        places = [memory.pulled[:count] if encoded else memory.weights]
+        if anew and serial:
+            places += [memory.state, memory.kept(serial - 1)]
+        room = sum(place.nbytes for place in places)
+        if count != room:
+            raise ProtocolError(f"the server sent {count} bytes for a memory of {room}")
+        for place in places:
+            yield view(place)
+        yield from read_bytes(pad)
+        memory.num_pulled = count if encoded else 0
+        self._ship_own = bool(ship_own)
+        told = worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal
+        return Reply(*told, bool(anew))
+
+    def _hear_of_deal(self, generation: int, nbytes: int, left: int) -> Reading[None]:
+        """The members of a new deal, which take all that is left of a reply beside its head and its weights."""
+        if nbytes != left or nbytes > MEMBER_NBYTES * MOST_WORKERS or nbytes % MEMBER_NBYTES:
+            raise ProtocolError(f"{nbytes} bytes of members in a reply that has room for {left}")
+        if nbytes:
+            self._deal = Deal(generation, unpack_members((yield from read_bytes(nbytes))))
+
+    def _await_reply(self) -> None:
+        """Wait until something comes, beating meanwhile."""
+        assert self._connection is not None
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        while not poll.poll(1000 * self._beat):
+            self._send([memoryview(header(Kind.BEAT, 0))])
+
+    def _keep_beating(self) -> None:
+        """A thread: a sign of life while nothing else is sent, and a new connection where the old one broke."""
+        while not self._closed.wait(self._beat / 2):
+            if time.monotonic() - self._last_sent < self._beat or not self._busy.acquire(blocking=False):
+                continue
+            try:
+                if self._connection is None:
+                    self._reconnect()
+                else:
+                    self._send([memoryview(header(Kind.BEAT, 0))])
+            except (ConnectionError, Refused, UserError):
+                self._drop()  # the next exchange finds out by itself
+            finally:
+                self._busy.release()
+
+    def _reconnect(self) -> None:
+        """Knock again as who we are; a server that takes us for somebody new has forgotten us."""
+        if self._memory is None:
+            return
+        self._last_sent = time.monotonic()
+        welcome = self._knock(self._patience)
+        if not welcome.get("again"):
+            self._forgotten = welcome
+
+    def _knock(self, seconds: float) -> dict[str, Any]:
+        """One attempt: a ConnectionError can be tried again, a UserError or a refusal cannot."""
+        connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
+        self._connection, self._opened = connection, time.monotonic()
+        try:
+            seconds, is_known = min(HANDSHAKE_SECONDS, seconds), self._memory is not None
+            return introduce(connection, self._token, binding, self._fields, seconds, is_known)
+        except (ConnectionError, Refused, UserError):
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _send(self, parts: list[memoryview]) -> None:
+        assert self._connection is not None
+        send(self._connection, *parts)
+        self._last_sent = time.monotonic()
+
+    def _read(self, reading: Reading[T]) -> T:
+        assert self._connection is not None
+        return read(self._connection, reading)

@@ -1,0 +1,291 @@
+"""The server's end of the star over TCP: a door a worker, in the shape of the one in shared memory.
+
+Gradients are received where the server reads them; weights are sent from where it writes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.buffers import Memory, Sizes
+from paceline.core.messages import Deal, Join, Push, Reply
+from paceline.errors import ProtocolError
+from paceline.transports.connection import Connection
+from paceline.transports.frames import (
+    MOST_FIGURES,
+    MOST_HELLO,
+    PUSH_HEAD,
+    REPLY_HEAD,
+    Filler,
+    Kind,
+    Outbox,
+    Reading,
+    header,
+    padding,
+    read_bytes,
+    read_fields,
+    read_header,
+    refusal_frame,
+)
+from paceline.transports.shared_memory import Figures, Hello, Timing, pack_members
+
+_SCRATCH = 1 << 18
+
+
+class Heard:
+    """Something came (a sign of life, or a piece of a message), and nothing is to be done about it."""
+
+
+HEARD = Heard()
+
+
+def view(tensor: Tensor) -> memoryview:
+    """The bytes of a flat tensor, as they lie in memory."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class Views:
+    """The bytes of a memory's parts, looked up once: a push and its reply are too short-lived to ask each time."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.update, self.state, self.weights = view(memory.update), view(memory.state), view(memory.weights)
+        self.source = memory.weights
+        """Where `weights` lie: one server of several moves them."""
+
+
+def _within(asked: int | None, most: int | None) -> bool:
+    """Whether a part of a memory is as large as one may be; None: there is no such part."""
+    if asked is None or most is None:
+        return asked is most
+    return 0 <= asked <= most
+
+
+def parse_sizes(asked: Any, most: Sizes) -> Sizes:
+    """The sizes of a worker's memory, checked before any of it is taken.
+
+    >>> parse_sizes([10, 0, None, None, 0], Sizes(10))
+    Sizes(weights=10, state=0, payload=None, pulled=None, own=0)
+    >>> parse_sizes([11, 0, None, None, 0], Sizes(10))
+    Traceback (most recent call last):
+    paceline.errors.ProtocolError: a memory whose weights are 11, where 10 is the most
+    """
+    if not isinstance(asked, list) or len(asked) != len(most) or not all(type(n) in (int, type(None)) for n in asked):
+        raise ProtocolError("a hello without sizes")
+    sizes = Sizes(*asked)
+    for name, count, limit in zip(Sizes._fields, sizes, most, strict=True):
+        if not _within(count, limit):
+            raise ProtocolError(f"a memory whose {name} are {count}, where {limit} is the most")
+    return sizes
+
+
+class TcpServerDoor:
+    """One worker's connection, and its memory, which outlives a connection that breaks."""
+
+    def __init__(self, connection: Connection, worker: int, incarnation: int, largest: Sizes) -> None:
+        self.connection = connection
+        self.worker, self.incarnation = worker, incarnation
+        self.slot: Memory | None = None
+        self._views: Views | None = None
+        """Of the slot's parts."""
+        self.timing = Timing(0.0, 0.0, 0.0)
+        """Of the last push."""
+        self.left = False
+        """Whether the worker said good-bye: then it does not come back."""
+        self.last_heard = time.monotonic()
+        self.wants_own = False
+        """Replies ask that the worker's own state be shipped with the next push, until one has brought it."""
+        self.own_seq = -1
+        """The last push that brought it: `slot.kept(own_seq)` holds it."""
+        self.anew = False
+        """Whether the next reply says that the worker is to begin anew, and brings the states to begin from."""
+        self.began_anew = False
+        """Whether it was told so, and has not pushed since: what it would send again is of before."""
+        self._largest = largest
+        self._most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
+        """The frames that are taken, and how large each may be; pushes once there is memory for them."""
+        self._seq = -1
+        """Of the last push whose bytes are all there."""
+        self._told: Deal | None = None
+        """What this connection has carried."""
+        self._greeted: Reply | None = None
+        """What the hello was answered with, until the first push comes."""
+        self._outbox = Outbox()
+        self._filler: Filler[Hello | Push | Figures | Heard] | None = None
+        """Of the message under way; it knows this door, and must not keep its memory when the door is dropped."""
+        self._scratch: memoryview | None = None
+
+    def fileno(self) -> int:
+        """Of the connection; another one after a reconnect."""
+        return self.connection.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether `flush` is to be called as soon as the connection takes bytes."""
+        return bool(self._outbox)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
+        self._filler = None
+
+    def attach(self, connection: Connection) -> None:
+        """The worker has come back on another connection; what was under way on the old one never happened."""
+        self.connection.close()
+        self.connection = connection
+        self.last_heard = time.monotonic()
+        self._outbox, self._filler = Outbox(), None
+        self._told = None
+
+    def receive(self) -> Hello | Push | Figures | Heard | None:
+        """The next message; HEARD when it is not all there yet; None when the connection is gone.
+
+        Anything malformed is a ProtocolError. A push counts only when its last byte has come.
+        """
+        filler, self._filler = self._filler or Filler(self._message()), None
+        try:
+            whole = filler.fill(self.connection.receive_into)
+        except ConnectionError:
+            return None
+        self.last_heard = time.monotonic()
+        if whole is None:
+            self._filler = filler
+            return HEARD
+        return None if self.left else whole[0]
+
+    def _message(self) -> Reading[Hello | Push | Figures | Heard]:
+        """Read one frame, whichever it is."""
+        try:
+            kind, nbytes = yield from read_header(self._most)
+            if kind is Kind.PUSH:
+                assert self.slot is not None and self._views is not None
+                return (yield from self._push(nbytes, self.slot, self._views))
+            if kind in (Kind.BEAT, Kind.BYE):
+                self.left = kind is Kind.BYE
+                return HEARD
+            fields = yield from read_fields(nbytes)
+            return self._hello(fields) if kind is Kind.HELLO else self._figures(fields)
+        except ProtocolError as error:
+            raise ProtocolError(f"worker {self.worker} sent {error}") from None
+
+    def _hello(self, fields: dict[str, Any]) -> Hello | Heard:
+        try:
+            join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
+        except (ValueError, KeyError, TypeError):
+            raise ProtocolError("a frame that is no hello") from None
+        sizes = parse_sizes(fields.pop("sizes", None), self._largest)
+        if self.slot is not None:  # it never heard our answer: there is one, or there will be one
+            if sizes != self.slot.sizes or self._seq >= 0:
+                raise ProtocolError("a second hello")
+            if self._greeted is not None:
+                self.answer(self._greeted)
+            return HEARD
+        self.slot = slot = Memory.private(sizes)
+        self._views = Views(slot)
+        bodies = slot.update.nbytes + slot.state.nbytes + sizes.own
+        self._most[Kind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
+        return Hello(join, self.slot, fields)
+
+    def _figures(self, fields: Mapping[str, Any]) -> Figures:
+        try:
+            return Figures(self.worker, {str(name): float(value) for name, value in fields.items()})
+        except (ValueError, TypeError):
+            raise ProtocolError("figures that are none") from None
+
+    def _push(self, nbytes: int, slot: Memory, views: Views) -> Reading[Push]:
+        if nbytes < PUSH_HEAD.size:
+            raise ProtocolError(f"a push of {nbytes} bytes")
+        packed = yield from read_bytes(PUSH_HEAD.size)
+        seq, reply, samples, num_update, num_state, num_own, loss, *seconds = PUSH_HEAD.unpack(packed)
+        bodies = num_update + num_state + num_own
+        pad = len(padding(bodies))
+        if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + bodies + pad:
+            parts = f"{num_update} bytes of update, {num_state} of state and {num_own} of its own"
+            raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its memory")
+        update = slot.update if slot.sizes.payload is None else slot.update[:num_update]
+        if seq == self._seq:  # again, after a reconnect: the server may still hold these very bytes, so they stay
+            yield from self._throw_away(bodies)
+        else:
+            yield views.update[:num_update]
+            yield views.state
+            if num_own:
+                yield view(slot.kept(seq))
+                self.own_seq, self.wants_own = seq, False
+        yield from read_bytes(pad)
+        self._seq, self._greeted = seq, None
+        self.began_anew = False
+        self.timing = Timing(*seconds)
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
+
+    @staticmethod
+    def _fits(slot: Memory, num_update: int, num_state: int, num_own: int) -> bool:
+        whole = num_update == slot.update.nbytes if slot.sizes.payload is None else num_update <= slot.update.nbytes
+        return whole and num_state == slot.state.nbytes and num_own in (0, slot.sizes.own)
+
+    def _throw_away(self, nbytes: int) -> Reading[None]:
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(_SCRATCH))
+        while nbytes:
+            place = self._scratch[:nbytes]
+            nbytes -= len(place)
+            yield place
+
+    def answer(self, reply: Reply) -> None:
+        """Queue a reply and what it speaks of, and send what goes at once.
+
+        A worker that is gone is noticed when its connection is read next; what it missed it will ask for again. The
+        memory is sent from as it lies: nobody changes it before the worker's next push, which comes after all of it.
+        """
+        slot, views = self.slot, self._views
+        assert slot is not None and views is not None, "a worker that has not said hello cannot be answered"
+        anew, self.anew = self.anew, False
+        if anew:
+            self._seq = self.own_seq = -1
+            self.began_anew = True
+        if self._seq < 0:
+            self._greeted = reply
+        if views.source is not slot.weights:
+            views = self._views = Views(slot)
+        encoded = slot.sizes.pulled is not None and reply.serial > 0 and not anew
+        body = [view(slot.pulled[: slot.num_pulled]) if encoded else views.weights]
+        if anew and reply.serial:
+            body += [view(slot.state), view(slot.kept(reply.serial - 1))]
+        nbytes = sum(map(len, body))
+        generation, members = self._news(reply.deal)
+        facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
+        head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, anew, *facts, len(members), nbytes)
+        pad = padding(len(members) + nbytes)
+        self.send(header(Kind.REPLY, len(head) + len(members) + nbytes + len(pad)) + head + members, *body, pad)
+
+    def _news(self, deal: Deal | None) -> tuple[int, bytes]:
+        """The generation of a deal, and its members where this connection has not carried them yet."""
+        if deal is None:
+            return 0, b""
+        known, self._told = deal == self._told, deal
+        return deal.generation, b"" if known else pack_members(deal.members)
+
+    def dismiss(self, reason: str) -> None:
+        """Send the worker away for good, with a reason that it shows its user."""
+        self.send(refusal_frame(reason))
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Queue a frame, and send what goes at once."""
+        self._outbox.add(*parts)
+        self._send()
+
+    def flush(self) -> None:
+        """Go on sending; bytes that the other end takes are a sign of life."""
+        left = self._outbox.nbytes
+        self._send()
+        if self._outbox.nbytes < left:
+            self.last_heard = time.monotonic()
+
+    def _send(self) -> None:
+        try:
+            self._outbox.flush(self.connection.send)
+        except ConnectionError:
+            self._outbox = Outbox()
