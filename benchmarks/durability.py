@@ -9,10 +9,8 @@ a recovery is seen in arrivals.log, looked at every 2 ms, from SIGKILL of the se
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,15 +19,13 @@ from typing import Any
 
 import ours
 import pairs
-from processes import LEAST_STEPS, common_rate, end, ended
+from processes import LEAST_STEPS, common_rate, end
 
 from paceline.runs.arrival_log import RECORD_BYTES
 from paceline.runs.events import read_events
-from paceline.runs.folder import RunFolder
 
 RATE_SECONDS, QUICK_SECONDS = 6.0, 2.0
 TAIL_PUSHES = (0, 500, 2000)
-SHARED_PUSHES = 2000
 PAUSED = {"lenet5": 6.0, "cnn": 6.0, "resnet18": 25.0}
 
 
@@ -94,50 +90,11 @@ def recovery(pushes: int, *flags: str) -> tuple[float, float]:
     return took, row["seconds"]
 
 
-def shared_recovery(pushes: int, workers: int) -> tuple[float, float, int]:
-    """Seconds that computing a log again takes with its workers and by the server alone, and how many they computed.
-
-    Both go over copies of one folder, one after the other; with workers, these start together with the server.
-    """
-    with ours.running("async", "lenet5", workers, 1, [*ours.ENDLESS, "--checkpoint-every", "100000"]) as run:
-        run.wait_for_pushes(pushes)
-        os.kill(server_of(run.process.pid), signal.SIGKILL)
-        run.process.wait()
-        copies = [run.folder.with_name(name) for name in ("shared", "alone")]
-        for copy in copies:
-            shutil.copytree(run.folder, copy)
-        resumed = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "resume", str(copies[0])],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        with ended([resumed]):
-            while not (found := _recovered(copies[0])):
-                time.sleep(0.02)
-        alone = [sys.executable, __file__, "--alone", str(copies[1])]
-        subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
-        return found[0]["seconds"], _recovered(copies[1])[0]["seconds"], found[0]["by_workers"]
-
-
 def _recovered(folder: Path) -> list[dict[str, Any]]:
     return [row for row in read_events(folder / "events.jsonl") if row["kind"] == "recovered"]
 
 
-def recover_alone(folder: Path) -> None:
-    """What a server does after a crash when no worker is there."""
-    from paceline.data.datasets import load
-    from paceline.launch import locate_data
-    from paceline.runtimes.server.service import make_host
-
-    opened = RunFolder.open(folder)
-    location = locate_data(opened.config())
-    assert location is not None
-    make_host(opened.config(), load(location), opened, lambda row: None, {}, resume=True).close()
-
-
 def main() -> int:
-    if sys.argv[1:2] == ["--alone"]:
-        recover_alone(Path(sys.argv[2]))
-        return 0
     parsed = pairs.flags(__doc__).parse_args()
     seconds = QUICK_SECONDS if parsed.quick else RATE_SECONDS
     say = pairs.teller(parsed, "samples/s")
@@ -153,12 +110,6 @@ def main() -> int:
         took, back = recovery(pushes)
         print(
             f"killed server, {pushes or 'few'} pushes since the checkpoint: {took:.2f} s, {back:.2f} s of it computing"
-        )
-    for workers in (2, 4):
-        shared, alone, helped = shared_recovery(SHARED_PUSHES, workers)
-        print(
-            f"{SHARED_PUSHES} pushes computed again: {shared:.2f} s with {workers} workers, who did {helped}, "
-            f"{alone:.2f} s by the server alone ({alone / shared:.2f} x)"
         )
     took, back = recovery(0, "--recovery", "checkpoint")
     print(f"killed server, --recovery checkpoint: {took:.2f} s, {back:.2f} of it reading")

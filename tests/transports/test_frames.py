@@ -141,7 +141,7 @@ def test_a_truncated_frame_is_no_message(cut: int) -> None:
         (header(Kind.WELCOME, 5), "'welcome', where hello or push"),
         (header(Kind.HELLO, 5001), "5001 bytes, where at most 5000"),
         (header(Kind.PUSH, (1 << 64) - 1), "at most 300"),
-        (MAGIC + bytes([VERSION + 1]) + header(Kind.HELLO, 5)[5:], "protocol 2, where 1"),
+        (MAGIC + bytes([VERSION + 1]) + header(Kind.HELLO, 5)[5:], "protocol 3, where 2"),
         (MAGIC + bytes([VERSION, 77]) + header(Kind.HELLO, 5)[6:], "unknown kind 77"),
     ],
 )

@@ -18,7 +18,7 @@ from paceline.assembly.work import Work, divide_work
 from paceline.config import RunConfig, places_of
 from paceline.core.buffers import MakeMemory, Sizes
 from paceline.core.compression import DENSE, Codecs, WorkerEnd
-from paceline.core.messages import Deal, Join, Reply
+from paceline.core.messages import Deal, Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
@@ -219,20 +219,6 @@ def make_seat(
         seat = Seat(steps, loader, join, device, codecs, make_memory, redeal)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
-
-
-def begin_anew(config: RunConfig, dataset: Dataset | None, work: Work, seat: Seat, reply: Reply) -> Seat:
-    """Another seat over the memory of `seat`, as a reply asks for that lies there: fresh, or from the states in it."""
-    memory = seat.memory
-    kept = [(part, part.clone()) for part in (memory.weights, memory.state)]  # binding a model writes to both
-    device = torch.device(config.device)
-    task = make_task(config, dataset).to(device)
-    fresh = make_seat(config, task, work, seat.join, lambda sizes: memory, device.type != "cpu")
-    for part, told in kept if reply.serial else kept[:1]:
-        part.copy_(told)
-    if reply.serial:
-        fresh.recall(memory.kept(reply.serial - 1))
-    return fresh
 
 
 def sizes_of(config: RunConfig, task: SupervisedTask, work: Work) -> Sizes:

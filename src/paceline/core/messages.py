@@ -101,8 +101,6 @@ class Reply(NamedTuple):
 
     With `steps` above 0: step on that many batches from `batch` on by yourself, at `lr`, and push how far you drifted.
     Batches are counted, and their samples found, by `deal`; without one as the config divides the data.
-    With `anew`: forget what you keep yourself, and begin as if you had just come; where `serial` is above 0, from the
-    states in your memory, which are those that the push before left.
     """
 
     worker: int
@@ -114,7 +112,6 @@ class Reply(NamedTuple):
     steps: int = 0
     lr: float = 0.0
     deal: Deal | None = None
-    anew: bool = False
 
 
 class Verdict(enum.IntEnum):

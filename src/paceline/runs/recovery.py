@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from paceline.config import RunConfig
-from paceline.core.messages import Join, Reply, Resume, Verdict
+from paceline.core.messages import Join, Resume, Verdict
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import UserError
@@ -24,29 +24,12 @@ from paceline.runs.background_writer import Writer
 from paceline.runs.best import forget_best
 from paceline.runs.checkpoint import Cut, newest_cut, restore, set_aside
 from paceline.runs.folder import RunFolder
-from paceline.runs.replay import Chair, Replay, Threads
+from paceline.runs.replay import Replay, Threads
 from paceline.runs.result import Trained
 from paceline.runs.snapshots import go_back, snapshots_of
 from paceline.settings.strategies import keeps_own, on_ring
 
 Report = Callable[[dict[str, Any]], None]
-
-
-class Company(Protocol):
-    """Workers that are here, and compute logged pushes again beside us; see `runtimes/recomputing.py`."""
-
-    num_pushes: int
-    first_incarnation: int
-
-    def begin(self, server: Server, records: Iterable[Record], incarnation: int, threads: int) -> None: ...
-
-    def part(self, seat: Seat) -> Chair: ...
-
-    def send(self, reply: Reply) -> None: ...
-
-    def look(self) -> None: ...
-
-    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,8 +43,6 @@ class Rebuilt:
     seconds: float
     incarnation: int
     """The first that no worker has had, not even in what was taken back."""
-    by_workers: int = 0
-    """Pushes of those recomputed that workers computed."""
 
 
 def rebuild(
@@ -71,13 +52,11 @@ def rebuild(
     config: RunConfig,
     folder: RunFolder,
     report: Report,
-    company: Company | None = None,
 ) -> Rebuilt:
     """Bring a fresh `server` to where the run goes on: the end of its log, or its newest checkpoint.
 
     A torn record at the log's end (a crash in mid-write) was never acknowledged and is cut off. Snapshots since the
-    checkpoint are made again, so none is missing that the crash came too early for. Workers of a `company` compute
-    pushes too.
+    checkpoint are made again, so none is missing that the crash came too early for.
     """
     began = time.perf_counter()
     skips = config.recovery == "checkpoint"
@@ -89,13 +68,7 @@ def rebuild(
     standing = [log.records[place] for place in log.standing]
     records = [] if skips else standing
     incarnation, _ = next_life(folder.arrivals_file, config)
-    company = company if records else None
-    threads = Threads(config.threads or 1, before)
-    if company is None:
-        replay = Replay(server, make_seat, None if skips else cut, threads)
-    else:
-        company.begin(server, records, incarnation, threads.worker)
-        replay = Replay(server, _sharing(make_seat, company), cut, threads, company.send)
+    replay = Replay(server, make_seat, None if skips else cut, Threads(config.threads or 1, before))
     go_back(folder, cut.version if cut is not None else -1)
     resume = _take_back(cut, log, standing, report) if skips else Resume()
     pushes = sum(record.kind == "push" for record in records)
@@ -103,17 +76,7 @@ def rebuild(
         report({"kind": "note", "text": f"computing {pushes} logged pushes since {_named(cut)} again"})
     writer = Writer(background=False)
     snapshots = snapshots_of(config, folder, server, model, writer)
-
-    def fed(number: int) -> None:
-        if snapshots is not None:
-            snapshots.look(server)
-        if company is not None:
-            company.look()
-
-    replay.feed(records, fed)
-    if company is not None:
-        company.end()
-        incarnation = company.first_incarnation
+    replay.feed(records, lambda number: snapshots.look(server) if snapshots is not None else None)
     _complain(writer, report)
     torch.set_num_threads(before)
     if replay.departure is not None:
@@ -123,18 +86,14 @@ def rebuild(
         raise UserError(f"{folder.path} diverged at update {server.version}: start a new run with a lower --lr instead")
     forget_best(folder, server.version)
     now = log.records[-1].now if log.records else (cut.now if cut is not None else 0.0)
-    version, helped = cut.version if cut is not None else None, company.num_pushes if company is not None else 0
-    return Rebuilt(now, resume, version, pushes, time.perf_counter() - began, incarnation, helped)
+    version = cut.version if cut is not None else None
+    return Rebuilt(now, resume, version, pushes, time.perf_counter() - began, incarnation)
 
 
 def _complain(writer: Writer, report: Report) -> None:
     for what, error in writer.changes():
         if error is not None:
             report({"kind": "note", "text": f"{what} could not be written again ({error.strerror or error})"})
-
-
-def _sharing(make_seat: Callable[[Join], Seat], company: Company) -> Callable[[Join], Chair]:
-    return lambda join: company.part(make_seat(join))
 
 
 def _named(cut: Cut | None) -> str:

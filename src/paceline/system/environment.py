@@ -29,11 +29,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine_kind() -> str:
-    """What the bits of a computation depend on, besides its threads."""
-    return f"{cpu_name()}, torch {package_version('torch')}"
-
-
 def machine_name() -> str:
     """The same for all processes of one machine, in whatever container, and for no other machine."""
     try:

@@ -15,17 +15,16 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from paceline.errors import ProtocolError
 
 MAGIC = b"PACE"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
 """Frames are multiples of it, so that tensors lie in the system's buffers as in ours: copies are a fifth cheaper."""
 PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff8x")
 """seq, reply, samples, bytes of update, of state, of the worker's own state, loss, seconds: cpu, wall, waited."""
-REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQ8x")
-"""over, encoded, asks for the own state, says to begin anew, serial, version, batch, lr, steps, generation of the deal,
-bytes of its members (none where the worker knows them), bytes of weights (or of the encoded) and of states sent along.
-"""
+REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ8x")
+"""over, encoded, asks for the own state, serial, version, batch, lr, steps, generation of the deal, bytes of its
+members (none if the worker knows them), bytes of the weights or of the encoded reply."""
 MOST_AT_ONCE = 64
 """Places that one call sends from: the system takes no more than 1,024."""
 
@@ -75,7 +74,7 @@ def header(kind: Kind, nbytes: int) -> bytes:
     """The first bytes of a frame.
 
     >>> header(Kind.BEAT, 0).hex(" ", 4)
-    '50414345 01080000 00000000 00000000'
+    '50414345 02080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 

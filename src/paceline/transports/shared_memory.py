@@ -21,7 +21,7 @@ from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
-_REPLY = struct.Struct("<BBBxIQQdII")
+_REPLY = struct.Struct("<BBxxIQQdII")
 MEMBER_NBYTES = 2
 _RATE = struct.Struct("<Bd")
 _HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
@@ -141,10 +141,10 @@ class WorkerDoor:
             return None
         if not packet:
             return None
-        _, over, anew, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
+        _, over, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
             self._deal = Deal(generation, unpack_members(packet[_REPLY.size :]))
-        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal, bool(anew))
+        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
 
 
 def pack_members(members: tuple[int, ...]) -> bytes:
@@ -183,8 +183,6 @@ class ServerDoor:
         self.slot: Slot | None = None
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
-        self.anew = False
-        """Whether the next reply says that the worker is to begin anew."""
         self._told: Deal | None = None
 
     def fileno(self) -> int:
@@ -251,8 +249,7 @@ class ServerDoor:
     def answer(self, reply: Reply) -> None:
         """Send the reply, with its deal where that is new; a worker that is gone is noticed when it is read next."""
         generation = reply.deal.generation if reply.deal is not None else 0
-        named = (_REPLIED, reply.over, self.anew, reply.serial, reply.version)
-        self.anew = False
+        named = (_REPLIED, reply.over, reply.serial, reply.version)
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation)
         if reply.deal is not None and reply.deal != self._told:
             packet += pack_members(reply.deal.members)  # once a connection

@@ -204,30 +204,24 @@ class TcpWorkerDoor:
         """A reply, and what it speaks of in its place in memory."""
         memory = self._memory
         assert memory is not None
-        states = memory.state.nbytes + memory.sizes.own
-        most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes + states, memory.pulled.nbytes)
+        most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
         largest = REPLY_HEAD.size + most + len(padding(most))
         kind, nbytes = yield from read_header({Kind.REPLY: largest, Kind.REFUSED: MOST_REFUSED})
         if kind is Kind.REFUSED:
             raise Refused((yield from read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
-        over, encoded, ship_own, anew, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
+        over, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
         pad = len(padding(named + count))
         yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count - pad)
-        places = [memory.pulled[:count] if encoded else memory.weights]
-        if anew and serial:
-            places += [memory.state, memory.kept(serial - 1)]
-        room = sum(place.nbytes for place in places)
-        if count != room:
-            raise ProtocolError(f"the server sent {count} bytes for a memory of {room}")
-        for place in places:
-            yield view(place)
+        place = memory.pulled[:count] if encoded else memory.weights
+        if count != place.nbytes:
+            raise ProtocolError(f"the server sent {count} bytes for a memory of {place.nbytes}")
+        yield view(place)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
         self._ship_own = bool(ship_own)
-        told = worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal
-        return Reply(*told, bool(anew))
+        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
 
     def _hear_of_deal(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """The members of a new deal, which take all that is left of a reply beside its head and its weights."""

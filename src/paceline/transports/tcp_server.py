@@ -101,10 +101,6 @@ class TcpServerDoor:
         """Replies ask that the worker's own state be shipped with the next push, until one has brought it."""
         self.own_seq = -1
         """The last push that brought it: `slot.kept(own_seq)` holds it."""
-        self.anew = False
-        """Whether the next reply says that the worker is to begin anew, and brings the states to begin from."""
-        self.began_anew = False
-        """Whether it was told so, and has not pushed since: what it would send again is of before."""
         self._largest = largest
         self._most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
         """The frames that are taken, and how large each may be; pushes once there is memory for them."""
@@ -217,7 +213,6 @@ class TcpServerDoor:
                 self.own_seq, self.wants_own = seq, False
         yield from read_bytes(pad)
         self._seq, self._greeted = seq, None
-        self.began_anew = False
         self.timing = Timing(*seconds)
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
@@ -242,24 +237,17 @@ class TcpServerDoor:
         """
         slot, views = self.slot, self._views
         assert slot is not None and views is not None, "a worker that has not said hello cannot be answered"
-        anew, self.anew = self.anew, False
-        if anew:
-            self._seq = self.own_seq = -1
-            self.began_anew = True
         if self._seq < 0:
             self._greeted = reply
         if views.source is not slot.weights:
             views = self._views = Views(slot)
-        encoded = slot.sizes.pulled is not None and reply.serial > 0 and not anew
-        body = [view(slot.pulled[: slot.num_pulled]) if encoded else views.weights]
-        if anew and reply.serial:
-            body += [view(slot.state), view(slot.kept(reply.serial - 1))]
-        nbytes = sum(map(len, body))
+        encoded = slot.sizes.pulled is not None and reply.serial > 0
+        body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._news(reply.deal)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, anew, *facts, len(members), nbytes)
-        pad = padding(len(members) + nbytes)
-        self.send(header(Kind.REPLY, len(head) + len(members) + nbytes + len(pad)) + head + members, *body, pad)
+        head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(members), len(body))
+        pad = padding(len(members) + len(body))
+        self.send(header(Kind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
 
     def _news(self, deal: Deal | None) -> tuple[int, bytes]:
         """The generation of a deal, and its members where this connection has not carried them yet."""

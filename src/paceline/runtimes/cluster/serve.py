@@ -176,7 +176,6 @@ def _keep_serving(order: _Order) -> dict[str, Any]:
 def _serve(order: _Order) -> dict[str, Any]:
     import torch
 
-    from paceline.runtimes.server.recomputing import ClusterCompany
     from paceline.runtimes.server.remote_service import OwnLine
     from paceline.runtimes.server.service import allow_many_files, make_host
     from paceline.system.memory import keep_freed_memory
@@ -192,9 +191,7 @@ def _serve(order: _Order) -> dict[str, Any]:
     dataset = load(location, report=console.report) if location is not None else None
     line = OwnLine(console.report)
     facts = {**facts_of(config, location), "servers": entrance.num_servers}
-    alone = entrance.num_servers == 1
-    company = ClusterCompany(listener, console.report) if resume and alone else None
-    host = make_host(config, dataset, folder, console.report, facts, resume, company)
+    host = make_host(config, dataset, folder, console.report, facts, resume)
     assert host.work is not None
     if not resume:
         hint(config, location, console, host.work.skew)
@@ -208,8 +205,6 @@ def _serve(order: _Order) -> dict[str, Any]:
             if tell is not None:
                 tell(Opened(listener.address, line.stop))
             with torch.inference_mode():
-                if company is not None:
-                    company.hand_over(service)
                 service.run()
             result = host.finish()
         retinue.end()

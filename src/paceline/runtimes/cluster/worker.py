@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.assembly.run import begin_anew, identity_of, make_join, make_seat, make_task, prepare_device, work_of
+from paceline.assembly.run import identity_of, make_join, make_seat, make_task, prepare_device, work_of
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
@@ -28,7 +28,7 @@ from paceline.runtimes.sharded.client import ShardDoors
 from paceline.runtimes.sharded.spans import coding_of
 from paceline.settings.durations import parse_delays
 from paceline.settings.resolve import cores
-from paceline.system.environment import machine_kind, package_version
+from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.shared_memory import Timing
@@ -150,8 +150,7 @@ class Workbench:
     def apply(self, door: ShardDoors, number: int) -> dict[str, Any]:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
-        kind = f"{machine_kind()}, {self.own.device}"
-        words = {"worker": wanted, "version": package_version("paceline"), "kind": kind, "device": self.own.device}
+        words = {"worker": wanted, "version": package_version("paceline"), "device": self.own.device}
         return door.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
 
     @property
@@ -191,11 +190,11 @@ class Lane:
     def _begin(self, welcome: dict[str, Any]) -> None:
         """A new incarnation: everything but the data is made anew."""
         config, dataset = self._bench.prepare(from_dict(welcome["config"]))
-        self._config, self._dataset, worker = config, dataset, int(welcome["worker"])
+        self._config, worker = config, int(welcome["worker"])
         device = prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._door.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
-        self._division = division = work_of(task, config)
+        division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
         self._seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
         self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
@@ -220,8 +219,6 @@ class Lane:
 
     def _compute(self, reply: Reply) -> None:
         self._stopwatch.replied()
-        if reply.anew:
-            self._seat = begin_anew(self._config, self._dataset, self._division, self._seat, reply)
         self._seat.pending = reply
         push = self._seat.push()
         assert push is not None, "a reply that was not the last is worth a push"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import CoreLender, polls_before_sleep, yield_to_server
-from paceline.assembly.run import begin_anew, identity_of, make_join, make_seat, make_task, work_of
+from paceline.assembly.run import identity_of, make_join, make_seat, make_task, work_of
 from paceline.config import from_dict, places_of
 from paceline.data.shared import attach
 from paceline.runtimes.server.timing import Stopwatch
@@ -37,8 +37,6 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     reply = door.hello(join, seat.memory, identity_of(task))
     stopwatch = Stopwatch()
     while reply is not None and not reply.over:
-        if reply.anew:
-            seat = begin_anew(config, dataset, division, seat, reply)
         seat.pending = reply
         push = seat.push()
         assert push is not None

@@ -144,8 +144,6 @@ class Host:
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
-        if not self._is_virtual:
-            row["by_workers"] = rebuilt.by_workers
         seconds = {} if self._is_virtual else {"seconds": round(rebuilt.seconds, 3)}
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 

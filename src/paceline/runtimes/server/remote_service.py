@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paceline.config import to_dict
 from paceline.core.buffers import Sizes
 from paceline.core.failure_detector import Deadlines
 from paceline.core.messages import Push, Reply
@@ -19,7 +20,7 @@ from paceline.errors import ProtocolError
 from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runtimes.server.file_service import Observers
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.service import GRACE_SECONDS, Control, Door, Line, Service, welcome_of
+from paceline.runtimes.server.service import GRACE_SECONDS, Control, Door, Line, Service
 from paceline.runtimes.server.worker_hosts import Machines
 from paceline.system.environment import package_version
 from paceline.transports.connection import ANYWHERE, parse_address
@@ -78,7 +79,7 @@ class ClusterService(Service):
         self._remind_after = REMIND_SECONDS
         self.wait_seconds: float | None = None
         """Until not all workers have come in vain."""
-        self._welcome = welcome_of(host.config, host.folder)
+        self._welcome: dict[str, Any] = {"config": to_dict(host.config), "run": host.folder.path.name}
         if largest.own:
             host.may_be_cut = self._own_states_are_here
         self._listen(listener, self._let_in)
@@ -202,9 +203,7 @@ class ClusterService(Service):
     def _known(self, applicant: Applicant) -> TcpServerDoor | None:
         """The door of a worker that was here before; None where this server is another than it knew."""
         door = self._tcp.get(applicant.fields.get("worker", -1))
-        if door is None or door.incarnation != applicant.fields.get("incarnation") or door.anew or door.began_anew:
-            return None
-        return door
+        return door if door is not None and door.incarnation == applicant.fields.get("incarnation") else None
 
     def _consider(self, applicant: Applicant) -> None:
         wanted = applicant.fields.get("worker")
@@ -274,13 +273,6 @@ class ClusterService(Service):
         self._note(f"worker {door.worker} is back after its connection broke")
 
     # workers
-
-    def adopt(self, door: Door, hello: Hello | None) -> None:
-        """Go on with a worker that was here before this service."""
-        assert isinstance(door, TcpServerDoor)
-        self._seat(door)
-        if hello is not None:
-            self.welcome(door, hello)
 
     def _seat(self, door: TcpServerDoor) -> None:
         """One more worker."""

@@ -11,13 +11,13 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
-from paceline.assembly.run import identity_of, make_seat, make_server, make_task, sizes_of, work_of
-from paceline.config import RunConfig, from_dict, places_of, to_dict
+from paceline.assembly.run import identity_of, make_seat, make_server, make_task, work_of
+from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.buffers import Sizes
 from paceline.core.messages import Join, Leave, Push, Rate, Reply
 from paceline.core.step_balancing import Pacing
@@ -33,9 +33,6 @@ from paceline.runtimes.server.noting import Report
 from paceline.system.memory import keep_freed_memory
 from paceline.system.shared_segment import require_memory
 from paceline.transports.shared_memory import Hello, ServerDoor, Slot, Timing
-
-if TYPE_CHECKING:
-    from paceline.runtimes.server.recomputing import Company
 
 GRACE_SECONDS = 5.0
 
@@ -161,17 +158,9 @@ class Service:
         self._dismissed.discard(door.worker)
         self._listen(door, lambda: self._serve(door))
 
-    def adopt(self, door: ServerDoor, hello: Hello | None) -> None:
-        """Go on with a worker that was here before this service."""
-        self.admit(door)
-        if hello is not None:
-            self.welcome(door, hello)
-
     def _order(self) -> None:
-        self.obey(*self.control.receive())
-
-    def obey(self, order: dict[str, Any], fds: list[int]) -> None:
         """Do what the supervisor asks for."""
+        order, fds = self.control.receive()
         if order["kind"] == "worker":
             self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
@@ -292,25 +281,14 @@ class Service:
                 self._dismissed.add(reply.worker)
 
 
-def welcome_of(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
-    """What a worker is told that comes over a network."""
-    return {"config": to_dict(config), "run": folder.path.name}
-
-
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Host one run."""
 
     def serve(control: Control) -> None:
-        from paceline.runtimes.server.recomputing import LocalCompany
-
-        company = LocalCompany(control) if spec["resume"] else None
-        host = _make_host(spec, fds[1:], control, company)
+        host = _make_host(spec, fds[1:], control)
         assert host.task is not None
         with torch.inference_mode():  # autograd has no part in an update
-            service = Service(host, control, identity_of(host.task))
-            if company is not None:
-                company.hand_over(service)
-            service.run()
+            Service(host, control, identity_of(host.task)).run()
         host.finish()
         host.close()
 
@@ -331,23 +309,16 @@ def reporting(serve: Callable[[Control], None], line: int) -> int:
     return 0
 
 
-def _make_host(spec: dict[str, Any], fds: list[int], control: Control, company: Company | None) -> Host:
+def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
     dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
     folder = RunFolder(Path(spec["folder"]))
-    config, facts = from_dict(spec["config"]), spec["facts"]
-    return make_host(config, dataset, folder, control.send, facts, spec["resume"], company)
+    return make_host(from_dict(spec["config"]), dataset, folder, control.send, spec["facts"], spec["resume"])
 
 
 def make_host(
-    config: RunConfig,
-    dataset: Dataset | None,
-    folder: RunFolder,
-    report: Report,
-    facts: dict[str, Any],
-    resume: bool,
-    company: Company | None = None,
+    config: RunConfig, dataset: Dataset | None, folder: RunFolder, report: Report, facts: dict[str, Any], resume: bool
 ) -> Host:
-    """The host of a run: a new one, or one brought to where its log ends, in `company` with its workers."""
+    """The host of a run: a new one, or one brought to where its log ends."""
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
@@ -360,9 +331,7 @@ def make_host(
     def seat(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    if company is not None:
-        company.meet(welcome_of(config, folder), identity_of(task), sizes_of(config, task, work))
-    rebuilt = rebuild(server, seat, task, config, folder, report, company)
+    rebuilt = rebuild(server, seat, task, config, folder, report)
     host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
     host.go_on(rebuilt)
     return host
