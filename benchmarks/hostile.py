@@ -90,7 +90,7 @@ class Service:
     def hear(self, door: Any) -> None:
         from paceline.core.messages import Push, Reply
         from paceline.errors import ProtocolError
-        from paceline.transports.shared_memory import Hello
+        from paceline.transports.protocol import Hello
 
         door.flush()
         try:
@@ -121,7 +121,7 @@ def work(address: str, floats: int) -> None:
 
     from paceline.core.buffers import Memory, Sizes
     from paceline.core.messages import Join, Push
-    from paceline.transports.shared_memory import Timing
+    from paceline.transports.protocol import Timing
     from paceline.transports.tcp_client import TcpWorkerDoor
 
     torch.set_num_threads(1)

@@ -22,7 +22,8 @@ from paceline.core.rules.worker_rows import Live
 from paceline.interfaces import Arrival, Layout, pack
 from paceline.settings.resolve import resolve
 from paceline.simulation.lab.fused_gradients import FUSED
-from paceline.simulation.lab.gradients import Autograd, Images, Inputs
+from paceline.simulation.lab.gradients import Autograd
+from paceline.simulation.lab.inputs import Images, Inputs
 
 BARS = {"lenet5": 60_000, "cnn": 12_000}
 SPEEDS = [

@@ -160,7 +160,8 @@ def loop(kind: str, what: What) -> None:
 
 
 def batches_of(what: What) -> tuple[Any, list[Any]]:
-    from paceline.assembly.run import make_task, work_of
+    from paceline.assembly.run import work_of
+    from paceline.assembly.task import make_task
     from paceline.config import RunConfig
     from paceline.data.datasets import load, locate
     from paceline.settings.resolve import resolve

@@ -62,7 +62,7 @@ class Served:
 
     def tcp(self, repeats: int) -> None:
         from paceline.core.messages import Push, Reply
-        from paceline.transports.shared_memory import Hello
+        from paceline.transports.protocol import Hello
 
         door, answered, wanted = self.door, 0, False
         while answered < repeats or door.wants_write:
@@ -109,7 +109,7 @@ class Working:
 
     def tcp(self, repeats: int) -> None:
         from paceline.core.messages import Push
-        from paceline.transports.shared_memory import Timing
+        from paceline.transports.protocol import Timing
 
         for _ in range(repeats):
             push = Push(0, 0, self.seq, self.seq, 1, 0.0, self.memory.update, self.memory.state)

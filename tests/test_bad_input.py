@@ -185,7 +185,7 @@ def test_a_script_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_too_little_memory_is_found_before_anything_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.system.shared_segment.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("paceline.system.memory.available_memory", lambda: 1 << 20)
     assert main(["train", *SAMPLE, "--strategy", "async"]) == 2
     assert "needs 9 MiB of shared memory, 1 MiB are free" in complaint(capsys)
     assert not list(tmp_path.glob("runs/*"))

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 
 from paceline.errors import UserError
-from paceline.runtimes.cluster.host_checks import Wanted, lack, remarks, unreached, why_ssh_failed
 from paceline.runtimes.cluster.hosts_file import (
     HostLine,
+    Wanted,
+    lack,
     num_workers,
     parse_hosts,
     read_hosts,
+    remarks,
     remote_command,
     threads_of,
+    unreached,
+    why_ssh_failed,
     worker_arguments,
 )
 

@@ -19,7 +19,8 @@ import odd_models
 from odd_models import MODELS, token_data
 
 import paceline
-from paceline.assembly.run import initial_seed, make_task, seed_generators, work_of
+from paceline.assembly.run import work_of
+from paceline.assembly.task import initial_seed, make_task, seed_generators
 from paceline.config import RunConfig
 from paceline.runtimes.scripts.session import Bound
 from paceline.settings.resolve import resolve

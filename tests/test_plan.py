@@ -10,6 +10,7 @@ import pytest
 from paceline.analysis.step_times import measured
 from paceline.cli.main import main
 from paceline.config import RunConfig
+from paceline.core.worker import one_vector
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
@@ -18,8 +19,7 @@ from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
 from paceline.studies.plan import choose, make_plan, sizes, strategies
-from paceline.tasks.synthetic import one_vector
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 
 def cell(strategy: str, workers: int, rate: float, staleness: float = 0.0) -> Forecast:

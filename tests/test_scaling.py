@@ -13,7 +13,7 @@ from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import Interrupted, UserError
 from paceline.reports.console import Console
-from paceline.studies import real_runs
+from paceline.studies import batch_runs
 from paceline.studies.scaling import configs_for, parse_counts
 from paceline.studies.scaling_table import cells, draw, gather, markdown, rows_of, split_of
 
@@ -141,9 +141,9 @@ def test_ctrl_c_ends_the_command_even_when_the_run_under_way_had_only_its_scorin
         console.report({"kind": "stopping", "reason": "interrupted"})
         return None, {"reason": reason}
 
-    monkeypatch.setattr(real_runs, "train", train)
+    monkeypatch.setattr(batch_runs, "train", train)
     configs = [RunConfig(name=name, runs=str(tmp_path)) for name in ("one", "two")]
     with pytest.raises(Interrupted, match=f"interrupted: {done} of 2 runs are done and kept"), Console() as console:
-        real_runs.train_missing(configs, console)
+        batch_runs.train_missing(configs, console)
     assert trained == ["one"]
     assert "interrupted: ending the run that is under way" in capsys.readouterr().err

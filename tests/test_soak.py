@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.core.deals import Deals
-from paceline.core.membership import Member
+from paceline.core.membership import Deals, Member
 from paceline.core.messages import Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Bounded, Rounds
@@ -25,8 +24,8 @@ from paceline.runs.replay import Replay
 from paceline.settings.fault_table import KINDS, read_faults
 from paceline.settings.rules import RULES
 from paceline.simulation.simulator import Simulation
-from paceline.simulation.soak.soak import Summary, attempt, draw, soak, with_faults
-from paceline.simulation.soak.trial import Trial
+from paceline.simulation.soak.draw import Trial, draw, with_faults
+from paceline.simulation.soak.soak import Summary, attempt, soak
 from paceline.simulation.step_times import StepTimes
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,7 @@ from paceline.config import RunConfig
 from paceline.core.messages import Verdict
 from paceline.runs.arrival_log import Record, read_arrivals
 from paceline.runs.folder import RunFolder
-from paceline.settings.quantities import seconds
+from paceline.settings.durations import seconds
 from paceline.settings.strategies import on_ring, parse_strategy, pushes_per_update
 from paceline.simulation.network import parse_link, ring_seconds
 

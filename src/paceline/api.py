@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.preflight import in_this_process
 from paceline.config import FIELDS, RunConfig
 from paceline.errors import UserError, unknown_name
-from paceline.launch import in_this_process
 from paceline.launch import train as launch
 from paceline.reports.console import Console
 from paceline.tasks.supervised import SupervisedTask

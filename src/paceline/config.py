@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UserError, unknown_name
+from paceline.interfaces import MOST_WORKERS
 
 Check = Callable[[str, Any], None]
-MOST_WORKERS = 65_535
-"""The log gives a worker's number two bytes."""
 
 
 def _positive(name: str, value: float) -> None:

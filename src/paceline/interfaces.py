@@ -6,14 +6,18 @@ A worker turns weights into a push. A server turns pushes into weights. A reply 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-State: TypeAlias = dict[str, Tensor]
+State: TypeAlias = "dict[str, Tensor]"
 """Named tensors and nothing else, so that it can be saved, restored and batched."""
+
+Report: TypeAlias = Callable[[dict[str, Any]], None]
+"""Takes one row of progress, for the console or a tracker."""
 
 ALIGNMENT = 16
 """Parameters start at multiples of this many floats (one cache line), in every process alike."""
@@ -270,3 +274,7 @@ class Policy(Protocol):
     def restore(self, facts: dict[str, Any]) -> None:
         """Go on from what `facts` told."""
         ...
+
+
+MOST_WORKERS = 65_535
+"""The log gives a worker's number two bytes."""

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
-import os
-import shutil
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.preflight import (
+    facts_of,
+    in_this_process,
+    locate_data,
+    refuse_imagined,
+    refuse_restart,
+    require_device,
+    settle_data,
+    startup_warnings,
+)
 from paceline.assembly.work import divide_work
-from paceline.config import SIMULATED_ONLY, RunConfig, is_simulated
-from paceline.data.datasets import SAMPLE, Location, load, locate
-from paceline.errors import RunFailed, UserError
+from paceline.config import RunConfig, is_simulated
+from paceline.data.datasets import Location, load
+from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_life
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, RunFolder, is_script
+from paceline.runs.folder import RunFolder, holding, is_script, require_survivors
 from paceline.settings.durations import parse_delays
 from paceline.settings.fault_table import Fault
-from paceline.settings.preprocessing import reading_of
 from paceline.settings.ranks import Rank, config_of, rank_here
-from paceline.settings.resolve import check_names, lr_scale, resolve
-from paceline.settings.rules import chosen
-from paceline.settings.strategies import on_ring, parse_strategy, pushes_in_a_step
-from paceline.settings.warnings import advice
-from paceline.system.environment import git_state
-from paceline.system.signals import interrupts
+from paceline.settings.resolve import check_names, resolve
+from paceline.settings.strategies import on_ring
+from paceline.system.signals import stop_signals
 
 
 def train(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:
@@ -89,27 +90,6 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
     return _train_on_processes(config, folder, location, console, incarnation)
 
 
-def refuse_imagined(config: RunConfig) -> None:
-    """Settings that only a simulated cluster has."""
-    asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
-    if asked:
-        raise UserError(
-            f"{asked[0]} = {getattr(config, asked[0])!r} is for 'paceline simulate': real machines have theirs"
-        )
-
-
-def refuse_restart(config: RunConfig, launched: bool = False) -> None:
-    """Only processes of our own are started again."""
-    if not config.restart or not (launched or in_this_process(config)):
-        return
-    what = "--device cuda" if config.device == "cuda" else "--strategy classic"
-    why = "a launcher started these processes" if launched else f"{what} trains in the process of this command"
-    raise UserError(
-        f"--restart {config.restart} starts a killed server again, and {why}: leave it out, "
-        "'paceline resume' goes on after a kill"
-    )
-
-
 def _faults(config: RunConfig) -> tuple[Fault, ...]:
     """What the processes of a new run are to suffer; a resumed run is left in peace."""
     if config.faults is None:
@@ -123,98 +103,6 @@ def _faults(config: RunConfig) -> tuple[Fault, ...]:
     from paceline.runtimes.local.fault_injection import faults_for_processes
 
     return faults_for_processes(config)
-
-
-def locate_data(config: RunConfig) -> Location | None:
-    """Where the run's data set lies; a task of one's own brings its data along."""
-    if config.task is not None:
-        return None
-    location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
-    return dataclasses.replace(location, reading=reading_of(config))
-
-
-def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
-    """The data set of a new run; where that is the sample the config says so, and no later look-up finds other data."""
-    location = locate_data(config)
-    if location is not None and location.sample:
-        config = dataclasses.replace(config, dataset=SAMPLE)
-        location = locate_data(config)
-    return config, location
-
-
-def in_this_process(config: RunConfig) -> bool:
-    """Whether the workers need no processes of their own."""
-    return parse_strategy(config.strategy).name == "classic" or config.device == "cuda"
-
-
-def require_device(config: RunConfig) -> None:
-    """The device that was asked for must be there, and a compiler where the step is to be compiled."""
-    if config.compile:
-        _require_compiler(config)
-    if config.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise UserError(
-                "--device cuda: this machine has no CUDA device that torch can use; leave it out for the CPU"
-            )
-        if config.delay:
-            raise UserError(
-                "--delay slows processes: workers that share a GPU are one process; leave out one of the two"
-            )
-
-
-def _require_compiler(config: RunConfig) -> None:
-    """What torch.compile needs: a C++ compiler, and Triton for a GPU."""
-    wanted = [os.environ.get("CXX", ""), "g++", "clang++", "c++"] if config.device == "cpu" else ["gcc", "clang", "cc"]
-    if not any(name and shutil.which(name) for name in wanted):
-        raise UserError(f"--compile needs a compiler ({', '.join(filter(None, wanted))}): install one, or leave it out")
-    if config.device == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError(
-            "--compile on a GPU needs triton, which is not installed: 'pip install triton', or leave it out"
-        )
-
-
-def hint(config: RunConfig, location: Location | None, console: Console, skew: float | None = None) -> None:
-    """What the user should know before it starts, one line each; `skew` says how far workers' labels are apart."""
-    if location is not None and location.sample:
-        console.note(
-            "using the built-in sample of Fashion-MNIST (12,000 + 2,000 images): "
-            "'paceline data get fashion-mnist' fetches all 70,000"
-        )
-    strategy = parse_strategy(config.strategy)
-    pushes = pushes_in_a_step(strategy, config.workers or 1)
-    learns = not config.timing_only and not strategy.is_local
-    if pushes > 1 and learns and lr_scale(config) == 1.0:
-        console.note(
-            f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
-            "--scale-lr auto scales it, with warm-up"
-        )
-    if config.rule == "auto" and not config.timing_only:
-        console.note(chosen(config, skew).line(config.workers or 1))
-    for line in advice(config):
-        console.note(line)
-
-
-def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:
-    """What the result records about where things came from."""
-    return {
-        "data_origin": location.origin if location is not None else f"task {config.task}",
-        "data_path": str(location.path) if location is not None else None,
-        "data_is_sample": location.sample if location is not None else False,
-        "git": git_state(),
-    }
-
-
-@contextlib.contextmanager
-def holding(folder: RunFolder) -> Iterator[None]:
-    """A new folder is ours alone; a run that fails before it starts leaves none behind."""
-    with folder.locked():
-        try:
-            yield
-        except BaseException:
-            folder.discard_unstarted()
-            raise
 
 
 def _train_on_processes(
@@ -234,7 +122,8 @@ def _train_on_processes(
         skew = None
         if shared is not None:
             skew = divide_work(shared.dataset.train_labels, config).skew
-        hint(config, location, console, skew)
+        for line in startup_warnings(config, location, skew):
+            console.note(line)
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
         processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
@@ -245,12 +134,6 @@ def _train_on_processes(
     return result
 
 
-def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
-    """A run that ended because nobody was left is a failure, with a way on."""
-    if result["status"] == "stopped" and result["reason"] in (ALL_GONE, NOT_COME):
-        raise RunFailed(f"{result['reason']} at update {result['updates']}: {folder.way_on(folder.config())}")
-
-
 def _train_here(
     config: RunConfig,
     folder: RunFolder,
@@ -259,7 +142,8 @@ def _train_here(
     incarnation: int,
 ) -> dict[str, Any]:
     """`classic`, or several workers on one GPU: everything in this process; an incarnation above 0 resumes."""
-    from paceline.assembly.run import make_join, make_seat, make_server, make_task, prepare_device, work_of
+    from paceline.assembly.run import make_join, make_seat, make_server, work_of
+    from paceline.assembly.task import make_task, prepare_device
     from paceline.runs.recovery import rebuild
     from paceline.runtimes.local.in_process import run_inline
     from paceline.runtimes.server.host import Host
@@ -271,7 +155,8 @@ def _train_here(
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    hint(config, location, console, work.skew)
+    for line in startup_warnings(config, location, work.skew):
+        console.note(line)
 
     def seat(join: Any) -> Any:
         return make_seat(config, make_task(config, dataset).to(device), work, join)
@@ -282,7 +167,7 @@ def _train_here(
     if rebuilt is not None:
         host.go_on(rebuilt)
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
-    with stop_signals(console) as reason:
+    with stop_signals(console.report) as reason:
         delays = parse_delays(config.delay or [], config.workers or 1)
         run_inline(host, seats, lambda: reason[0] if reason else None, delays)
         result = host.finish()
@@ -303,30 +188,14 @@ def _train_as_rank(
         )
     dataset = load(location) if location is not None else None
     meeting = Meeting(rank)
-    with contextlib.closing(meeting), stop_signals(console) as reasons:
+    with contextlib.closing(meeting), stop_signals(console.report) as reasons:
         if not rank.leads:
             result = Member(config, rank, dataset, meeting).follow()
             return RunFolder(Path(result["folder"])), result
         folder = RunFolder.create(config)
         with holding(folder):
             member = Member(config, rank, dataset, meeting)
-            hint(config, location, console, member.place.work.skew)
+            for line in startup_warnings(config, location, member.place.work.skew):
+                console.note(line)
             facts = {**facts_of(config, location), "folder": str(folder.path)}
             return folder, member.lead(folder, console.report, facts, lambda: reasons[0] if reasons else None)
-
-
-@contextlib.contextmanager
-def stop_signals(console: Console, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
-    """Ctrl-C and SIGTERM become a reason to stop, looked at between two steps; a second Ctrl-C does not wait."""
-    reasons: list[str] = []
-
-    def stop(number: int, frame: object) -> None:
-        if reasons and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
-        console.report({"kind": "stopping", "reason": reasons[0]})
-        if react is not None:
-            react(reasons[0])
-
-    with interrupts(stop):
-        yield reasons

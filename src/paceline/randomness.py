@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from paceline.errors import UserError
 
@@ -27,3 +31,51 @@ def rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
             )
         words += [value % _WORD, value // _WORD]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(*words: int) -> int:
+    """Hash integers into 64 well-mixed bits (the splitmix64 finaliser after each word).
+
+    >>> mix64(1, 2) != mix64(2, 1)
+    True
+    """
+    value = 0
+    for word in words:
+        value = (value + 0x9E3779B97F4A7C15 + (word & _MASK64)) & _MASK64
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+        value ^= value >> 31
+    return value
+
+
+def _signed32(value: int) -> int:
+    return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
+
+
+MULTIPLIER_A = _signed32(0x7FEB352D)
+MULTIPLIER_B = _signed32(0x846CA68B)
+
+
+def halves(key: int) -> tuple[int, int]:
+    """A 64-bit key as two int32: the low and the high half."""
+    return _signed32(key), _signed32(key >> 32)
+
+
+def scramble(counter: Tensor, key: int | Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    """Hash each int32 in `counter` under `key` (or its halves, int32 [2]) into 32 bits, the higher the better mixed.
+
+    Two rounds of multiply and xor-shift on 32-bit lanes, written to `out`; only wrapping int32 arithmetic, which every
+    device does alike.
+    """
+    import torch  # here, because data sets are located without torch
+
+    low, high = halves(key) if isinstance(key, int) else key.unbind()
+    torch.bitwise_xor(counter, low, out=out)
+    torch.bitwise_right_shift(out, 16, out=spare)
+    out.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(MULTIPLIER_A)
+    torch.bitwise_right_shift(out, 15, out=spare)
+    out.bitwise_xor_(spare.bitwise_and_(0x1FFFF)).add_(high).mul_(MULTIPLIER_B)
+    return out

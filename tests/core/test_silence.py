@@ -13,8 +13,7 @@ from paceline.core.membership import MUCH_LONGER, Member
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.farsight import Farsight
-from paceline.core.rules.foresight import Foresight
+from paceline.core.rules.foresight import Farsight, Foresight
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.interfaces import Rule

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.assembly.core import make_model
-from paceline.assembly.run import make_join, make_seat, make_server, make_task, work_of
+from paceline.assembly.run import make_join, make_seat, make_server, work_of
+from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply
 from paceline.core.server import Server

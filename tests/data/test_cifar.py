@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from data_files import cifar_batches, tar_of
 
-from paceline.data import cifar, decoded
+from paceline.data import cifar, decoding
 from paceline.data.datasets import Dataset, cache_folder, load, locate
 from paceline.errors import DataError
 
@@ -82,7 +82,7 @@ def test_damaged_decoded_copy_is_made_again(tmp_path: Path) -> None:
     (kept,) = (cache_folder() / "decoded").iterdir()
     (kept / "train_images.npy").write_bytes((kept / "train_images.npy").read_bytes()[:-9])
     assert same(first, read(tmp_path / "data"))
-    assert decoded.recall(cache_folder(), tmp_path / "data" / "cifar-10-python.tar.gz", np.empty) is not None
+    assert decoding.recall(cache_folder(), tmp_path / "data" / "cifar-10-python.tar.gz", np.empty) is not None
 
 
 def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

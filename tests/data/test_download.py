@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from data_files import cifar_batches, idx_contents, tar_of, tree_files
 
-from paceline.data import sources, transfer
+from paceline.data import download, sources
 from paceline.data.datasets import load, locate
 from paceline.data.download import get
 from paceline.data.sources import RemoteFile, Source
@@ -72,8 +72,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(transfer, "BACK_OFF_SECONDS", 0.001)
-    monkeypatch.setattr(transfer, "TIMEOUT_SECONDS", 5.0)
+    monkeypatch.setattr(download, "BACK_OFF_SECONDS", 0.001)
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 5.0)
     contents = idx_contents()
     files = tuple(RemoteFile(f"{name}.gz", {name: hashlib.sha256(raw).hexdigest()}) for name, raw in contents.items())
     with Server() as running:

@@ -15,7 +15,7 @@ from paceline.data import decoding, image_folder
 from paceline.data.datasets import Dataset, Reading, load, locate
 from paceline.data.download import status
 from paceline.errors import DataError, RunFailed, UserError
-from paceline.system import shared_segment as segment
+from paceline.system import memory
 
 pytest.importorskip("PIL")
 SIZES = {"cat": 3, "dog": 2}
@@ -118,7 +118,7 @@ def test_what_is_not_there_is_explained(tmp_path: Path) -> None:
 
 
 def test_too_many_images_for_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "available_memory", lambda: 6 * 3 * 12 * 12)
+    monkeypatch.setattr(memory, "available_memory", lambda: 6 * 3 * 12 * 12)
     with pytest.raises(DataError, match=r"6 images of 16x16 need 0.0 GiB .*--image-size 10 or smaller"):
         read(folder_of(tmp_path / "data"))
     assert read(tmp_path / "data", size=10).train_images.shape[2] <= 12

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.assembly.run import make_seat, make_server, make_task, work_of
+from paceline.assembly.run import make_seat, make_server, work_of
+from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
 from paceline.core.messages import Join

@@ -9,7 +9,8 @@ import torch
 
 from paceline.assembly.core import make_model
 from paceline.interfaces import Layout, pack
-from paceline.simulation.lab.gradients import Autograd, Images, Inputs
+from paceline.simulation.lab.gradients import Autograd
+from paceline.simulation.lab.inputs import Images, Inputs
 
 pytestmark = [
     pytest.mark.real,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.assembly.run import make_task
+from paceline.assembly.task import make_task
 from paceline.assembly.work import held_out
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.assembly.run import make_task
+from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError

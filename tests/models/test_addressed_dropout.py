@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.models.dropout import AddressedDropout, address_dropout, keep_mask, mix64
+from paceline.models.dropout import AddressedDropout, address_dropout, keep_mask
+from paceline.randomness import mix64
 
 COUNT = 200_000
 keys = st.integers(0, 2**64 - 1)

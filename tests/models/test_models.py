@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.assembly.core import make_model, make_rule
-from paceline.assembly.run import make_task, work_of
+from paceline.assembly.run import work_of
+from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.interfaces import Arrival, Layout

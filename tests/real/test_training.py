@@ -20,7 +20,8 @@ SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it")
 
 def serial_sync(workers: int, steps: int, seed: int) -> dict[str, torch.Tensor]:
     """The same batches averaged in worker order by a plain loop in this process."""
-    from paceline.assembly.run import make_task, work_of
+    from paceline.assembly.run import work_of
+    from paceline.assembly.task import make_task
     from paceline.settings.resolve import resolve
 
     strategy = "sync" if workers > 1 else "classic"

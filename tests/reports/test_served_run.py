@@ -11,10 +11,10 @@ import pytest
 from made_up_runs import log_events, progress, result_of, whole_run
 
 from paceline.errors import RunFailed
-from paceline.reports.watch import served_run
+from paceline.reports.watch import sources as served_run
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.mirror import Mirror
-from paceline.reports.watch.served_run import ServedRun
+from paceline.reports.watch.sources import ServedRun
 from paceline.runs.folder import RunFolder
 
 

@@ -17,7 +17,7 @@ from paceline.core.messages import Push
 from paceline.core.optimizers import Sgd
 from paceline.errors import UserError
 from paceline.interfaces import Codec, State
-from paceline.models.dropout import mix64
+from paceline.randomness import mix64
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, restore, take_cut, write_cut
 from paceline.settings.codecs import build_codec

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from paceline.core.messages import Reply
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, read_log
-from paceline.runs.best import read_best
 from paceline.runs.checkpoint import newest_cut, read_cut
 from paceline.runs.events import read_events
+from paceline.runs.snapshots import read_best
 
 
 def watch_disk(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -87,7 +87,7 @@ def test_who_left_after_the_end_is_forgotten_when_the_run_goes_on(record: Record
 def test_rows_for_more_workers_than_there_is_memory_are_refused(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.system.shared_segment.available_memory", lambda: 500)
+    monkeypatch.setattr("paceline.system.memory.available_memory", lambda: 500)
     with pytest.raises(UserError, match=r"the table of rule foresight needs .* of memory, .* use fewer workers"):
         record(strategy="async", workers=3, rule="foresight")
     record(strategy="async", workers=3, rule="buffered:2", name="without rows")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from recorded_runs import Record, RecordedRun
 
-from paceline.assembly.run import identity_of, sizes_of
+from paceline.assembly.run import sizes_of
+from paceline.assembly.task import identity_of
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runtimes.server.remote_service import CEILING_SECONDS, ClusterService, OwnLine
 from paceline.transports.listener import Listener

@@ -20,7 +20,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Policy
 from paceline.runtimes.server.accounting import Accounts, Way
 from paceline.runtimes.server.timing import Timekeeper
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 NOTHING = torch.zeros(0)
 SERVING = 0.25

@@ -20,8 +20,8 @@ from paceline.reports.watch.mirror import GROWING, Mirror
 from paceline.reports.watch.remote import is_served, looking_at, mirrored
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import Visitor
 from paceline.runtimes.server.file_service import MOST_OBSERVERS, Observers
+from paceline.transports.auth import ConnectOptions
 from paceline.transports.file_client import Observer
 from paceline.transports.frames import MOST_PIECE
 from paceline.transports.listener import Listener
@@ -190,7 +190,7 @@ def test_who_cannot_look_is_told_why(served: Served, tmp_path: Path, monkeypatch
         greeting = threading.Thread(target=_greet_as_ssh, args=(other,))
         greeting.start()
         with pytest.raises(UserError, match="is no Paceline server of ours"):
-            with mirrored(Visitor(address)):
+            with mirrored(ConnectOptions(address)):
                 pass
         greeting.join()
     with pytest.raises(UserError, match=r"cannot be reached \(Connection refused\)"):

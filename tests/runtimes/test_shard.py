@@ -26,7 +26,7 @@ from paceline.runtimes.sharded.shard import ShardService
 from paceline.settings.resolve import resolve
 from paceline.transports.connection import Connection
 from paceline.transports.listener import Listener
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpWorkerDoor
 
 LAYOUT = pack([("a", (16, 16), True)])

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runs"))  # so that record
 from recorded_runs import RecordedRun, small_config
 from test_shard import connected
 
-from paceline.assembly.run import identity_of, sizes_of
+from paceline.assembly.run import sizes_of
+from paceline.assembly.task import identity_of
 from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Join
 from paceline.errors import Forgotten, PacelineError, ServerLost, UserError

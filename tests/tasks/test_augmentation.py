@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.assembly.run import make_task, work_of
+from paceline.assembly.run import work_of
+from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.assembly.run import identity_of, work_of
+from paceline.assembly.run import work_of
+from paceline.assembly.task import identity_of
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Batch

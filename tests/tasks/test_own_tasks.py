@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.assembly.run import load_task
+from paceline.assembly.task import load_task
 
 SOURCE = """
 import torch

@@ -13,10 +13,8 @@ import pytest
 from paceline.config import RunConfig
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
+from paceline.tracking.backends import MLflow, TensorBoard, Wandb
 from paceline.tracking.feed import feed
-from paceline.tracking.mlflow import MLflow
-from paceline.tracking.tensorboard import TensorBoard
-from paceline.tracking.wandb import Wandb
 
 RESULT = {"status": "finished", "updates": 24, "samples": 768, "train_seconds": 3.0, "test_accuracy": 55.0, "lr": 0.1}
 

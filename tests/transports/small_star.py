@@ -26,7 +26,8 @@ from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, State, pack
 from paceline.settings.codecs import build_codec
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Timing, WorkerDoor
+from paceline.transports.protocol import Figures, Hello, Timing
+from paceline.transports.shared_memory import ServerDoor, WorkerDoor
 from paceline.transports.tcp_client import TcpWorkerDoor
 from paceline.transports.tcp_server import TcpServerDoor
 from paceline.transports.tls import Tls

@@ -13,7 +13,7 @@ import torch
 
 from paceline.core.messages import Push
 from paceline.runtimes.ring.shared_memory import RingMemory, Round, SharedRing
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 SIZE, NO_TIME = 32, Timing(0.0, 0.0, 0.0)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from small_star import LAYOUT, TIMING, TOKEN, Star, Told, Wire, answer, codecs, make_server, own_size, work
 
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes, view
 from paceline.core.compression import DENSE, Codecs
 from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
@@ -28,9 +28,10 @@ from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header, padding
-from paceline.transports.shared_memory import Figures, Hello, ServerDoor, Slot, WorkerDoor, channel
+from paceline.transports.protocol import Figures, Hello
+from paceline.transports.shared_memory import ServerDoor, Slot, WorkerDoor, channel
 from paceline.transports.tcp_client import TcpWorkerDoor
-from paceline.transports.tcp_server import HEARD, TcpServerDoor, parse_sizes, view
+from paceline.transports.tcp_server import HEARD, TcpServerDoor, parse_sizes
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
 
 UPDATES = 4

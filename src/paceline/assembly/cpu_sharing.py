@@ -8,8 +8,8 @@ import os
 
 from paceline.config import RunConfig
 from paceline.interfaces import Layout
-from paceline.settings.resolve import cores
 from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.system.cpu import cores
 
 WORTH_SHARING = 1 << 19
 """Floats from which on a pass over the weights is faster on several cores than waking them costs."""

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
-import random
-import zlib
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 from paceline.assembly.core import make_inside, make_model, make_optimizer, make_policy, make_rule, make_schedule
+from paceline.assembly.task import class_labels
 from paceline.assembly.work import Work, divide_work
 from paceline.config import RunConfig, places_of
 from paceline.core.buffers import MakeMemory, Sizes
@@ -21,113 +16,25 @@ from paceline.core.compression import DENSE, Codecs, WorkerEnd
 from paceline.core.messages import Deal, Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Mean, Server
-from paceline.core.worker import Seat
-from paceline.data.datasets import DATASETS, Dataset
-from paceline.errors import UserError
+from paceline.core.worker import Seat, one_vector
+from paceline.data.datasets import DATASETS
 from paceline.interfaces import Codec, Layout, Loader, Task
-from paceline.models.dropout import mix64
+from paceline.randomness import mix64
 from paceline.settings.codecs import build_codec
-from paceline.settings.imports import make_own
-from paceline.settings.preprocessing import augment_of, transform_of
-from paceline.settings.quantities import count
+from paceline.settings.durations import count
 from paceline.settings.rules import rows_nbytes
-from paceline.settings.stopping import require_measured
 from paceline.settings.strategies import parse_strategy
-from paceline.system.shared_segment import require_memory
+from paceline.system.memory import require_memory
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.host_staging import Staged
 from paceline.tasks.local_sgd import LocalSteps
-from paceline.tasks.nested import device_of, num_samples, tensors_of
-from paceline.tasks.step import StepSettings
+from paceline.tasks.nested import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
-from paceline.tasks.synthetic import one_vector
-
-_INITIAL = 0x1417
-
-
-def prepare_device(config: RunConfig) -> torch.device:
-    """Threads, and on a GPU kernels that sum in a fixed order, so that a run can be replayed there too."""
-    torch.set_num_threads(config.threads or 1)
-    if config.device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a kernel a tensor
-    return torch.device(config.device)
-
-
-def initial_seed(config: RunConfig) -> int:
-    """What a model's first weights are drawn from."""
-    return mix64(config.seed, _INITIAL)
-
-
-def seed_generators(seed: int) -> None:
-    """The global generators of torch, Python and numpy, which a user's code may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """The task of a run, which steps as the config says. The seed fixes the initial weights."""
-    task = _plain_task(config, dataset)
-    require_measured(config, task.measured, task.test is not None)
-    task.step_by(
-        StepSettings(config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
-    )
-    return task
-
-
-def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """A built-in model on `dataset`, or the user's own."""
-    seed_generators(initial_seed(config))
-    if config.task is not None:
-        return load_task(config.task)
-    assert dataset is not None
-    return SupervisedTask(
-        make_model(config.model, dataset.info.image_shape, len(dataset.info.classes)),
-        F.nll_loss,
-        train=(torch.from_numpy(dataset.train_images), torch.from_numpy(dataset.train_labels)),
-        test=(torch.from_numpy(dataset.test_images), torch.from_numpy(dataset.test_labels)),
-        transform=transform_of(dataset),
-        augment=augment_of(config, dataset),
-        classes=dataset.info.classes,
-    )
-
-
-def load_task(text: str) -> SupervisedTask:
-    """Call MODULE:FUNCTION or FILE.py:FUNCTION, which must return a `paceline.Task`."""
-    task = make_own("task", text)
-    if not isinstance(task, SupervisedTask):
-        name = text.rpartition(":")[2]
-        raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
-    return task
 
 
 def work_of(task: SupervisedTask, config: RunConfig) -> Work:
     """How the train set of `task` is divided."""
     return divide_work(class_labels(task.train[1], num_samples(task.train[0]), config), config)
-
-
-def identity_of(task: SupervisedTask) -> dict[str, Any]:
-    """What every process of a run must agree on, checked when a worker joins."""
-    inputs, targets = task.train
-    check = 0
-    for tensor in tensors_of(targets) or tensors_of(inputs):
-        check = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), check)
-    return {
-        "layout": zlib.crc32(repr(task.layout.to_rows()).encode()),
-        "num_samples": num_samples(inputs),
-        "targets": check,
-    }
-
-
-def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarray[Any, Any]:
-    """Class numbers for splitting; targets that are none can still be split as `full` or `iid`."""
-    if isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point():
-        return targets.cpu().numpy().astype(np.int64)
-    if config.split in ("full", "iid"):
-        return np.zeros(num_samples, np.int64)
-    raise UserError(f"--split {config.split} needs class numbers as targets: this data has none, use iid or full")
 
 
 def make_server(

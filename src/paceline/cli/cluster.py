@@ -92,11 +92,12 @@ def shard_verb(arguments: list[str]) -> int:
     parser.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [as the server is reached]")
     parser.add_argument("--once", action="store_true", help="end when the server goes away: do not wait for its return")
     parsed = parser.parse_strictly(arguments)
-    from paceline.runtimes.cluster.serve import Visitor, join_as_shard
+    from paceline.runtimes.cluster.serve import join_as_shard
+    from paceline.transports.auth import ConnectOptions
 
     listen, once = vars(parsed).pop("listen"), vars(parsed).pop("once")
     with Console() as console:
-        return 0 if join_as_shard(Visitor(**vars(parsed)), listen, once, console) else 1
+        return 0 if join_as_shard(ConnectOptions(**vars(parsed)), listen, once, console) else 1
 
 
 def worker_verb(arguments: list[str]) -> int:
@@ -114,9 +115,40 @@ def worker_verb(arguments: list[str]) -> int:
         help="be D + 1 of the run's workers: while one's push is under way the next computes [%(default)s]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
-    from paceline.runtimes.cluster.serve import Visitor, join_server
+    from paceline.runtimes.cluster.serve import join_server
+    from paceline.transports.auth import ConnectOptions
 
-    visitor = Visitor(**vars(parsed))
+    visitor = ConnectOptions(**vars(parsed))
     with Console() as console:
         ended = join_server(visitor, console)
     return 0 if ended else 1
+
+
+DESCRIPTION = """Have workers leave a run that is going on: each finishes its push, which counts, and goes.
+
+  paceline drain runs/NAME 2 3"""
+
+
+def drain_verb(arguments: list[str]) -> int:
+    parser = parser_for("drain", DESCRIPTION)
+    parser.add_argument("run", metavar="RUN", help="the folder of a run that is going on, as in runs/NAME")
+    parser.add_argument("workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of workers")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.runs.control_files import ask_to_drain
+    from paceline.runs.folder import RunFolder
+    from paceline.settings.strategies import on_ring
+
+    folder = RunFolder.open(Path(parsed.run))
+    config = folder.config()
+    if on_ring(config):
+        raise UserError(f"{folder.path} is a ring ({config.strategy}), which nobody leaves: stop it, or let it finish")
+    if not folder.is_locked():
+        raise UserError(f"{folder.path} is not being trained now: there is nobody to drain")
+    workers = tuple(dict.fromkeys(parsed.workers))
+    refused = ask_to_drain(folder, workers)
+    drained = [str(worker) for worker in workers if worker not in refused]
+    if drained:
+        print(f"worker {' and '.join(drained)}: drained, to leave after the push being made")
+    if refused:
+        raise UserError("; ".join(f"worker {worker} cannot be drained: {why}" for worker, why in refused.items()))
+    return 0

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 import sys
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cli.output import parser_for
-from paceline.errors import UserError
+from paceline.data.download import status
+from paceline.errors import PacelineError, UserError
+from paceline.system.environment import cpu_name, package_version
+from paceline.system.memory import available_memory
+from paceline.system.shared_segment import Segment
 from paceline.system.terminal import fold_for, table_width
 
 
@@ -36,8 +45,107 @@ def data_verb(arguments: list[str]) -> int:
 
 def doctor_verb(arguments: list[str]) -> int:
     parser_for("doctor", "What this machine has, what will be slow, what to do about it.").parse_strictly(arguments)
-    from paceline.cli.doctor import examine
 
     findings = examine()
     print(fold_for(sys.stdout, findings.lines))
     return 0 if findings.usable else 1
+
+
+@dataclass
+class Findings:
+    """Lines to print, and whether a run could work here."""
+
+    lines: list[str] = field(default_factory=list)
+    usable: bool = True
+
+    def good(self, text: str) -> None:
+        self.lines.append(f"ok    {text}")
+
+    def advise(self, text: str) -> None:
+        self.lines.append(f"note  {text}")
+
+    def bad(self, text: str) -> None:
+        self.lines.append(f"BAD   {text}")
+        self.usable = False
+
+
+def examine() -> Findings:
+    """Look at everything a run needs."""
+    found = Findings()
+    _software(found)
+    _processor(found)
+    _memory(found)
+    _disk(found)
+    _data(found)
+    return found
+
+
+def _software(found: Findings) -> None:
+    found.good(f"Python {platform.python_version()} on {platform.system()} {platform.release()}")
+    if platform.system() != "Linux":
+        found.bad("local workers share memory through Linux's memfd: on this system only --strategy classic works")
+    try:
+        import torch
+    except ImportError as error:
+        found.bad(
+            f"torch cannot be imported ({error}): 'pip install -c constraints.txt -e .' in the project installs it"
+        )
+        return
+    found.good(f"torch {torch.__version__}, numpy {package_version('numpy')}, paceline {package_version('paceline')}")
+    if torch.cuda.is_available():
+        found.good(f"CUDA: {torch.cuda.get_device_name(0)}; --device cuda puts all workers on it")
+    else:
+        found.advise("no CUDA device: workers compute on the CPU")
+
+
+def _processor(found: Findings) -> None:
+    cores = len(os.sched_getaffinity(0))
+    found.good(f"{cores} cores ({cpu_name()}): up to {cores} workers run side by side, more share them")
+    limit = os.environ.get("OMP_NUM_THREADS")
+    if limit is not None:
+        found.advise(f"OMP_NUM_THREADS={limit} is set; workers set their own thread count (--threads) instead")
+    load = os.getloadavg()[0]
+    if load > 0.5 * cores:
+        found.advise(f"the load is {load:.1f} on {cores} cores: something else is running, timings will suffer")
+    steal = _steal_share()
+    if steal > 0.02:
+        found.advise(f"{100 * steal:.0f} % of the processor's time since boot was taken by other machines on this host")
+
+
+def _steal_share() -> float:
+    try:
+        fields = [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0
+    return fields[7] / max(1, sum(fields)) if len(fields) == 8 else 0.0
+
+
+def _memory(found: Findings) -> None:
+    found.good(f"{available_memory() / 2**30:.1f} GiB of memory are free")
+    try:
+        Segment.create(1 << 20, "doctor's test").close_descriptor()
+        found.good("shared memory can be made, reserved and sealed")
+    except (PacelineError, OSError) as error:
+        found.bad(f"shared memory cannot be made ({error}): only --strategy classic works")
+
+
+def _disk(found: Findings) -> None:
+    free = shutil.disk_usage(".").free
+    text = f"{free / 2**30:.1f} GiB are free in this folder, where runs/ goes by default"
+    (found.good if free > 1 << 30 else found.advise)(text)
+    try:
+        with tempfile.TemporaryFile(dir="."):
+            pass
+    except OSError as error:
+        found.advise(f"this folder cannot be written ({error.strerror}): give --runs DIR")
+
+
+def _data(found: Findings) -> None:
+    for row in status(None):
+        if row.found and not row.sample:
+            found.good(f"data set {row.name}: {row.origin}, {row.path}")
+        elif not row.found or row.name == "fashion-mnist":
+            found.advise(
+                f"data set {row.name}: {'a built-in sample only' if row.found else 'not here'}; "
+                f"'paceline data get {row.name}' fetches it"
+            )

@@ -6,16 +6,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from paceline.cli.benching import bench_verb
-from paceline.cli.cluster import server_verb, shard_verb, worker_verb
-from paceline.cli.draining import drain_verb
-from paceline.cli.exporting import export_verb, trace_verb
-from paceline.cli.landscape import landscape_verb
+from paceline.cli.cluster import drain_verb, server_verb, shard_verb, worker_verb
 from paceline.cli.machine import data_verb, doctor_verb
-from paceline.cli.report import report_verb
+from paceline.cli.report import export_verb, landscape_verb, report_verb, trace_verb
 from paceline.cli.runs import compare_verb, list_verb, status_verb
 from paceline.cli.simulate import plan_verb, simulate_verb, soak_verb
-from paceline.cli.studies import reproduce_verb, sweep_verb
+from paceline.cli.studies import bench_verb, reproduce_verb, sweep_verb
 from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
 from paceline.cli.watch import watch_verb
 from paceline.errors import PacelineError, unknown_name

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from pathlib import Path
 
+from paceline.cli.arguments import number
 from paceline.cli.output import parser_for
 from paceline.errors import UserError
+from paceline.reports.console import Console
 
 DESCRIPTION = """One page that shows a run, or several beside each other; one file, which opens offline.
 
@@ -46,3 +51,135 @@ def report_verb(arguments: list[str]) -> int:
     notes = [f"{digest['name']}: {note}" for digest in digests for note in digest["notes"]]
     print("\n".join([*others, *notes, f"{output}: {runs}, {len(page) / 1e6:.1f} MB"]))
     return 0
+
+
+EXPORT_DESCRIPTION = """Tell a tracker of runs that are over, or of one that goes on, from their folders.
+
+  paceline export runs --to tensorboard     then: tensorboard --logdir runs
+  paceline export runs/NAME --to csv        metrics.csv in the run's folder
+  paceline export runs/NAME --to mine.py:Tracker --follow"""
+
+
+TRACE_DESCRIPTION = """A run as a trace for https://ui.perfetto.dev: what every worker did when, and each update.
+
+  paceline trace runs/NAME                          trace.json.gz in the run's folder
+  paceline trace runs/NAME --from 10 --to 12 -o part.json"""
+
+
+def export_verb(arguments: list[str]) -> int:
+    parser = parser_for("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
+    parser.add_argument("--to", required=True, metavar="NAME", help="csv, tensorboard, mlflow, wandb or MODULE:CLASS")
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parsed = parser.parse_strictly(arguments)
+    from paceline.analysis.listing import run_folders
+    from paceline.runs.folder import RunFolder
+    from paceline.settings.trackers import check_tracker
+    from paceline.tracking.feed import feed
+    from paceline.tracking.registry import make_tracker
+
+    check_tracker(parsed.to)
+    paths, others = run_folders([Path(run) for run in parsed.runs])
+    for line in others:
+        print(f"paceline: {line}", file=sys.stderr)
+    folders = [RunFolder(path) for path in paths]
+    if parsed.follow and len(folders) > 1:
+        raise UserError(f"--follow takes one run at a time, got {len(folders)}: leave out the others")
+    for folder in folders:
+
+        def goes_on(folder: RunFolder = folder) -> bool:
+            return parsed.follow and not folder.result_file.exists() and folder.is_locked()
+
+        fed = feed(folder, parsed.to, make_tracker(parsed.to), goes_on)
+        print(f"{folder.path}: {fed} rows to {parsed.to}", flush=True)
+    return 0
+
+
+def trace_verb(arguments: list[str]) -> int:
+    parser = parser_for("trace", TRACE_DESCRIPTION, "paceline trace RUN [-o FILE] [flags]")
+    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to, .json or .json.gz [RUN/trace.json.gz]")
+    parser.add_argument("--from", dest="begin", type=number(float), metavar="S", help="from this second of training on")
+    parser.add_argument("--to", dest="end", type=number(float), metavar="S", help="up to this one")
+    parser.add_argument(
+        "--pushes", type=number(int), metavar="N",
+        help="pushes drawn one by one; of more, several become one span [30000]",
+    )  # fmt: skip
+    parsed = parser.parse_strictly(arguments)
+    from paceline.reports.chrome_trace import MOST_PUSHES, Part, write_trace
+
+    part = Part(parsed.begin or 0.0, float("inf") if parsed.end is None else parsed.end, parsed.pushes or MOST_PUSHES)
+    if not part.begin < part.end:
+        raise UserError(f"--from {part.begin:g} --to {part.end:g}: give a second of training and a later one")
+    if parsed.pushes is not None and parsed.pushes < 1:
+        raise UserError(f"--pushes must be at least 1, got {parsed.pushes}")
+    output = Path(parsed.output) if parsed.output is not None else Path(parsed.run) / "trace.json.gz"
+    num_events, notes = write_trace(Path(parsed.run), output, part)
+    print(f"{output}: {num_events:,} events; open it at https://ui.perfetto.dev")
+    for note in notes:
+        print(note)
+    return 0
+
+
+LANDSCAPE_DESCRIPTION = """Draw the path of training on the loss landscape, in the plane nearest to its snapshots.
+
+  paceline train --strategy sync --snapshots 4 --name a
+  paceline landscape runs/a
+  paceline landscape runs/a runs/b --grid 61 --samples 5000 --device cuda -o picture
+
+Writes landscape.png, landscape.csv (the grid) and landscape.json (the paths, and how faithful the picture is)."""
+
+
+MOST_PLACES = 1001
+
+
+def landscape_verb(arguments: list[str]) -> int:
+    parser = parser_for("landscape", LANDSCAPE_DESCRIPTION, "paceline landscape RUN... [flags]")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, trained with --snapshots")
+    parser.add_argument("--grid", type=number(int), default=41, metavar="N", help="N x N places around the paths [41]")
+    parser.add_argument("--margin", type=number(float), default=0.25, help="room around them, in their lengths [0.25]")
+    parser.add_argument("--on", choices=("train", "test"), default="train", help="which data [train]")
+    parser.add_argument("--samples", type=number(int), default=1000, metavar="N", help="how many of it [1000]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where losses are computed [cpu]")
+    parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="where the files go [landscape]")
+    parser.add_argument("--json", action="store_true", help="print landscape.json on standard output")
+    parsed = parser.parse_strictly(arguments)
+    _check(parsed)
+    from paceline.studies.landscape.figure import draw
+    from paceline.studies.landscape.paths import find_trails
+    from paceline.studies.landscape.survey import View, summary, survey
+
+    trails = find_trails([Path(run) for run in parsed.runs])
+    folder = _made(Path(parsed.output))
+    with Console() as console:
+        found = survey(trails, View(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device), console)
+    print("\n".join(summary(found.facts)), file=sys.stderr if parsed.json else sys.stdout)
+    try:
+        found.save(folder)
+        draw(found.facts, found.x, found.y, found.losses.tolist(), folder / "landscape.png")
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be written: {error.strerror}") from None
+    files = f"{folder}/landscape.png, {folder}/landscape.csv, {folder}/landscape.json"
+    print(json.dumps(found.facts, indent=1) if parsed.json else files)
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    if not 2 <= parsed.grid <= MOST_PLACES:
+        raise UserError(f"--grid {parsed.grid}: give a number of places from 2 to {MOST_PLACES}, as in --grid 41")
+    if not 0.0 <= parsed.margin <= 100.0:
+        raise UserError(f"--margin {parsed.margin:g}: give a number from 0 to 100, as in --margin 0.25")
+    if parsed.samples < 1:
+        raise UserError(f"--samples {parsed.samples}: at least one sample makes a loss")
+
+
+def _made(folder: Path) -> Path:
+    """The output folder, found not writable before anything is computed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".landscape.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be written: {error.strerror}; give another folder") from None
+    return folder

@@ -6,8 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import number
+from paceline.cli.arguments import add_settings, config_from, number
 from paceline.cli.output import parser_for
+from paceline.config import FIELDS, SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.terminal import table_width
@@ -33,8 +34,6 @@ REAL_TABLES = ("distml", "mxnet")
 
 def reproduce_verb(arguments: list[str]) -> int:
     if arguments and arguments[0] in REAL_TABLES:
-        from paceline.cli.reproducing import reproduce_for_real
-
         return reproduce_for_real(arguments[0], arguments[1:])
     parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
     parser.add_argument("table", choices=("optml", *REAL_TABLES), help="which published table")
@@ -119,3 +118,114 @@ def write(folder: Path, files: dict[str, str]) -> list[str]:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [f"{folder}/{name}" for name in files]
+
+
+DESCRIPTION = """The same run on 1, 2, 4, ... workers: samples/s, efficiency, and where the time went.
+
+  paceline bench scaling --strategy sync --model cnn --workers 1,2
+  paceline bench scaling --kind strong --batch-size 128 --strategy async --repeats 3
+
+Strong: --batch-size is shared by all workers. Weak: it is each worker's own. --steps are those of each worker [200].
+Flags of 'paceline train' are handed on, but for --epochs. The same command goes on where it was stopped."""
+
+
+def bench_verb(arguments: list[str]) -> int:
+    parser = parser_for("bench", DESCRIPTION, "paceline bench scaling [flags]")
+    parser.add_argument("benchmark", choices=("scaling",), help="what to measure")
+    parser.add_argument("--kind", choices=("strong", "weak"), default="weak", help="how the batch grows [weak]")
+    parser.add_argument("--workers", dest="counts", metavar="N,N,...", help="counts to try (default: up to the cores)")
+    parser.add_argument("--repeats", type=number(int), default=1, help="runs of each count; the median counts [1]")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
+    add_settings(parser, left_out=(*SIMULATED_ONLY, "workers", "epochs", "epoch_mode", "shard_weights", "score"))
+    parsed = parser.parse_strictly(arguments)
+    if parsed.repeats < 1:
+        raise UserError(f"--repeats {parsed.repeats}: at least 1")
+    from paceline.reports.tables import as_csv
+    from paceline.studies import scaling_table
+    from paceline.studies.scaling import measure, parse_counts
+
+    asked = config_from(parsed, None)
+    usual = f"scaling-{parsed.kind}-{asked.strategy.replace(':', '')}-{asked.model}"
+    name = usual if asked.name is None else asked.name
+    if not name or "/" in name or name in (".", ".."):
+        raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
+    folder = Path(asked.runs) / name
+    with Console() as console:
+        counts = parse_counts(parsed.counts, asked.device)
+        found = measure(asked, parsed.kind, counts, parsed.repeats, folder, console)
+        rows = scaling_table.rows_of(found)
+        files = {"table.md": scaling_table.markdown(found), "table.csv": as_csv(rows)}
+        made = write(folder, files)
+        why_not = scaling_table.draw(found, folder / "figure.png")
+        if why_not is not None:
+            console.note(why_not)
+    made += [] if why_not else [f"{folder}/figure.png"]
+    print(
+        "\n".join([scaling_table.plain(found, table_width()), "", *made]),
+        file=sys.stderr if parsed.json else sys.stdout,
+    )
+    if parsed.json:
+        print(json.dumps({"folder": str(folder), "kind": found.kind, "counts": rows}, indent=2))
+    return 0
+
+
+HANDED_ON = ("precision", "compile", "capture", "channels_last", "accumulate", "threads", "seed", "warmup", "scale_lr")
+
+
+DESCRIPTIONS = {
+    "distml": """All-reduce data parallelism in JAX on Ray: ResNets on MNIST and a transformer on SST-5, 1 to 5 GPUs.
+
+  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR      a quick look at speed
+  paceline reproduce distml --device cuda --precision bf16 --capture --data-dir DIR""",
+    "mxnet": """A key-value store on ps-lite: inception nets on CIFAR-10 and ILSVRC12, alone, in step and free.
+
+  paceline reproduce mxnet --rows cifar10 --steps 5 --data-dir DIR         a quick look
+  paceline reproduce mxnet --rows "cifar10 async" --device cuda --data-dir DIR""",
+}
+
+
+def reproduce_for_real(table: str, arguments: list[str]) -> int:
+    more = "\n\nRows that need what this machine lacks are listed with the reason; what is done is not run again."
+    parser = parser_for(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
+    parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (resnet18 lm1) [all]")
+    parser.add_argument("--epochs", type=number(float), help="instead of the published number")
+    parser.add_argument("--steps", type=number(int), help="so many updates instead of epochs: a quick look")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what workers compute on [cpu]")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
+    parser.add_argument("--runs", metavar="DIR", default=f"runs/{table}", help=f"run folders go here [runs/{table}]")
+    parser.add_argument("--strategy", metavar="NAME", help="for rows on several devices, instead of allreduce")
+    add_settings(parser, left_out=tuple(name for name in FIELDS if name not in HANDED_ON))
+    parsed = parser.parse_strictly(arguments)
+    if (parsed.epochs is not None and not parsed.epochs > 0) or (parsed.steps is not None and parsed.steps < 1):
+        raise UserError("--epochs and --steps must be above zero")
+    if parsed.epochs is not None and parsed.steps is not None:
+        raise UserError("--epochs and --steps both say how long: leave out one")
+    if parsed.strategy is not None and table != "distml":
+        raise UserError("--strategy is for distml: the rows of mxnet say how they keep pace")
+    from paceline.assembly.preflight import require_device
+    from paceline.config import RunConfig
+    from paceline.reports.tables import as_csv
+    from paceline.studies.published.reproduce_real import run_rows
+    from paceline.studies.published.rows import Asked, choose
+
+    require_device(RunConfig(device=parsed.device))
+    names = (*HANDED_ON, *(["strategy"] if table == "distml" else []))
+    settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    asked = Asked(parsed.epochs, parsed.steps, parsed.device, parsed.data_dir, parsed.runs, settings)
+    folder = Path(parsed.runs)
+    with Console() as console:
+        if table == "distml":
+            from paceline.studies.published import distml, distml_table
+
+            found = run_rows(choose(distml.published_rows(), parsed.rows), asked, console)
+            text, rows = distml_table.markdown(found), distml_table.rows_of(found)
+            files = {"log.md": distml_table.log(found)}
+        else:
+            from paceline.studies.published import mxnet, mxnet_table
+
+            made = run_rows(choose(mxnet.published_rows(), parsed.rows), asked, console)
+            text, rows, files = mxnet_table.markdown(made), mxnet_table.rows_of(made), {}
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = write(folder, {"table.md": text, "table.csv": as_csv(rows), **files})
+    print("\n".join([text, *paths]))
+    return 0

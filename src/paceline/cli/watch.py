@@ -63,13 +63,12 @@ def _check(parsed: argparse.Namespace) -> None:
 def _source(parsed: argparse.Namespace) -> Iterator[Source]:
     """A run or a folder of them, here or as a server on another machine shows it."""
     from paceline.reports.watch.remote import is_served, mirrored
-    from paceline.reports.watch.served_run import ServedRun
-    from paceline.reports.watch.sources import FolderSource
-    from paceline.runtimes.cluster.serve import Visitor
+    from paceline.reports.watch.sources import FolderSource, ServedRun
+    from paceline.transports.auth import ConnectOptions
 
     proof = parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca
     if is_served(parsed.what):
-        with mirrored(Visitor(parsed.what, *proof)) as mirror:
+        with mirrored(ConnectOptions(parsed.what, *proof)) as mirror:
             yield ServedRun(mirror)
         return
     if any(proof):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.codecs.flat import FlatCodec, floats
 from paceline.interfaces import Layout, Parameter, Primitive, State
-from paceline.models.dropout import mix64, scramble
+from paceline.randomness import mix64, scramble
 
 
 @dataclass(frozen=True)

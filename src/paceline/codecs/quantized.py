@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.codecs.flat import CHUNK, LEAST_CHUNK, FlatCodec, floats
 from paceline.interfaces import Layout, State
-from paceline.models.dropout import mix64, scramble
+from paceline.randomness import mix64, scramble
 
 BLOCK = LEAST_CHUNK
 """Values that share one magnitude; chunks are whole blocks, and the last block of an update may be shorter."""

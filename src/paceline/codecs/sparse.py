@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.codecs.flat import FlatCodec, floats
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, State
-from paceline.models.dropout import mix64, scramble
+from paceline.randomness import mix64, scramble
 
 NUM_PROBES = 1 << 16
 """Places at which a threshold is guessed."""

@@ -125,3 +125,8 @@ def load_own(own: State, saved: Tensor) -> None:
     for tensor in own.values():
         tensor.reshape(-1).view(torch.uint8).copy_(saved[offset : offset + tensor.nbytes])
         offset += tensor.nbytes
+
+
+def view(tensor: Tensor) -> memoryview:
+    """The bytes of a flat tensor, as they lie in memory."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from paceline.core.buffers import Memory
 from paceline.core.compression import DENSE, Codecs, Decoded, Differences, Opened
-from paceline.core.deals import Deals
-from paceline.core.membership import Member
+from paceline.core.membership import Deals, Member
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Resume, Steps, Stop, Verdict
 from paceline.core.schedules import Budget, Inside, Schedule
 from paceline.interfaces import Arrival, Codec, Decision, Policy, Rule

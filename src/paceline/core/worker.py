@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.core.buffers import MakeMemory, Memory, load_own
 from paceline.core.compression import DENSE, Codecs, WorkerEnd
 from paceline.core.messages import Deal, Join, Push, Reply
-from paceline.interfaces import Batch, Loader, Task
+from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
 
 Redeal: TypeAlias = Callable[[Deal], Loader]
 """A worker's data under another deal, where the membership of a run can change."""
@@ -99,3 +99,8 @@ class Seat:
             return None
         assert isinstance(message, Push)
         return message
+
+
+def one_vector(num_parameters: int) -> Layout:
+    """A layout of so many floats and no matrices."""
+    return Layout((Parameter("all", (num_parameters,), 0),), num_parameters)

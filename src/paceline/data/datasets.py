@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from paceline.data import idx, image_folder, sst
 from paceline.data.catalog import DATASETS, DatasetInfo
 from paceline.data.idx import Empty
 from paceline.errors import DataError, unknown_name
+from paceline.interfaces import Report
 
 __all__ = [
     "DATASETS",
@@ -41,9 +42,6 @@ _CIFAR_FOLDERS = ("", "cifar-10", "cifar10")
 _CIFAR_UNPACKED = "cifar-10-batches-py"  # before the archives: it decodes in a fraction of their time
 _CIFAR_ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-python.tar.xz", "cifar-10-python.tar")
 _KINDS = {"cifar10": "cifar", "sst5": "trees", "imagenet": "folder"}
-
-Report = Callable[[dict[str, Any]], None]
-"""Takes rows as the console does: notes that stay, and how far long work is."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +244,12 @@ def _find_cifar(folder: Path) -> tuple[Path | None, str]:
 def _load_cifar(
     location: Location, empty: Empty
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
-    from paceline.data import cifar, decoded  # here, because tar and lzma are slow to import and seldom needed
+    from paceline.data import cifar, decoding  # here, because tar and lzma are slow to import and seldom needed
 
     if location.path.is_dir():
         return cifar.read(location.path, remedy(location.name), empty)
-    arrays = decoded.recall(cache_folder(), location.path, empty)
+    arrays = decoding.recall(cache_folder(), location.path, empty)
     if arrays is None:
         arrays = cifar.read(location.path, remedy(location.name), empty)
-        decoded.keep(cache_folder(), location.path, arrays)
+        decoding.keep(cache_folder(), location.path, arrays)
     return arrays

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.datasets import Dataset, DatasetInfo, Location, Reading, Report, load
+from paceline.data.datasets import Dataset, DatasetInfo, Location, Reading, load
+from paceline.interfaces import Report
 from paceline.system.shared_segment import Segment
 
 _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")

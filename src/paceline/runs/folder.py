@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.config import RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
-from paceline.errors import UserError
+from paceline.errors import RunFailed, UserError
 
 SCHEMA = 1
 SCRIPT = "script"
 GLANCE_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
-INTERRUPTED, TERMINATED, TIME_IS_UP = "interrupted", "terminated", "time is up"
+TIME_IS_UP = "time is up"
 """Reasons for an early end, as the result gives them."""
 
 
@@ -220,3 +220,20 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def holding(folder: RunFolder) -> Iterator[None]:
+    """A new folder is ours alone; a run that fails before it starts leaves none behind."""
+    with folder.locked():
+        try:
+            yield
+        except BaseException:
+            folder.discard_unstarted()
+            raise
+
+
+def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
+    """A run that ended because nobody was left is a failure, with a way on."""
+    if result["status"] == "stopped" and result["reason"] in (ALL_GONE, NOT_COME):
+        raise RunFailed(f"{result['reason']} at update {result['updates']}: {folder.way_on(folder.config())}")

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,17 +18,15 @@ from paceline.core.messages import Join, Resume, Verdict
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.errors import UserError
+from paceline.interfaces import Report
 from paceline.runs.arrival_log import RECORD_BYTES, Log, Record, look_into, next_life, read_log
 from paceline.runs.background_writer import Writer
-from paceline.runs.best import forget_best
 from paceline.runs.checkpoint import Cut, newest_cut, restore, set_aside
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay, Threads
 from paceline.runs.result import Trained
-from paceline.runs.snapshots import go_back, snapshots_of
+from paceline.runs.snapshots import forget_best, go_back, snapshots_of
 from paceline.settings.strategies import keeps_own, on_ring
-
-Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)

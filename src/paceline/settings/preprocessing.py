@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig
-from paceline.data.datasets import DATASETS, Dataset, Reading
+from paceline.data.datasets import DATASETS, Reading
 from paceline.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 WAYS = ("crop", "mirror")
 AUTOMATIC = {"cifar10": WAYS, "imagenet": WAYS}
@@ -56,29 +55,3 @@ def check_preparation(config: RunConfig) -> None:
 
         if config.max_length > LONGEST:
             raise UserError(f"--max-length {config.max_length}: the transformer reads at most {LONGEST} words")
-
-
-def augment_of(config: RunConfig, dataset: Dataset) -> Callable[[Tensor, int], Tensor] | None:
-    """What is done to a training batch of images, by its key; None where that is nothing."""
-    from paceline.tasks.augmentation import Augment
-
-    ways = ways_of(config)
-    if not ways:
-        return None
-    crop = "crop" in ways
-    size = dataset.info.image_shape[1:]
-    larger = dataset.train_images.shape[2:] != size  # there is something around the window already
-    return Augment((size[0], size[1]) if crop else None, 0 if larger else PADDING, "mirror" in ways)
-
-
-def transform_of(dataset: Dataset) -> Callable[[Tensor], Tensor] | None:
-    """What is done to every batch, in training and evaluation; token ids are left as they are."""
-    from paceline.tasks.augmentation import CentreCrop
-    from paceline.tasks.supervised import Normalise
-
-    if len(dataset.info.image_shape) == 1:
-        return None
-    normalise = Normalise(dataset.info.mean, dataset.info.std)
-    if dataset.train_images.shape[1:] == dataset.info.image_shape:
-        return normalise
-    return CentreCrop(dataset.info.image_shape[1:], normalise)

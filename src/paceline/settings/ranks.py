@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.resolve import cores
 from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.system.cpu import cores
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")

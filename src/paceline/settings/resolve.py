@@ -12,13 +12,13 @@ from paceline.data.datasets import DATASETS
 from paceline.data.partition import parse_fold, parse_split
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import parse_codec
-from paceline.settings.durations import parse_delays
+from paceline.settings.durations import count, parse_delays
 from paceline.settings.preprocessing import check_preparation, ways_of
-from paceline.settings.quantities import count
-from paceline.settings.rules import OUTER, check_rule, rule_for
+from paceline.settings.rules import check_rule, rule_for
 from paceline.settings.stopping import check_goals
-from paceline.settings.strategies import RINGS, Strategy, on_ring, on_star, parse_strategy, pushes_in_a_step
-from paceline.tracking.registry import check_tracker
+from paceline.settings.strategies import OUTER, RINGS, Strategy, on_ring, on_star, parse_strategy, pushes_in_a_step
+from paceline.settings.trackers import check_tracker
+from paceline.system.cpu import cores
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
@@ -47,11 +47,6 @@ PRECISIONS = ("fp32", "bf16")
 LOCAL_STEPS = ("even", "speed")
 PATHS = ("star", "ring")
 AUTO_WARMUP = 0.05
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def parse_schedule(text: str) -> tuple[str, float]:

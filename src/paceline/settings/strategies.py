@@ -6,7 +6,21 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.errors import UserError, name_and_argument, whole_number
-from paceline.settings.rules import LOCAL
+
+IN_ROUNDS = ("sync", "backup", "allreduce", "local", "diloco")
+
+
+ON_ARRIVAL = ("async", "bounded")
+
+
+LOCAL = ("local", "diloco", "async-local")
+"""Strategies whose workers push the drift of steps of their own."""
+
+
+OUTER = {"diloco": (0.7, 0.9), "async-local": (0.4, 0.8)}
+"""The outer learning rate and momentum of those that have them, unless said: as published (arXiv 2311.08105), and
+shorter where every drift is a round old: 10 workers whose drifts go all the way diverge from about .6 on."""
+
 
 STRATEGIES = {
     "classic": "one worker, no process",

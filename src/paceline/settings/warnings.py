@@ -6,8 +6,8 @@ from pathlib import Path
 
 from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
-from paceline.settings.rules import ON_ARRIVAL, RULES, parse_rule
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.rules import RULES, parse_rule
+from paceline.settings.strategies import ON_ARRIVAL, parse_strategy
 
 SKEWED_BELOW = 1.0
 """A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""

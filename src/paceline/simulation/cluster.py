@@ -7,9 +7,8 @@ from pathlib import Path
 from paceline.analysis.step_times import Measured, measured
 from paceline.config import RunConfig, places_of
 from paceline.errors import UserError
-from paceline.settings.durations import parse_delays
+from paceline.settings.durations import parse_delays, seconds
 from paceline.settings.fault_table import Fault
-from paceline.settings.quantities import seconds
 from paceline.settings.strategies import on_ring, parse_strategy
 from paceline.simulation.network import parse_link
 from paceline.simulation.simulator import Cluster

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from paceline.core.messages import Drain
 from paceline.settings.fault_table import Fault
-
-if TYPE_CHECKING:
-    from paceline.simulation.simulator import Simulation, Worker
+from paceline.simulation.simulator import Simulation, Worker
 
 
-def strike(cluster: Simulation, fault: Fault) -> None:
-    """Let it happen."""
+def inject(cluster: Simulation, fault: Fault) -> None:
+    """Apply one fault to a simulated cluster, now."""
     if fault.kind == "server":
         if not cluster.wire.is_down:
             cluster.stop_server()

@@ -10,15 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.assembly.run import (
-    make_seat,
-    make_server,
-    make_task,
-    prepare_device,
-    timing_layout,
-    timing_server,
-    work_of,
-)
+from paceline.assembly.preflight import facts_of, locate_data, startup_warnings
+from paceline.assembly.run import make_seat, make_server, timing_layout, timing_server, work_of
+from paceline.assembly.task import make_task, prepare_device
 from paceline.assembly.work import Work
 from paceline.config import RunConfig, places_of
 from paceline.core.messages import Join
@@ -27,16 +21,17 @@ from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import DATASETS, SAMPLE, Location, load
 from paceline.errors import UserError
-from paceline.launch import facts_of, hint, holding, locate_data, stop_signals
 from paceline.reports.console import Console
-from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runs.folder import ALL_GONE, RunFolder, holding
 from paceline.runtimes.server.accounting import Spent
 from paceline.runtimes.server.host import Host
+from paceline.settings.durations import count
 from paceline.settings.fault_table import Fault, read_faults
-from paceline.settings.quantities import count
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED, cluster_of
+from paceline.simulation.faults import inject
 from paceline.simulation.simulator import Simulation
+from paceline.system.signals import stop_signals
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.synthetic import TimingModel
 
@@ -79,7 +74,8 @@ def _simulate(
     from paceline.simulation.event_queue import Agenda
 
     crew = _timing_crew(config) if config.timing_only else _training_crew(config, location, console)
-    hint(config, location, console, crew.work.skew if crew.work is not None else None)
+    for line in startup_warnings(config, location, crew.work.skew if crew.work is not None else None):
+        console.note(line)
     agenda = Agenda()
     hosts: list[Host] = []
 
@@ -103,15 +99,16 @@ def _simulate(
         return crew.make_seat(Join(worker, incarnation, crew.quotas[worker], config.threads or 1))
 
     cluster = cluster_of(config, crew.num_floats, faults)
-    simulation = Simulation(agenda, cluster, config.workers or 1, come, start_server, config.max_workers)
 
-    def note(fault: Fault) -> None:
+    def note_and_inject(simulation: Simulation, fault: Fault) -> None:
         row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
         hosts[-1].events.write("fault", hosts[-1].clock.now(), fault=fault.kind, **row)
+        inject(simulation, fault)
 
-    simulation.on_fault = note
+    workers, places = config.workers or 1, config.max_workers
+    simulation = Simulation(agenda, cluster, workers, come, start_server, places, note_and_inject)
     began = time.perf_counter()
-    with stop_signals(console, react=lambda reason: setattr(agenda, "stopped", True)) as reasons:
+    with stop_signals(console.report, react=lambda reason: setattr(agenda, "stopped", True)) as reasons:
         simulation.run()
         host = hosts[-1]
         if not host.server.over:

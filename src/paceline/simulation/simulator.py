@@ -18,10 +18,8 @@ from paceline.core.worker import Seat
 from paceline.runtimes.server.timing import RECENT
 from paceline.settings.fault_table import Fault
 from paceline.simulation.event_queue import Agenda
-from paceline.simulation.faults import strike
-from paceline.simulation.network import Job, Link, Shared, ring_seconds
+from paceline.simulation.network import DOWN, UP, Job, Link, Shared, Wire, ring_seconds
 from paceline.simulation.step_times import StepTimes
-from paceline.simulation.wire import DOWN, UP, Wire
 
 RETRY_STEPS = 5.0
 """A message that was lost is sent again after so many mean steps."""
@@ -105,8 +103,14 @@ class Simulation:
         make_seat: Callable[[int, int], Seat],
         start_server: Callable[[], ServerSide],
         places: int | None = None,
+        inject: Callable[[Simulation, Fault], None] | None = None,
     ) -> None:
-        """`num_workers` come at the start; others, up to `places`, when a table of faults has them join."""
+        """`num_workers` join at the start; others, up to `places`, if a fault of kind `join` says so.
+
+        `inject` applies one fault of `cluster.faults` when its time comes.
+        """
+        assert inject is not None or not cluster.faults, "a cluster with faults needs what applies them"
+        self._inject = inject
         self.agenda, self.cluster = agenda, cluster
         self.workers = [Worker(number) for number in range(places or num_workers)]
         self._crew = self.workers[:num_workers]
@@ -121,8 +125,6 @@ class Simulation:
         self._serving = False
         self._server_life = self.num_here = 0
         self.num_events = 0
-        self.on_fault: Callable[[Fault], None] | None = None
-        """Told of each fault before it strikes."""
         self.side: ServerSide = self._attend(start_server())
         assert self.side.server.nbytes == cluster.nbytes, "server and cluster speak of the same weights"
 
@@ -136,7 +138,7 @@ class Simulation:
         for worker in self._crew:
             self.agenda.at(0.0, self.come, worker)
         for fault in self.cluster.faults:
-            self.agenda.at(fault.at, self._strike, fault)
+            self.agenda.at(fault.at, self._apply_fault, fault)
         self.agenda.run()
         for worker in self.workers:
             if worker.seat is not None:
@@ -148,10 +150,9 @@ class Simulation:
         if self.num_here and not self.side.server.over and not self.agenda.stopped:
             raise Deadlock(f"at {self.agenda.now:g} s, update {self.side.server.version}: workers wait for nothing")
 
-    def _strike(self, fault: Fault) -> None:
-        if self.on_fault is not None:
-            self.on_fault(fault)
-        strike(self, fault)
+    def _apply_fault(self, fault: Fault) -> None:
+        assert self._inject is not None
+        self._inject(self, fault)
 
     def come(self, worker: Worker) -> None:
         """A process starts and joins as a new incarnation, with memory of its own; an older one is given up."""

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from paceline.assembly.preflight import facts_of, locate_data, require_device
 from paceline.config import FIELDS, RunConfig
 from paceline.data.datasets import SAMPLE, load
 from paceline.errors import Interrupted, UserError
-from paceline.launch import facts_of, locate_data, require_device
+from paceline.launch import train
 from paceline.reports.console import Console
-from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder, write_atomically
+from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import weights_sha256
 from paceline.settings.preprocessing import reading_of
 from paceline.settings.resolve import resolve
@@ -30,6 +31,7 @@ from paceline.simulation.cluster import DEFAULT_SPEED
 from paceline.simulation.lab.run import Finished, Progress, Spent, check_rows, run_rows
 from paceline.simulation.run import simulate
 from paceline.system.environment import environment
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tracking.feed import feed
 from paceline.tracking.registry import make_tracker
 
@@ -258,3 +260,34 @@ class Inner(Console):
         elif row["kind"] == "stopping":
             self.stopping = row["reason"]
             self._watch.tell(f"{self.stopping}: ending the run that is under way")
+
+
+def resolve_for_training(config: RunConfig) -> RunConfig:
+    """Resolved, with the data named that it will have: what is compared with a folder's config."""
+    return with_data_named(resolve(config))
+
+
+def train_missing(configs: list[RunConfig], console: Console) -> None:
+    """Train every settled config whose result is not there yet."""
+    for config in configs:
+        require_device(config)
+    with alone_in(Path(configs[0].runs)):
+        todo = [config for config in configs if not is_done(config)]
+        if len(todo) < len(configs):
+            console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
+        watch = Watch(console, len(todo))
+        for config in todo:
+            remove_half_made(folder_of(config))
+            inner = Inner(watch, f"training {config.name}")
+            try:
+                _, result = train(config, inner)
+                watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+                stopped = inner.stopping is not None  # perhaps when the run had only its scoring left
+            except KeyboardInterrupt:
+                stopped = True
+            if stopped:
+                num_done = len(configs) - len(todo) + watch.num_done
+                raise Interrupted(
+                    f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; the same "
+                    "command goes on from there"
+                )

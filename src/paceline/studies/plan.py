@@ -14,9 +14,10 @@ from paceline.errors import UserError
 from paceline.launch import train
 from paceline.reports.console import Console
 from paceline.reports.tables import Column, fit_table
-from paceline.settings.resolve import cores, resolve
+from paceline.settings.resolve import resolve
 from paceline.settings.strategies import on_star, parse_strategy
 from paceline.simulation.forecast import Forecast, forecast
+from paceline.system.cpu import cores
 from paceline.system.terminal import UNCUT, fold
 
 WORTH_IT = 1.2

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.preflight import in_this_process, locate_data, require_device
 from paceline.config import is_simulated
 from paceline.data.datasets import load
 from paceline.errors import UserError
-from paceline.launch import in_this_process, locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script
 from paceline.runs.recording import Recording, ScriptCall, open_recording
@@ -35,7 +35,8 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
     require_device(config)
 
     from paceline.assembly.cpu_sharing import server_threads
-    from paceline.assembly.run import make_seat, make_server, make_task, prepare_device, work_of
+    from paceline.assembly.run import make_seat, make_server, work_of
+    from paceline.assembly.task import make_task, prepare_device
     from paceline.runs.compare_replay import compare, marks_of
     from paceline.runs.replay import Replay, Threads
 

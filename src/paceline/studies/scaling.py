@@ -8,11 +8,10 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.settings.resolve import cores
 from paceline.settings.strategies import parse_strategy
-from paceline.studies.batch_runs import note_sample, result_of
-from paceline.studies.real_runs import settle, train_missing
+from paceline.studies.batch_runs import note_sample, resolve_for_training, result_of, train_missing
 from paceline.studies.scaling_table import Scaling, gather
+from paceline.system.cpu import cores
 
 KINDS = ("strong", "weak")
 STEPS = 200
@@ -63,7 +62,7 @@ def configs_for(asked: RunConfig, kind: str, counts: list[int], repeats: int) ->
 def measure(asked: RunConfig, kind: str, counts: list[int], repeats: int, folder: Path, console: Console) -> Scaling:
     """Run what is missing; returns what all came to."""
     configs = configs_for(replace(asked, runs=str(folder)), kind, counts, repeats)
-    settled = [settle(config) for config in configs]
+    settled = [resolve_for_training(config) for config in configs]
     note_sample(configs, settled, console)
     room = cores() // (asked.threads or 1)
     if asked.device == "cpu" and counts[-1] > room:

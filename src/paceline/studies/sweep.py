@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.run import load_task, work_of
+from paceline.assembly.preflight import locate_data, require_device
+from paceline.assembly.run import work_of
+from paceline.assembly.task import load_task
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset, load
 from paceline.errors import UserError
-from paceline.launch import locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import SCHEMA, write_atomically
 from paceline.simulation.run import check

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import ProtocolError, UserError
+from paceline.system.memory import _mib, available_memory, require_memory
 
 PAGE = mmap.PAGESIZE
 
@@ -65,31 +64,3 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def available_memory() -> int:
-    """Bytes that can still be taken: what the system has free, or what the control group leaves."""
-    free = 1 << 62
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-        free = min(free, int(limit) - int(used))
-    return max(free, 0)
-
-
-def require_memory(nbytes: int, purpose: str, kind: str = "shared memory") -> None:
-    """An error before anything is taken, when `nbytes` are more than there is."""
-    free = available_memory()
-    if nbytes > free:
-        raise UserError(
-            f"the {purpose} needs {_mib(nbytes)} of {kind}, {_mib(free)} are free: "
-            "use fewer workers, a smaller model or a smaller data set"
-        )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.0f} MiB"

@@ -13,6 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from paceline.interfaces import Report
+
+INTERRUPTED, TERMINATED = "interrupted", "terminated"
+
+
 Handler = Callable[[int, FrameType | None], None]
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 LOOK_AGAIN_SECONDS = 0.02
@@ -69,3 +74,20 @@ def _handled_by(handler: Handler, numbers: tuple[signal.Signals, ...]) -> Iterat
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def stop_signals(report: Report, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
+    """Ctrl-C and SIGTERM become a reason to stop, looked at between two steps; a second Ctrl-C does not wait."""
+    reasons: list[str] = []
+
+    def stop(number: int, frame: object) -> None:
+        if reasons and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
+        report({"kind": "stopping", "reason": reasons[0]})
+        if react is not None:
+            react(reasons[0])
+
+    with interrupts(stop):
+        yield reasons

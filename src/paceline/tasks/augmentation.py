@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.models.dropout import mix64, scramble
+from paceline.randomness import mix64, scramble
 
 _PURPOSE = 0xA06
 _KEPT_BITS = 24

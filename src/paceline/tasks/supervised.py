@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.data.sampler import Batches
 from paceline.interfaces import Batch, Loader, Scores, State
-from paceline.models.dropout import mix64
+from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.metrics import Measuring, Metric, require_metrics
 from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
+
+from paceline.tracking.tracker import HAPPENINGS, final_scalars, in_words, scalars
 
 FIGURES = ("loss", "rate", "staleness", "live", "lr", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
 
@@ -24,3 +27,96 @@ class CsvFile:
 
     def finished(self, result: dict[str, Any] | None) -> None:
         self._file.close()
+
+
+class TensorBoard:
+    """Scalars by update, happenings and settings as text. Written anew from the run's start, whoever wrote before."""
+
+    def started(self, settings: dict[str, Any], folder: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary, self._tensor = event_pb2, summary_pb2, tensor_pb2
+        home = folder / "tensorboard"
+        for old in home.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer = EventFileWriter(str(home), flush_secs=5)
+        self._began, self._last = (folder / "config.toml").stat().st_mtime, 0
+        table = "\n".join(f"| {name} | {value} |" for name, value in settings.items() if value is not None)
+        self._add(0, 0.0, [self._text("settings", f"| setting | value |\n|---|---|\n{table}")])
+
+    def row(self, kind: str, fields: dict[str, Any]) -> None:
+        step, now = fields["updates"], fields["now"]
+        if kind == "run_resumed" and step < self._last:  # what came after this was taken back
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._writer.add_event(self._event.Event(wall_time=self._began + now, step=step, session_log=start))
+        self._last = step
+        values = [self._scalar(name, value) for name, value in scalars(kind, fields).items()]
+        if kind in HAPPENINGS:
+            values.append(self._text(f"events/{kind}", in_words(fields) or kind))
+        self._add(step, now, values)
+
+    def finished(self, result: dict[str, Any] | None) -> None:
+        if result is not None:
+            values = [self._scalar(name, value) for name, value in final_scalars(result).items()]
+            self._add(result.get("updates", 0), result.get("train_seconds", 0.0), values)
+        self._writer.close()
+
+    def _add(self, step: int, now: float, values: list[Any]) -> None:
+        if values:
+            wall = self._began + now
+            event = self._event.Event(wall_time=wall, step=step, summary=self._summary.Summary(value=values))
+            self._writer.add_event(event)
+
+    def _scalar(self, name: str, value: float) -> Any:
+        return self._summary.Summary.Value(tag=name, simple_value=value)
+
+    def _text(self, name: str, text: str) -> Any:
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        return self._summary.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)
+
+
+class MLflow:
+    """Settings as parameters, numbers as metrics by update, how it ended as the status."""
+
+    def started(self, settings: dict[str, Any], folder: Path) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.start_run(run_name=folder.name)
+        mlflow.log_params({name: value for name, value in settings.items() if value is not None})
+
+    def row(self, kind: str, fields: dict[str, Any]) -> None:
+        values = scalars(kind, fields)
+        if values:
+            self._mlflow.log_metrics(values, step=fields["updates"])
+
+    def finished(self, result: dict[str, Any] | None) -> None:
+        if result is not None:
+            self._mlflow.log_metrics(final_scalars(result), step=result.get("updates", 0))
+        done = result is not None and result.get("status") == "finished"
+        self._mlflow.end_run("FINISHED" if done else "FAILED")
+
+
+class Wandb:
+    """Settings as the config, numbers over updates, the result as the summary."""
+
+    def started(self, settings: dict[str, Any], folder: Path) -> None:
+        import wandb
+
+        project = os.environ.get("WANDB_PROJECT", "paceline")
+        self._run = wandb.init(project=project, name=folder.name, config=settings, dir=str(folder))
+        self._run.define_metric("updates")
+        self._run.define_metric("*", step_metric="updates")  # a resumed run may step back, which their own step may not
+
+    def row(self, kind: str, fields: dict[str, Any]) -> None:
+        values = scalars(kind, fields)
+        if values:
+            self._run.log({"updates": fields["updates"], "seconds": fields["now"], **values})
+
+    def finished(self, result: dict[str, Any] | None) -> None:
+        if result is not None:
+            self._run.summary.update(final_scalars(result))
+        self._run.finish(exit_code=0 if result is not None and result.get("status") == "finished" else 1)

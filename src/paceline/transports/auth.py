@@ -6,13 +6,16 @@ Pure: bytes of fixed sizes in and out. The server sends a challenge, a worker an
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ProtocolError, UserError
 from paceline.transports.frames import MAGIC, VERSION
+from paceline.transports.tls import Tls, worker_tls
 
 VARIABLE = "PACELINE_TOKEN"
 _NONCE_NBYTES = 32
@@ -121,3 +124,36 @@ def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
     if not token:
         raise UserError(f"token file {file} is empty: write the token that the server showed into it")
     return token
+
+
+def _read_token(file: str | None) -> bytes | None:
+    return read_token(Path(file) if file is not None else None, os.environ)
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """How a worker finds its server and shows that it may come, and what it decides itself."""
+
+    connect: str
+    token_file: str | None = None
+    tls: bool = False
+    fingerprint: str | None = None
+    ca: str | None = None
+    patience: float = 300.0
+    data_dir: str | None = None
+    threads: int | None = None
+    worker: int | None = None
+    overlap: int = 0
+    device: str = "cpu"
+
+
+def token_of(visitor: ConnectOptions) -> bytes:
+    """What it shows: from its file, or the variable; nothing where there is neither."""
+    return _read_token(visitor.token_file) or b""
+
+
+def tls_of(visitor: ConnectOptions) -> Tls | None:
+    """How it encrypts, if it was asked to."""
+    authorities = Path(visitor.ca) if visitor.ca is not None else None
+    asked = visitor.tls or visitor.fingerprint or authorities
+    return worker_tls(visitor.fingerprint, authorities) if asked else None

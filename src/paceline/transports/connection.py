@@ -7,9 +7,10 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 from paceline.errors import UserError
-from paceline.transports.frames import MAGIC
+from paceline.transports.frames import MAGIC, Filler, Outbox, Reading
 from paceline.transports.tls import Tls, fingerprint
 
 SILENT_MILLISECONDS = 20_000
@@ -210,3 +211,24 @@ def _speaks_plainly(place: tuple[str, int], seconds: float) -> bool:
             return sock.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
     except OSError:
         return False
+
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """The server sent us away, with its reason."""
+
+
+def send(connection: Connection, *parts: bytes | memoryview) -> None:
+    """Send all of it, on a connection that waits."""
+    outbox = Outbox()
+    outbox.add(*parts)
+    outbox.flush(connection.send)
+
+
+def read(connection: Connection, reading: Reading[T]) -> T:
+    """Read all of it, on a connection that waits."""
+    whole = Filler(reading).fill(connection.receive_into)
+    assert whole is not None, "a connection that waits never has nothing for now"
+    return whole[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.connection import Connection, connected, parse_address, require_token
+from paceline.transports.connection import Connection, Refused, connected, parse_address, read, require_token, send
 from paceline.transports.frames import (
     MOST_LOOK,
     MOST_PIECE,
@@ -21,7 +21,7 @@ from paceline.transports.frames import (
     read_fields,
     read_header,
 )
-from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, Refused, introduce, read, send
+from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
 from paceline.transports.tls import Tls
 
 ANSWER_SECONDS = 30.0

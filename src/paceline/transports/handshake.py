@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import select
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.errors import ProtocolError, UserError
 from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor, WrongToken
-from paceline.transports.connection import Connection, TlsConnection, connected
+from paceline.transports.connection import Connection, Refused, TlsConnection, connected, read, send
 from paceline.transports.frames import (
     MOST_APPLY,
     MOST_REFUSED,
     MOST_WELCOME,
-    Filler,
     Kind,
-    Outbox,
     Reading,
     fields_frame,
     read_bytes,
@@ -30,25 +28,6 @@ HANDSHAKE_SECONDS = 30.0
 """A server that scores its model answers nobody meanwhile."""
 WONDER_SECONDS = 2.0
 """A server that says nothing for so long may be waiting for TLS."""
-T = TypeVar("T")
-
-
-class Refused(Exception):
-    """The server sent us away, with its reason."""
-
-
-def send(connection: Connection, *parts: bytes | memoryview) -> None:
-    """Send all of it, on a connection that waits."""
-    outbox = Outbox()
-    outbox.add(*parts)
-    outbox.flush(connection.send)
-
-
-def read(connection: Connection, reading: Reading[T]) -> T:
-    """Read all of it, on a connection that waits."""
-    whole = Filler(reading).fill(connection.receive_into)
-    assert whole is not None, "a connection that waits never has nothing for now"
-    return whole[0]
 
 
 def introduce(

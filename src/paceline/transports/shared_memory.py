@@ -9,8 +9,7 @@ import json
 import os
 import socket
 import struct
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +18,13 @@ from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Deal, Join, Push, Rate, Reply
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
+from paceline.transports.protocol import MEMBER_NBYTES, Figures, Hello, Timing, pack_members, unpack_members
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
 _REPLY = struct.Struct("<BBxxIQQdII")
-MEMBER_NBYTES = 2
 _RATE = struct.Struct("<Bd")
 _HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
 _LARGEST = 1 << 20
-
-
-class Timing(NamedTuple):
-    """Seconds of a worker's step: on a processor, by the clock, and waiting for the reply before it."""
-
-    cpu: float
-    wall: float
-    waited: float
 
 
 class Slot(Memory):
@@ -145,33 +136,6 @@ class WorkerDoor:
         if len(packet) > _REPLY.size:
             self._deal = Deal(generation, unpack_members(packet[_REPLY.size :]))
         return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
-
-
-def pack_members(members: tuple[int, ...]) -> bytes:
-    """Two bytes a worker."""
-    return struct.pack(f"<{len(members)}H", *members)
-
-
-def unpack_members(packed: bytes | bytearray) -> tuple[int, ...]:
-    """The inverse of `pack_members`."""
-    return struct.unpack(f"<{len(packed) // MEMBER_NBYTES}H", packed)
-
-
-@dataclass(frozen=True)
-class Hello:
-    """A worker's first words: its join, its memory, and what it says of itself."""
-
-    join: Join
-    slot: Memory
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a script measured itself, for the result."""
-
-    worker: int
-    values: dict[str, float]
 
 
 class ServerDoor:

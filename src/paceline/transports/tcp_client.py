@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from paceline.config import MOST_WORKERS
-from paceline.core.buffers import Memory
+from paceline.core.buffers import Memory, view
 from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import Forgotten, ProtocolError, UserError
-from paceline.transports.connection import Connection, connected, parse_address, require_token
+from paceline.interfaces import MOST_WORKERS
+from paceline.transports.connection import Connection, Refused, connected, parse_address, read, require_token, send
 from paceline.transports.frames import (
     MOST_FIGURES,
     MOST_HELLO,
@@ -33,9 +33,8 @@ from paceline.transports.frames import (
     read_fields,
     read_header,
 )
-from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, Refused, introduce, read, send
-from paceline.transports.shared_memory import MEMBER_NBYTES, Timing, unpack_members
-from paceline.transports.tcp_server import view
+from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
+from paceline.transports.protocol import MEMBER_NBYTES, Timing, unpack_members
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0

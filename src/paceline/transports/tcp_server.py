@@ -9,10 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import Memory, Sizes, view
 from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.connection import Connection
@@ -32,7 +29,7 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.shared_memory import Figures, Hello, Timing, pack_members
+from paceline.transports.protocol import Figures, Hello, Timing, pack_members
 
 _SCRATCH = 1 << 18
 
@@ -42,11 +39,6 @@ class Heard:
 
 
 HEARD = Heard()
-
-
-def view(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor, as they lie in memory."""
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class Views:

@@ -14,18 +14,14 @@ from hypothesis import strategies as st
 from paceline.core.optimizers import Adam, Prepared, Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.averaged import Averaged
-from paceline.core.rules.buffered import Buffered
+from paceline.core.rules.buffered import Buffered, Delayed
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.compensated import Compensated
 from paceline.core.rules.dana import Dana, DanaSlim
-from paceline.core.rules.delayed import Delayed
-from paceline.core.rules.farsight import FairFarsight, Farsight
-from paceline.core.rules.foresight import Foresight
-from paceline.core.rules.gap import Gap
+from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
 from paceline.core.rules.lr_scaling import Paced
 from paceline.core.rules.plain import Early, Plain
 from paceline.core.rules.ringleader import Ringleader
-from paceline.core.rules.staleness_aware import Damped
+from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.errors import UserError

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.farsight import FairFarsight, Farsight
-from paceline.core.rules.foresight import Foresight
+from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
 from paceline.core.rules.ringleader import Ringleader
 
 

@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 from paceline.core.optimizers import Sgd
-from paceline.core.rules.buffered import Buffered
-from paceline.core.rules.compensated import Compensated
-from paceline.core.rules.delayed import Delayed
-from paceline.core.rules.gap import Gap
+from paceline.core.rules.buffered import Buffered, Delayed
 from paceline.core.rules.plain import Plain
-from paceline.core.rules.staleness_aware import Damped
+from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from paceline.interfaces import Arrival
-from paceline.settings.rules import OUTER
+from paceline.settings.strategies import OUTER
 
 
 class SlowDamped:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.scalars import Scalar, at_least, keep_all, load_all, move_towards
+from paceline.core.rules.worker_rows import Scalar, at_least, keep_all, load_all, move_towards
 from paceline.core.rules.wrapper import Around
 from paceline.interfaces import Arrival, Rule, State
 

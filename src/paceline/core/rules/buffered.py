@@ -53,3 +53,37 @@ def step(
     """v = momentum v + share total;  weights -= lr v, where `due` is 1; nothing where it and `share` are 0."""
     velocity.mul_(1.0 - due + due * momentum).addcmul_(total, share)
     weights.addcmul_(velocity, lr * due, value=-1.0)
+
+
+class Delayed(OwnMomentum):
+    """weights -= lr d / n;  and after n pushes:  v = beta v + the mean of their drifts;  weights -= lr beta v
+
+    n is the number of workers here, so n pushes move the weights as one step of Nesterov's momentum on their mean would
+    (the paper's N = n and c = 0). A stale drift counts at once, but what is stale is not carried on by momentum before
+    a round of drifts has been averaged. Touches 4 tensors: the drift, the buffer, v, the weights.
+
+    >>> weights, rule = torch.zeros(1), Delayed(0.5)
+    >>> state = rule.start(weights)
+    >>> for drift in (2.0, 4.0):
+    ...     rule.apply(weights, state, torch.tensor([drift]), Arrival(0, 1, torch.tensor(1.0), 2))
+    ...     print(weights.item())
+    -1.0
+    -4.5
+    """
+
+    name = "delayed"
+
+    def start(self, weights: Tensor) -> State:
+        self.move_to(weights)
+        count = weights.new_zeros((*weights.shape[:-1], 1))
+        return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        buffer, velocity, count = state["buffer"].add_(update), state["velocity"], state["buffered"].add_(1.0)
+        workers = torch.as_tensor(arrival.num_live, device=weights.device).to(weights.dtype).clamp(min=1.0)
+        due = (count >= workers).to(weights.dtype)
+        velocity.mul_(1.0 - due + due * self.momentum).addcmul_(buffer, due / count)
+        weights.addcmul_(update, arrival.lr / workers, value=-1.0)
+        weights.addcmul_(velocity, arrival.lr * self.momentum * due, value=-1.0)
+        buffer.mul_(1.0 - due)
+        count.mul_(1.0 - due)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.scalars import Scalar, keep, load
+from paceline.core.rules.worker_rows import Scalar, keep, load
 from paceline.core.rules.wrapper import Around
 from paceline.interfaces import Arrival, Rule, State
 

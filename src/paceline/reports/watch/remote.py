@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.analysis.status import TAIL_BYTES, RunStatus, read_status
 from paceline.errors import UserError
 from paceline.reports.watch.mirror import GROWING, Mirror
-from paceline.runtimes.cluster.serve import Visitor, tls_of, token_of
+from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import parse_address
 from paceline.transports.file_client import Observer
 
@@ -31,10 +31,10 @@ def is_served(target: str) -> bool:
 
 
 @contextlib.contextmanager
-def mirrored(visitor: Visitor, tail: int | None = None) -> Iterator[Mirror]:
+def mirrored(visitor: ConnectOptions, tail: int | None = None) -> Iterator[Mirror]:
     """A copy of the folder of a run that is served there, to be refreshed; `tail`: of its events only the last bytes.
 
-    >>> with mirrored(Visitor("127.0.0.1:1")) as mirror:
+    >>> with mirrored(ConnectOptions("127.0.0.1:1")) as mirror:
     ...     mirror.refresh()
     Traceback (most recent call last):
     paceline.errors.UserError: 127.0.0.1:1 cannot be reached (Connection refused): is a 'paceline server' running there?
@@ -57,7 +57,7 @@ def looking_at(
             raise UserError(f"{target} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
         yield lambda: read_status(Path(target))
         return
-    with mirrored(Visitor(target, token_file, tls, fingerprint, ca), TAIL_BYTES) as mirror:
+    with mirrored(ConnectOptions(target, token_file, tls, fingerprint, ca), TAIL_BYTES) as mirror:
 
         def look() -> RunStatus:
             mirror.refresh()

@@ -16,9 +16,9 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import Entrance, Opened, Visitor, join_server, serve
+from paceline.runtimes.cluster.serve import Entrance, Opened, join_server, serve
 from paceline.settings.ranks import Rank
-from paceline.transports.auth import VARIABLE, make_token
+from paceline.transports.auth import VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address
 from paceline.transports.rendezvous import FileBoard, Noticeboard
 
@@ -120,7 +120,9 @@ def _follow(config: RunConfig, rank: Rank, board: Noticeboard, console: Console)
             if word["token"] is not None:
                 os.environ[VARIABLE] = word["token"]
             where, worker = word["address"], rank.number - 1
-            visitor = Visitor(where, None, word["tls"], data_dir=config.data_dir, threads=config.threads, worker=worker)
+            visitor = ConnectOptions(
+                where, None, word["tls"], data_dir=config.data_dir, threads=config.threads, worker=worker
+            )
             if not join_server(visitor, console):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             word = board.wait_for("result", RESULT_SECONDS)

@@ -14,15 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.preflight import settle_data
 from paceline.config import RunConfig, from_dict, to_dict
 from paceline.errors import PacelineError, RunFailed, UserError
-from paceline.launch import require_survivors, settle_data, stop_signals
 from paceline.reports.console import Console
-from paceline.runs.folder import ALL_GONE, RunFolder, free_name
+from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
 from paceline.runtimes.cluster.serve import (
     Entrance,
     Opened,
-    Visitor,
     join_server,
     refuse_restarts,
     require_star,
@@ -31,7 +30,8 @@ from paceline.runtimes.cluster.serve import (
 )
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
-from paceline.transports.auth import VARIABLE, make_token
+from paceline.system.signals import stop_signals
+from paceline.transports.auth import VARIABLE, ConnectOptions, make_token
 
 MAX_RESTARTS = 10
 PLACING_SECONDS = 60.0
@@ -109,7 +109,7 @@ class WorkerActor:
     def work(self, connect: str, tls: bool, data_dir: str | None, threads: int, worker: int) -> str | None:
         """Until training is over; else why not."""
         try:
-            visitor = Visitor(connect, tls=tls, data_dir=data_dir, threads=threads, worker=worker)
+            visitor = ConnectOptions(connect, tls=tls, data_dir=data_dir, threads=threads, worker=worker)
             over = join_server(visitor, Console(quiet=True))
         except PacelineError as error:
             return str(error)
@@ -245,7 +245,7 @@ class Crew:
     def follow(self) -> dict[str, Any]:
         """Until the server says that the run has ended; shows what it tells on the way."""
         told = False
-        with stop_signals(self._console) as reasons:
+        with stop_signals(self._console.report) as reasons:
             while not self._has_ended():
                 if reasons and not told:
                     told = self._stop(reasons[0])

@@ -10,28 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.preflight import facts_of, locate_data, refuse_imagined, settle_data, startup_warnings
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset, Location, load
 from paceline.errors import ServerLost, UserError
-from paceline.launch import (
-    facts_of,
-    hint,
-    holding,
-    locate_data,
-    refuse_imagined,
-    require_survivors,
-    settle_data,
-    stop_signals,
-)
 from paceline.reports.console import Console
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.folder import RunFolder, holding, require_survivors, write_atomically
 from paceline.runtimes.sharded.processes import Retinue, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import check_names, resolve
 from paceline.settings.strategies import on_ring, parse_strategy
-from paceline.transports.auth import make_token, read_token
+from paceline.system.signals import stop_signals
+from paceline.transports.auth import ConnectOptions, _read_token, make_token, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
-from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
+from paceline.transports.tls import Tls, make_certificate, server_tls
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -176,9 +168,9 @@ def _keep_serving(order: _Order) -> dict[str, Any]:
 def _serve(order: _Order) -> dict[str, Any]:
     import torch
 
+    from paceline.runtimes.server.process import make_host
     from paceline.runtimes.server.remote_service import OwnLine
-    from paceline.runtimes.server.service import allow_many_files, make_host
-    from paceline.system.memory import keep_freed_memory
+    from paceline.system.memory import allow_many_files, keep_freed_memory
     from paceline.transports.listener import Listener
 
     keep_freed_memory()
@@ -194,14 +186,15 @@ def _serve(order: _Order) -> dict[str, Any]:
     host = make_host(config, dataset, folder, console.report, facts, resume)
     assert host.work is not None
     if not resume:
-        hint(config, location, console, host.work.skew)
+        for warning in startup_warnings(config, location, host.work.skew):
+            console.note(warning)
     with Retinue(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
         service = retinue.service(host, line, console)
         service.wait_seconds = entrance.wait
         known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **retinue.known}
         write_atomically(folder.server_file, json.dumps(known).encode())
         console.note(_where(listener.address))
-        with stop_signals(console, line.stop):
+        with stop_signals(console.report, line.stop):
             if tell is not None:
                 tell(Opened(listener.address, line.stop))
             with torch.inference_mode():
@@ -248,28 +241,7 @@ def _token(entrance: Entrance, host: str, folder: RunFolder, console: Console) -
     return token
 
 
-def _read_token(file: str | None) -> bytes | None:
-    return read_token(Path(file) if file is not None else None, os.environ)
-
-
-@dataclass(frozen=True)
-class Visitor:
-    """How a worker finds its server and shows that it may come, and what it decides itself."""
-
-    connect: str
-    token_file: str | None = None
-    tls: bool = False
-    fingerprint: str | None = None
-    ca: str | None = None
-    patience: float = 300.0
-    data_dir: str | None = None
-    threads: int | None = None
-    worker: int | None = None
-    overlap: int = 0
-    device: str = "cpu"
-
-
-def join_server(visitor: Visitor, console: Console) -> bool:
+def join_server(visitor: ConnectOptions, console: Console) -> bool:
     """Work for a server until it is over; False where it went away before."""
     parse_address(visitor.connect)
     token = token_of(visitor)
@@ -301,22 +273,10 @@ def _require_device(device: str) -> None:
         raise UserError(f"--device {device}: this machine has {found} CUDA devices that torch can use")
 
 
-def join_as_shard(visitor: Visitor, listen: str | None, once: bool, console: Console) -> bool:
+def join_as_shard(visitor: ConnectOptions, listen: str | None, once: bool, console: Console) -> bool:
     """Be a further server of a run until it is over; False where its first server went away before."""
     token = token_of(visitor)
     return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, once, console)
-
-
-def token_of(visitor: Visitor) -> bytes:
-    """What it shows: from its file, or the variable; nothing where there is neither."""
-    return _read_token(visitor.token_file) or b""
-
-
-def tls_of(visitor: Visitor) -> Tls | None:
-    """How it encrypts, if it was asked to."""
-    authorities = Path(visitor.ca) if visitor.ca is not None else None
-    asked = visitor.tls or visitor.fingerprint or authorities
-    return worker_tls(visitor.fingerprint, authorities) if asked else None
 
 
 def _load(config: RunConfig) -> Dataset | None:

@@ -14,8 +14,18 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.runtimes.cluster import host_probe
-from paceline.runtimes.cluster.host_checks import Wanted, lack, remarks, unreached, why_ssh_failed
-from paceline.runtimes.cluster.hosts_file import CONNECT_SECONDS, HostLine, remote_command, threads_of, worker_arguments
+from paceline.runtimes.cluster.hosts_file import (
+    CONNECT_SECONDS,
+    HostLine,
+    Wanted,
+    lack,
+    remarks,
+    remote_command,
+    threads_of,
+    unreached,
+    why_ssh_failed,
+    worker_arguments,
+)
 
 PROBE_SECONDS = CONNECT_SECONDS + 20.0
 GRACE_SECONDS = 5.0

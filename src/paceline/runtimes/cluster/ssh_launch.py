@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import paceline
+from paceline import errors
+from paceline.assembly.preflight import settle_data
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.launch import settle_data
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
-from paceline.runtimes.cluster.host_checks import Wanted
 from paceline.runtimes.cluster.host_probe import code_digest, find_file
-from paceline.runtimes.cluster.hosts_file import HostLine, num_workers, read_hosts
+from paceline.runtimes.cluster.hosts_file import HostLine, Wanted, num_workers, read_hosts
 from paceline.runtimes.cluster.serve import Entrance, Opened, Tell, refuse_restarts, require_star, serve, serve_again
 from paceline.runtimes.cluster.ssh import Ready, RemoteWorkers, check_hosts, settle
 from paceline.settings.ranks import rank_here
@@ -142,5 +141,5 @@ def _wanted(config: RunConfig) -> Wanted:
         if digest is None:
             raise UserError(f"--task {config.task}: there is no file {file} here")
         task = {"file": file, "digest": digest}
-    code = code_digest(Path(paceline.__file__).parent)
+    code = code_digest(Path(errors.__file__).parent)
     return Wanted(package_version("paceline"), package_version("torch"), code, data, task)

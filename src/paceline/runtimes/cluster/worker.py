@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.assembly.run import identity_of, make_join, make_seat, make_task, prepare_device, work_of
+from paceline.assembly.run import make_join, make_seat, work_of
+from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
@@ -27,11 +28,11 @@ from paceline.runtimes.server.worker_hosts import own_place
 from paceline.runtimes.sharded.client import ShardDoors
 from paceline.runtimes.sharded.spans import coding_of
 from paceline.settings.durations import parse_delays
-from paceline.settings.resolve import cores
+from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.tasks.host_staging import pinned_memory
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpWorkerDoor
 from paceline.transports.tls import Tls, worker_tls
 

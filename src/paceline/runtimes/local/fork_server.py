@@ -6,7 +6,6 @@ It dies with the command that started it, and every process it forked dies with 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -20,9 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.system.process import describe_end, die_with
 
 ROLES = {
-    "server": "paceline.runtimes.server.service:main",
+    "server": "paceline.runtimes.server.process:main",
     "worker": "paceline.runtimes.local.worker_process:main",
     "script": "paceline.runtimes.scripts.process:main",
     "script server": "paceline.runtimes.scripts.server:main",
@@ -32,7 +32,6 @@ ROLES = {
 }
 PRELOADED = ("paceline.runtimes.server.service", "paceline.runtimes.local.worker_process", "paceline.tasks.supervised")
 _CLEAR = "nobody"
-_PR_SET_PDEATHSIG = 1
 _LARGEST = 1 << 20
 
 
@@ -91,23 +90,6 @@ class ForkServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def describe_end(status: int) -> str:
-    """How a process ended, from its wait status, in words."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(number).name}"
-        return f"killed by signal {number}"
-    return f"exit code {os.WEXITSTATUS(status)}"
 
 
 def main(fd: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import PacelineError, Reported, ServerLost
-from paceline.runtimes.local.fork_server import describe_end, die_with
+from paceline.system.process import describe_end, die_with
 from paceline.system.signals import ended_by_signals, interrupts
 
 

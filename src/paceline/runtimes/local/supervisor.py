@@ -18,11 +18,11 @@ from typing import Any
 from paceline.config import RunConfig, to_dict
 from paceline.errors import Reported, RunFailed, ServerLost, UserError
 from paceline.runs.arrival_log import next_life
-from paceline.runs.folder import INTERRUPTED, TERMINATED, RunFolder
+from paceline.runs.folder import RunFolder
 from paceline.runtimes.local.fault_injection import Injector
 from paceline.runtimes.local.fork_server import ForkServer, request
 from paceline.settings.fault_table import Fault
-from paceline.system.signals import interrupts
+from paceline.system.signals import INTERRUPTED, TERMINATED, interrupts
 
 ENDING_SECONDS = 3.0
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import CoreLender, polls_before_sleep, yield_to_server
-from paceline.assembly.run import identity_of, make_join, make_seat, make_task, work_of
+from paceline.assembly.run import make_join, make_seat, work_of
+from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict, places_of
 from paceline.data.shared import attach
 from paceline.runtimes.server.timing import Stopwatch

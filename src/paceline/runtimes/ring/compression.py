@@ -17,9 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.codecs.lowrank import LowRank
+from paceline.core.worker import one_vector
 from paceline.interfaces import Codec, Layout, State
 from paceline.settings.codecs import build_codec, parse_codec
-from paceline.tasks.synthetic import one_vector
 
 
 class Gathered:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import polls_before_sleep
-from paceline.assembly.run import identity_of, make_seat, make_task
+from paceline.assembly.run import make_seat
+from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict
 from paceline.core.driver import Unlogged
 from paceline.core.messages import Join
@@ -26,7 +27,8 @@ from paceline.runs.recovery import rebuild
 from paceline.runtimes.ring.replica import Place, Replica
 from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.service import Control, reporting
+from paceline.runtimes.server.process import reporting
+from paceline.runtimes.server.service import Control
 from paceline.system.memory import keep_freed_memory
 from paceline.system.shared_segment import Segment
 

@@ -21,7 +21,7 @@ from paceline.core.messages import Push
 from paceline.errors import RunFailed, UserError, differing
 from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, Round, facts_of, push_from, timing_from
 from paceline.settings.ranks import Rank
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 EXCHANGE_SECONDS = 600.0
 ROLL_CALL_SECONDS = 120.0

@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.run import identity_of, make_task, prepare_device
+from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, to_dict
 from paceline.core.driver import Unlogged
 from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset
-from paceline.interfaces import Loader
-from paceline.models.dropout import mix64
+from paceline.interfaces import Loader, Report
+from paceline.randomness import mix64
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import EvenShares, make_parallel
 from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, losing_nobody
 from paceline.runtimes.ring.replica import Place, Replica
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.noting import Report
 from paceline.settings.codecs import build_codec, parse_codec
 from paceline.settings.ranks import Rank
 from paceline.settings.strategies import parse_strategy

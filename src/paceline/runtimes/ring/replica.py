@@ -23,7 +23,7 @@ from paceline.runtimes.ring.shared_memory import Round
 from paceline.runtimes.server.timing import Stopwatch, Timekeeper
 from paceline.settings.durations import parse_delays
 from paceline.tasks.supervised import SupervisedTask
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 
 class Ring(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.core.messages import Push
 from paceline.system.shared_segment import Segment, page_aligned
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 NUM_FACTS = 9
 """Numbers that ride beside a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop."""

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.preflight import facts_of
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
-from paceline.launch import facts_of, holding, require_survivors
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_life
-from paceline.runs.folder import SCRIPT, RunFolder
+from paceline.runs.folder import SCRIPT, RunFolder, holding, require_survivors
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import yield_to_server
-from paceline.assembly.run import initial_seed, seed_generators
+from paceline.assembly.task import initial_seed, seed_generators
 from paceline.config import from_dict
 from paceline.errors import PacelineError, RunFailed
 from paceline.runtimes.scripts import session

@@ -9,16 +9,15 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 from paceline.config import to_dict
 from paceline.errors import Reported, RunFailed
+from paceline.interfaces import Report
 from paceline.runs.recording import Recording, ScriptCall
 from paceline.runtimes.local.fork_server import ForkServer, request
 from paceline.runtimes.local.supervisor import ENDING_SECONDS
 
-Report = Callable[[dict[str, Any]], None]
 _LARGEST = 1 << 20
 
 

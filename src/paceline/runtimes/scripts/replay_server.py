@@ -21,8 +21,10 @@ from paceline.runs.compare_replay import compare, marks_of
 from paceline.runs.recording import open_recording
 from paceline.runs.replay import Replay
 from paceline.runtimes.scripts.server import learn
-from paceline.runtimes.server.service import Control, reporting
-from paceline.transports.shared_memory import Figures, Hello, ServerDoor
+from paceline.runtimes.server.process import reporting
+from paceline.runtimes.server.service import Control
+from paceline.transports.protocol import Figures, Hello
+from paceline.transports.shared_memory import ServerDoor
 
 SILENCE_SECONDS = 60.0
 """How long a worker may be silent when its push is due; longer where the run itself was slower."""

@@ -21,9 +21,11 @@ from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.service import Control, Service, reporting
+from paceline.runtimes.server.process import reporting
+from paceline.runtimes.server.service import Control, Service
 from paceline.tasks.script_model import ScriptModel, load_kept
-from paceline.transports.shared_memory import Hello, ServerDoor
+from paceline.transports.protocol import Hello
+from paceline.transports.shared_memory import ServerDoor
 
 Introductions = list[tuple[ServerDoor, Hello]]
 

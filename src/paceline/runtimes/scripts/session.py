@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.assembly.run import class_labels, seed_generators
+from paceline.assembly.task import class_labels, seed_generators
 from paceline.assembly.work import Work, divide_work
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.core.buffers import Sizes
 from paceline.core.messages import Join, Push, Rate, Reply
 from paceline.errors import RunFailed, UserError
-from paceline.models.dropout import address_dropout, mix64
+from paceline.models.dropout import address_dropout
+from paceline.randomness import mix64
 from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
 from paceline.runtimes.scripts.adopt import (
     SCHEDULES,
@@ -46,7 +47,8 @@ from paceline.settings.strategies import require_gradients
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_kept
-from paceline.transports.shared_memory import Slot, Timing, WorkerDoor
+from paceline.transports.protocol import Timing
+from paceline.transports.shared_memory import Slot, WorkerDoor
 
 
 class Door(Protocol):

@@ -12,7 +12,8 @@ from paceline.core.server import Server
 from paceline.errors import Diverged
 from paceline.interfaces import Layout
 from paceline.settings.stopping import goal_of
-from paceline.transports.shared_memory import Slot, Timing
+from paceline.transports.protocol import Timing
+from paceline.transports.shared_memory import Slot
 
 
 class OwnServer:

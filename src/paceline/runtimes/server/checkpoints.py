@@ -10,12 +10,12 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.core.buffers import Memory
 from paceline.core.server import Server
+from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.background_writer import Writer
 from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.server.noting import Report
 
 
 class Checkpoints:

@@ -12,9 +12,8 @@ from paceline.core.server import Server
 from paceline.interfaces import Scores
 from paceline.runs.events import EventLog
 from paceline.runs.result import finite, shared_state
-from paceline.runtimes.server.clock import TrainingClock
-from paceline.runtimes.server.timing import Timekeeper
-from paceline.settings.resolve import cores
+from paceline.runtimes.server.timing import Timekeeper, TrainingClock
+from paceline.system.cpu import cores
 from paceline.tasks.nested import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
 

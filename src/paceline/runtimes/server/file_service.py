@@ -13,10 +13,9 @@ from typing import Any
 
 from paceline.errors import ProtocolError
 from paceline.runs.folder import RunFolder
-from paceline.transports.connection import Connection
+from paceline.transports.connection import Connection, send
 from paceline.transports.file_client import SHOWN, Piece, read_look
 from paceline.transports.frames import MOST_PIECE, MOST_SEEN, Kind, fields_frame, header
-from paceline.transports.handshake import send
 from paceline.transports.listener import Applicant
 
 MOST_OBSERVERS = 16

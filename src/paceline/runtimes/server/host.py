@@ -21,25 +21,22 @@ from paceline.core.buffers import Memory
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Stop, Verdict
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.interfaces import Scores
+from paceline.interfaces import Report, Scores
 from paceline.runs.arrival_log import ArrivalLog
-from paceline.runs.best import Best
 from paceline.runs.control_files import take_requests
-from paceline.runs.divergence import why_diverged
 from paceline.runs.events import EventLog
-from paceline.runs.folder import ALL_GONE, INTERRUPTED, NOT_COME, TERMINATED, TIME_IS_UP, RunFolder, write_atomically
+from paceline.runs.folder import ALL_GONE, NOT_COME, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.recovery import Rebuilt
-from paceline.runs.result import finite, summarise, trained_tensors, weights_sha256
-from paceline.runs.snapshots import snapshots_of
+from paceline.runs.result import finite, summarise, trained_tensors, weights_sha256, why_diverged
+from paceline.runs.snapshots import Best, snapshots_of
 from paceline.runtimes.server.accounting import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
 from paceline.runtimes.server.checkpoints import Checkpoints
-from paceline.runtimes.server.clock import TrainingClock
 from paceline.runtimes.server.evaluation import Scorer, named
-from paceline.runtimes.server.noting import Notes, Report
-from paceline.runtimes.server.progress import Progress
-from paceline.runtimes.server.timing import Timekeeper
+from paceline.runtimes.server.progress import Notes, Progress
+from paceline.runtimes.server.timing import Timekeeper, TrainingClock
 from paceline.settings.stopping import goal_of, measure_of
 from paceline.system.environment import environment
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.synthetic import TimingModel

@@ -3,11 +3,86 @@
 from __future__ import annotations
 
 import math
+import time
+from typing import Any
 
+import torch
+
+from paceline.core.messages import Drain, Input, Join, Leave, Rate, Steps, Stop
 from paceline.core.server import Server
+from paceline.interfaces import Report
 from paceline.runs.events import EventLog
-from paceline.runtimes.server.noting import Report
-from paceline.runtimes.server.weighing import Weighing
+
+SHARE = 0.002
+"""Of the server's time, at most."""
+
+
+class Weighing:
+    """Says how long the vector of all weights is; None while it is too soon, or where there are none."""
+
+    def __init__(self, server: Server, virtual: bool) -> None:
+        self._server, self._virtual = server, virtual
+        self._next = 0.0
+
+    def norm(self) -> float | None:
+        """To six digits; a virtual clock has it measured every time, so that equal runs have equal rows."""
+        began = time.perf_counter()
+        if not self._server.weights.numel() or (not self._virtual and began < self._next):
+            return None
+        norm = float(torch.linalg.vector_norm(self._server.weights))
+        ended = time.perf_counter()
+        self._next = ended + (ended - began) / SHARE
+        return float(f"{norm:.6g}") if math.isfinite(norm) else None
+
+
+class Notes:
+    """Writes a row for each input that is no push, and tells the user what he should know of at once."""
+
+    def __init__(self, server: Server, events: EventLog, report: Report) -> None:
+        self._server, self._events, self._report = server, events, report
+        self.lost: list[int] = []
+        self.generation = server.deals.now.generation if server.deals is not None else 0
+        """Of the last deal that a row tells of."""
+
+    def take(self, message: Input, now: float, stop_reason: str | None) -> None:
+        """An input that the server has taken."""
+        if isinstance(message, Join):
+            row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
+            self._events.write("worker_joined", now, **row)
+        elif isinstance(message, Leave) and not self._server.over:
+            self._leave(message, now)
+        elif isinstance(message, Steps):
+            self._events.write("local_steps", now, worker=message.worker, steps=message.steps)
+        elif isinstance(message, Rate):
+            self._events.write("lr_factor", now, worker=message.worker, factor=message.factor)
+        elif isinstance(message, Drain):
+            self._events.write("worker_draining", now, worker=message.worker)
+            self._report({"kind": "note", "text": f"worker {message.worker} is drained: it leaves after its push"})
+        elif isinstance(message, Stop):
+            self._events.write("stopped", now, reason=stop_reason)
+
+    def _leave(self, message: Leave, now: float) -> None:
+        member, live = self._server.members.get(message.worker), self._server.num_live
+        if member is not None and member.dismissed:
+            self._events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
+        elif member is None or not member.done:
+            self.lost.append(message.worker)
+            pushes = member.pushes if member is not None else 0
+            self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
+            self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
+
+    def look_for_a_deal(self, now: float) -> None:
+        """Of data that was dealt anew; the log needs no record, since the deal follows from its inputs."""
+        deals = self._server.deals
+        if deals is not None and deals.now.generation != self.generation:
+            self.generation, members = deals.now
+            self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
+
+    def fault(self, fault: dict[str, Any], now: float) -> None:
+        """Of a fault that was fired on purpose."""
+        row = {name: value for name, value in fault.items() if name != "kind"}
+        self._events.write("fault", now, fault=fault["kind"], **row)
+
 
 TOLD_SECONDS = 0.25
 ROW_SECONDS = 1.0

@@ -25,7 +25,7 @@ from paceline.runtimes.server.worker_hosts import Machines
 from paceline.system.environment import package_version
 from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.shared_memory import Hello
+from paceline.transports.protocol import Hello
 from paceline.transports.tcp_server import Heard, TcpServerDoor
 
 FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0

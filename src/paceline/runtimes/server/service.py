@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from paceline.assembly.cpu_sharing import server_threads
-from paceline.assembly.run import identity_of, make_seat, make_server, make_task, work_of
-from paceline.config import RunConfig, from_dict, places_of
-from paceline.core.buffers import Sizes
-from paceline.core.messages import Join, Leave, Push, Rate, Reply
+from paceline.core.messages import Leave, Push, Rate, Reply
 from paceline.core.step_balancing import Pacing
-from paceline.core.worker import Seat
-from paceline.data.datasets import Dataset
-from paceline.data.shared import attach
-from paceline.errors import PacelineError, ProtocolError, differing
-from paceline.runs.folder import ALL_GONE, TERMINATED, RunFolder
-from paceline.runs.recovery import rebuild
+from paceline.errors import ProtocolError, differing
+from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.accounting import ROW_SECONDS
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.noting import Report
-from paceline.system.memory import keep_freed_memory
-from paceline.system.shared_segment import require_memory
-from paceline.transports.shared_memory import Hello, ServerDoor, Slot, Timing
+from paceline.system.signals import TERMINATED
+from paceline.transports.protocol import Hello, Timing
+from paceline.transports.shared_memory import ServerDoor
 
 GRACE_SECONDS = 5.0
-
-
-def allow_many_files() -> None:
-    """A connection a worker: take as many descriptors as this user may have."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Control:
@@ -279,59 +260,3 @@ class Service:
             door.answer(reply)
             if reply.over:
                 self._dismissed.add(reply.worker)
-
-
-def main(spec: dict[str, Any], fds: list[int]) -> int:
-    """Host one run."""
-
-    def serve(control: Control) -> None:
-        host = _make_host(spec, fds[1:], control)
-        assert host.task is not None
-        with torch.inference_mode():  # autograd has no part in an update
-            Service(host, control, identity_of(host.task)).run()
-        host.finish()
-        host.close()
-
-    return reporting(serve, fds[0])
-
-
-def reporting(serve: Callable[[Control], None], line: int) -> int:
-    """Serve, and tell the supervisor how it ended; every error that is no bug goes to it in one line."""
-    control = Control(socket.socket(fileno=line))
-    allow_many_files()
-    keep_freed_memory()
-    try:
-        serve(control)
-    except PacelineError as error:
-        control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
-        return error.exit_code
-    control.send({"kind": "finished"})
-    return 0
-
-
-def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
-    dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
-    folder = RunFolder(Path(spec["folder"]))
-    return make_host(from_dict(spec["config"]), dataset, folder, control.send, spec["facts"], spec["resume"])
-
-
-def make_host(
-    config: RunConfig, dataset: Dataset | None, folder: RunFolder, report: Report, facts: dict[str, Any], resume: bool
-) -> Host:
-    """The host of a run: a new one, or one brought to where its log ends."""
-    task = make_task(config, dataset)
-    work = work_of(task, config)
-    server = make_server(config, task, work)
-    sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
-    require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
-    torch.set_num_threads(server_threads(config, task.layout))
-    if not resume:
-        return Host(server, task, work, config, folder, report, 0.0, facts)
-
-    def seat(join: Join) -> Seat:
-        return make_seat(config, make_task(config, dataset), work, join)
-
-    rebuilt = rebuild(server, seat, task, config, folder, report)
-    host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
-    host.go_on(rebuilt)
-    return host

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 
 KEPT = 2000
 WARM_UP = 10
@@ -132,3 +132,24 @@ class Timekeeper:
             whole = times.computing + times.waiting or 1.0
             shares.append({"computing": round(times.computing / whole, 4), "waiting": round(times.waiting / whole, 4)})
         return shares
+
+
+class TrainingClock:
+    """Seconds of training so far; made standing still, perhaps not at zero (a resumed run).
+
+    `source` is what it counts by: a simulated run gives its virtual time.
+    """
+
+    def __init__(self, seconds: float = 0.0, source: Callable[[], float] = time.perf_counter) -> None:
+        self._seconds, self.source = seconds, source
+        self._since: float | None = None
+
+    def now(self) -> float:
+        return self._seconds + (self.source() - self._since if self._since is not None else 0.0)
+
+    def go(self) -> None:
+        if self._since is None:
+            self._since = self.source()
+
+    def halt(self) -> None:
+        self._seconds, self._since = self.now(), None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.core.buffers import view
 from paceline.errors import ProtocolError
 from paceline.transports.connection import Connection
 from paceline.transports.frames import (
@@ -23,7 +24,6 @@ from paceline.transports.frames import (
     read_bytes,
     read_fields,
 )
-from paceline.transports.tcp_server import view
 
 Message = dict[str, Any]
 FILLED: Message = {"filled": True}

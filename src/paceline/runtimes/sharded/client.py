@@ -15,7 +15,7 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.errors import Forgotten, PacelineError, ProtocolError, UserError
 from paceline.runtimes.sharded.spans import Coding
 from paceline.transports.connection import ANYWHERE, parse_address
-from paceline.transports.shared_memory import Timing
+from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpWorkerDoor
 
 OpenDoor: TypeAlias = Callable[[str, str | None], TcpWorkerDoor]

@@ -19,7 +19,7 @@ from paceline.runtimes.sharded.channel import Message
 from paceline.runtimes.sharded.orders import Part, is_finite, spoil
 from paceline.runtimes.sharded.peers import Shard, Shards
 from paceline.transports.listener import Listener
-from paceline.transports.shared_memory import Hello
+from paceline.transports.protocol import Hello
 
 VOTE_SECONDS = 60.0
 """How long a worker may take to bring the other servers their parts of what it brought the first."""

@@ -50,7 +50,8 @@ class Retinue:
 
     def service(self, host: Host, line: OwnLine, console: Console) -> ClusterService:
         """What serves the run: alone, or with the others, which are here when this returns."""
-        from paceline.assembly.run import identity_of, sizes_of
+        from paceline.assembly.run import sizes_of
+        from paceline.assembly.task import identity_of
         from paceline.runtimes.server.remote_service import ClusterService
 
         assert host.task is not None and host.work is not None
@@ -116,10 +117,9 @@ def serve_part(
         own = server_tls(*make_certificate(Path(folder))) if tls is not None else None
     import torch
 
-    from paceline.runtimes.server.service import allow_many_files
     from paceline.runtimes.sharded.channel import Link
     from paceline.runtimes.sharded.shard import ShardService
-    from paceline.system.memory import keep_freed_memory
+    from paceline.system.memory import allow_many_files, keep_freed_memory
     from paceline.transports.listener import Listener
     from paceline.transports.tcp_client import TcpWorkerDoor
 

@@ -26,7 +26,7 @@ from paceline.runtimes.sharded.channel import FILLED, Link, Message
 from paceline.runtimes.sharded.orders import Part, from_words, is_finite, sent_to, spoil, tensors_of
 from paceline.runtimes.sharded.spans import Coding, coding_of, part_of
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.shared_memory import Hello
+from paceline.transports.protocol import Hello
 from paceline.transports.tcp_server import Heard, TcpServerDoor
 
 GRACE_SECONDS = 5.0

@@ -20,8 +20,8 @@ from paceline.core.rules.worker_rows import Live
 from paceline.core.rules.wrapper import Around
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.simulation.lab.arrival_order import NOBODY, Trace
-from paceline.simulation.lab.gradients import Gradients, Images, Inputs, gradients_for
-from paceline.simulation.lab.inputs import Feed, mix64
+from paceline.simulation.lab.gradients import gradients_for
+from paceline.simulation.lab.inputs import Feed, Gradients, Images, Inputs, mix64
 from paceline.simulation.lab.models import DROPOUT_LAYERS
 
 WARM_UP = 3

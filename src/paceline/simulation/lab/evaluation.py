@@ -11,7 +11,8 @@ from torch import Tensor
 from paceline.assembly.work import held_out
 from paceline.interfaces import Layout, Scores
 from paceline.simulation.lab.batch import Family
-from paceline.simulation.lab.gradients import Images, views
+from paceline.simulation.lab.gradients import views
+from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
 
 EVERYTHING = ("train", "test", "validation")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.interfaces import Layout
-from paceline.simulation.lab.gradients import Gradients, Inputs
+from paceline.simulation.lab.inputs import Gradients, Inputs
 from paceline.simulation.lab.kernels import convolution, dense
 
 PROGRAMS = 528

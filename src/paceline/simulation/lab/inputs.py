@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.assembly.work import Work
 from paceline.config import RunConfig
@@ -74,3 +78,51 @@ def _all_batches(
         order[place, : len(indices)] = indices
         counts[place] = len(indices)
     return order, counts
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set on the device, as bytes."""
+
+    images: Tensor  # uint8 [N, H, W, C]
+    labels: Tensor  # int64 [N]
+    scale: Tensor
+    shift: Tensor
+    _padded: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised images and labels of the samples `rows`, whatever its shape."""
+        flat = rows.flatten()
+        images = torch.addcmul(self.shift, self.images.index_select(0, flat).to(torch.float32), self.scale)
+        return images.view(*rows.shape, *images.shape[1:]), self.labels.index_select(0, flat).view(rows.shape)
+
+    def padded(self, margin: int) -> Tensor:
+        """All images normalised, with `margin` zeros around each, ready to be read; made once."""
+        if margin not in self._padded:
+            images = torch.addcmul(self.shift, self.images.to(torch.float32), self.scale)
+            wide = F.pad(images, (0, 0, margin, margin, margin, margin))
+            behind = 8 * wide[0, 0].numel() + 1024  # room for a kernel's tile that reads past the last patch
+            self._padded[margin] = F.pad(wide.flatten(), (0, behind))[: wide.numel()].view(wide.shape)
+        return self._padded[margin]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What R runs read at each of T updates; `at` says which update it is."""
+
+    data: Images
+    at: Tensor  # int64 [1]
+    samples: Tensor  # int32 [T, R, S]: S = pushes x batch
+    weights: Tensor  # [T, R, S]: of each sample in its update
+    keys: list[tuple[Tensor, Tensor]]  # of each dropout layer, int32 [T, R, pushes], low and high halves
+    owner: Tensor  # int64 [T or 1, R]: the row of `held` that the gradient is of
+    held: Tensor  # [rows, P]: weights that workers hold
+    batch: int
+
+    @property
+    def owners_now(self) -> Tensor:
+        return self.owner[0] if len(self.owner) == 1 else self.owner.index_select(0, self.at)[0]
+
+
+Gradients = Callable[[], None]
+"""Fills the family's gradient and losses from its inputs."""

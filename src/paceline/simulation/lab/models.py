@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.models.dropout import _MULTIPLIER_A, _MULTIPLIER_B
+from paceline.randomness import MULTIPLIER_A, MULTIPLIER_B
 
 Logits = Callable[[dict[str, Tensor], Tensor, "list[tuple[Tensor, Tensor]] | None"], Tensor]
 """(parameters by name [G, ...], images [G, B, H, W, C], dropout keys of each layer) -> log-probabilities [G, B, 10]"""
@@ -57,9 +57,9 @@ def dropout(values: Tensor, key: tuple[Tensor, Tensor], probability: float) -> T
     each = values.view(g, pushes, -1)
     bits = torch.arange(each.shape[-1], dtype=torch.int32, device=values.device) ^ low[..., None]
     bits = bits ^ ((bits >> 16) & 0xFFFF)
-    bits = bits * _MULTIPLIER_A
+    bits = bits * MULTIPLIER_A
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
-    bits = (bits + high[..., None]) * _MULTIPLIER_B
+    bits = (bits + high[..., None]) * MULTIPLIER_B
     keep = bits >= -(1 << 31) + round(probability * (1 << 32))
     return (each * (keep.to(values.dtype) * (1.0 / (1.0 - probability)))).view(values.shape)
 

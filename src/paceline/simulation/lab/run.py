@@ -19,7 +19,7 @@ from paceline.settings.preprocessing import ways_of
 from paceline.settings.strategies import parse_strategy
 from paceline.simulation.lab.batch import Family
 from paceline.simulation.lab.evaluation import EVERYTHING, scores_of
-from paceline.simulation.lab.gradients import Images
+from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
 from paceline.simulation.lab.packing import cut_to_fit, families, memory_of, room_on
 from paceline.simulation.lab.trace_pool import traced

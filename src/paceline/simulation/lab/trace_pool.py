@@ -11,15 +11,15 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.assembly.run import class_labels, make_task
+from paceline.assembly.task import class_labels, make_task
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig, to_toml
 from paceline.data.datasets import Dataset
-from paceline.settings.resolve import cores
 from paceline.settings.rules import RULES, parse_rule
 from paceline.simulation.lab.arrival_order import Trace, trace_of
 from paceline.simulation.lab.batch import Row
 from paceline.simulation.lab.inputs import Feed, feed_of
+from paceline.system.cpu import cores
 from paceline.tasks.nested import num_samples
 
 WORTH_PROCESSES = 200_000

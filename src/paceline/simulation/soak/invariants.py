@@ -15,13 +15,13 @@ from paceline.core.server import Server
 from paceline.runs.replay import same_bits
 from paceline.settings.rules import RULES, parse_rule
 from paceline.settings.strategies import parse_strategy
-from paceline.simulation.soak.broken import require
 from paceline.simulation.soak.membership_model import Membership
 from paceline.simulation.soak.oracle import Oracle, Part
-from paceline.tasks.quadratic import ANSWER, curvature, gradient_at, part_of
+from paceline.simulation.soak.violation import require
+from paceline.tasks.synthetic import ANSWER, curvature, gradient_at, part_of
 
 if TYPE_CHECKING:
-    from paceline.simulation.soak.trial import Trial
+    from paceline.simulation.soak.draw import Trial
 
 ROUNDING = 1e-5
 """How far float32 may stray from the oracle, relative to the answer or to a coordinate that is far beyond it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 from paceline.core.messages import Deal, Reply
-from paceline.simulation.soak.broken import require
+from paceline.simulation.soak.violation import require
 
 
 class Membership:

@@ -9,85 +9,26 @@ from random import Random
 
 import torch
 
-from paceline.assembly.core import make_policy
-from paceline.config import RunConfig
 from paceline.core.buffers import Memory
-from paceline.core.messages import Deal, Input, Join, Push, Reply, Resume, Verdict
-from paceline.core.optimizers import Adam, Optimizer, Prepared, Sgd
-from paceline.core.schedules import Budget, Schedule
+from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
+from paceline.core.schedules import Schedule
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.interfaces import Policy, Rule
 from paceline.runs.arrival_log import Record
 from paceline.runs.checkpoint import Cut, take_cut
 from paceline.runs.replay import Replay
 from paceline.settings.fault_table import Fault
-from paceline.settings.rules import build_rule
 from paceline.simulation.event_queue import Action, Agenda
-from paceline.simulation.simulator import Cluster, Deadlock, Simulation, Worker
-from paceline.simulation.soak.broken import Broken, require
+from paceline.simulation.faults import inject
+from paceline.simulation.simulator import Deadlock, Simulation, Worker
+from paceline.simulation.soak.draw import Trial
 from paceline.simulation.soak.invariants import Witness, portrait, require_same
-from paceline.simulation.soak.oracle import BETAS, EPS
-from paceline.tasks.quadratic import ANSWER, Quadratic, part_of
+from paceline.simulation.soak.violation import Broken, require
+from paceline.tasks.synthetic import ANSWER
 
 MOST_PLANS = 20_000
 REPLAYED = 3
 """One trial in so many is replayed from its whole log."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Everything a seed decides."""
-
-    seed: int
-    strategy: str
-    optimizer: str
-    lr: float
-    momentum: float
-    budget: Budget
-    quotas: tuple[int | None, ...]
-    even: bool
-    cuts: float
-    """The chance that a checkpoint is taken after an input."""
-    cluster: Cluster
-    poison: tuple[int, int] | None = None
-    """The worker and the batch whose gradient holds a NaN."""
-    rule: str = "plain"
-    room: int | None = None
-    """Workers that may be there at once, where they may come and go."""
-
-    @property
-    def workers(self) -> int:
-        return len(self.quotas)
-
-    @property
-    def places(self) -> int:
-        return self.room or self.workers
-
-    def quota(self, worker: int) -> int | None:
-        """Of a worker that was there at the start; a newcomer has none."""
-        return self.quotas[worker] if worker < self.workers else None
-
-    def make_optimizer(self) -> Optimizer:
-        if self.optimizer == "adam":
-            return Adam(BETAS, eps=EPS)
-        return Sgd(self.momentum, nesterov=self.optimizer == "nesterov")
-
-    def make_rule(self) -> Rule:
-        config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum)
-        return build_rule(config, self.places, self.make_optimizer, Prepared)
-
-    def make_policy(self) -> Policy:
-        return make_policy(RunConfig(strategy=self.strategy, rule=self.rule, max_workers=self.room))
-
-    def make_seat(self, join: Join) -> Seat:
-        worker, batch = self.poison or (None, None)
-        task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
-
-        def redeal(deal: Deal) -> Quadratic:
-            return Quadratic(part_of(join.worker, deal), self.even)
-
-        return Seat(task, task, join, redeal=redeal)
 
 
 class Limited(Agenda):
@@ -240,7 +181,7 @@ def _perform(trial: Trial) -> Story:
     def come(worker: int, incarnation: int) -> Seat:
         return trial.make_seat(Join(worker, incarnation, trial.quota(worker)))
 
-    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start, trial.room)
+    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start, trial.room, inject)
     try:
         simulation.run()
         stage.witness.ended(stage.server, {fault.worker for fault in trial.cluster.faults if _is_for_good(fault)})

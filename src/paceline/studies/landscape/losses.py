@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UserError
 from paceline.randomness import rng
-from paceline.settings.resolve import cores
+from paceline.system.cpu import cores
 from paceline.tasks.nested import device_of, each, num_samples, outputs_of, rows_of
 from paceline.tasks.supervised import Pair, SupervisedTask
 

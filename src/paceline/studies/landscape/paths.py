@@ -15,7 +15,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.runs.folder import RunFolder, is_script
 from paceline.runs.snapshots import Entry, read_index, read_snapshot
-from paceline.system.shared_segment import require_memory
+from paceline.system.memory import require_memory
 from paceline.tasks.supervised import SupervisedTask
 
 LEAST = 3

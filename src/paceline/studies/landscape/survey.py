@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.assembly.run import make_task
+from paceline.assembly.preflight import locate_data, require_device
+from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.data.datasets import load
 from paceline.errors import UserError
-from paceline.launch import locate_data, require_device
 from paceline.reports.console import Console
 from paceline.runs.folder import write_atomically
-from paceline.settings.resolve import cores
 from paceline.studies.landscape.losses import Losses
 from paceline.studies.landscape.paths import Trail, TrainingPath, read_path
 from paceline.studies.landscape.plane import Plane, nearest_plane
+from paceline.system.cpu import cores
 from paceline.tasks.supervised import SupervisedTask
 
 SCHEMA = 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.assembly.preflight import locate_data
 from paceline.data.datasets import DATASETS
 from paceline.errors import DataError
-from paceline.launch import locate_data
 from paceline.reports.console import Console
-from paceline.settings.resolve import cores
-from paceline.studies.batch_runs import folder_of, note_sample, result_of
+from paceline.studies.batch_runs import folder_of, note_sample, resolve_for_training, result_of, train_missing
 from paceline.studies.published.rows import AnyRealRow, Asked, Machine, Made, RealRow
-from paceline.studies.real_runs import settle, train_missing
+from paceline.system.cpu import cores
 
 ILSVRC12, ILSVRC12_CLASSES = "ilsvrc12", 1000
 
@@ -31,7 +30,7 @@ def run_rows(rows: Sequence[AnyRealRow], asked: Asked, console: Console) -> list
     reasons = {row.number: row.why_not(machine) or _missing_data(row, asked) for row in rows}
     configs = {row.number: row.config(asked) for row in rows if reasons[row.number] is None}
     named = {config.name: config for config in configs.values()}
-    settled = {name: settle(config) for name, config in named.items()}
+    settled = {name: resolve_for_training(config) for name, config in named.items()}
     note_sample(list(named.values()), list(settled.values()), console)
     if reasons and not settled:
         console.note("none of these rows can run here: the table says why")

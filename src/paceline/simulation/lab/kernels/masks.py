@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.models.dropout import _MULTIPLIER_A, _MULTIPLIER_B
+from paceline.randomness import MULTIPLIER_A, MULTIPLIER_B
 
-FIRST = tl.constexpr(_MULTIPLIER_A)
-SECOND = tl.constexpr(_MULTIPLIER_B)
+FIRST = tl.constexpr(MULTIPLIER_A)
+SECOND = tl.constexpr(MULTIPLIER_B)
 
 
 @triton.jit

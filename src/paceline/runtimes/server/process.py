@@ -1,0 +1,84 @@
+"""The server process: builds the host from settings and runs the service."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.assembly.cpu_sharing import server_threads
+from paceline.assembly.run import make_seat, make_server, work_of
+from paceline.assembly.task import identity_of, make_task
+from paceline.config import RunConfig, from_dict, places_of
+from paceline.core.buffers import Sizes
+from paceline.core.messages import Join
+from paceline.core.worker import Seat
+from paceline.data.datasets import Dataset
+from paceline.data.shared import attach
+from paceline.errors import PacelineError
+from paceline.interfaces import Report
+from paceline.runs.folder import RunFolder
+from paceline.runs.recovery import rebuild
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.service import Control, Service
+from paceline.system.memory import allow_many_files, keep_freed_memory, require_memory
+from paceline.transports.shared_memory import Slot
+
+
+def main(spec: dict[str, Any], fds: list[int]) -> int:
+    """Host one run."""
+
+    def serve(control: Control) -> None:
+        host = _make_host(spec, fds[1:], control)
+        assert host.task is not None
+        with torch.inference_mode():  # autograd has no part in an update
+            Service(host, control, identity_of(host.task)).run()
+        host.finish()
+        host.close()
+
+    return reporting(serve, fds[0])
+
+
+def reporting(serve: Callable[[Control], None], line: int) -> int:
+    """Serve, and tell the supervisor how it ended; every error that is no bug goes to it in one line."""
+    control = Control(socket.socket(fileno=line))
+    allow_many_files()
+    keep_freed_memory()
+    try:
+        serve(control)
+    except PacelineError as error:
+        control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
+        return error.exit_code
+    control.send({"kind": "finished"})
+    return 0
+
+
+def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
+    dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
+    folder = RunFolder(Path(spec["folder"]))
+    return make_host(from_dict(spec["config"]), dataset, folder, control.send, spec["facts"], spec["resume"])
+
+
+def make_host(
+    config: RunConfig, dataset: Dataset | None, folder: RunFolder, report: Report, facts: dict[str, Any], resume: bool
+) -> Host:
+    """The host of a run: a new one, or one brought to where its log ends."""
+    task = make_task(config, dataset)
+    work = work_of(task, config)
+    server = make_server(config, task, work)
+    sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
+    require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
+    torch.set_num_threads(server_threads(config, task.layout))
+    if not resume:
+        return Host(server, task, work, config, folder, report, 0.0, facts)
+
+    def seat(join: Join) -> Seat:
+        return make_seat(config, make_task(config, dataset), work, join)
+
+    rebuilt = rebuild(server, seat, task, config, folder, report)
+    host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
+    host.go_on(rebuilt)
+    return host
