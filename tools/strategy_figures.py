@@ -1,8 +1,8 @@
-"""Makes the pictures of `docs/strategies/`: who computes, sends and waits, and when the weights change.
+"""Draw the pictures of `docs/strategies/` and the README: when workers compute, send and wait, and each update.
 
-    python tools/strategy_figures.py [sync ...]      # all of them without a name; a few seconds
+    python tools/strategy_figures.py [sync ... pace]      # without a name, all of them; a few seconds
 
-Each is drawn from the folder of a run that is simulated for it. The same command makes the same bytes.
+Each picture is drawn from the folder of a run that is simulated for it. The same command writes the same bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from paceline.config import RunConfig
 from paceline.reports.console import Console
 from paceline.simulation.run import simulate
 
-FIGURES = Path(__file__).parents[1] / "docs/figures/strategies"
+FIGURES = Path(__file__).parents[1] / "docs/figures"
+PACE = "pace"
+"""The README's picture: three strategies, one below the other."""
+COMPARED = ("sync", "async", "bounded")
 SPEEDS, LINK = "61ms,68ms,79ms,180ms", "1000gbit,5ms"
 """Four workers, the last one slow."""
 LEFT, WIDTH, ROW, BAR = 118, 600, 34, 18
+PACE_ROW, HEADING = 24, 24
+"""Pixels between two workers of the README's picture, and above each of its strategies."""
 DIGIT = 8
 """Pixels that a figure takes."""
 STYLE = """
@@ -95,10 +100,10 @@ def text(content: str, x: float, y: float, css: str = "", anchor: str = "start")
 
 
 class Drawing:
-    """The parts of one picture; what lies behind the window's end is cut off."""
+    """The parts of one picture, clipped at the end of the window."""
 
-    def __init__(self, timeline: Timeline, window: int) -> None:
-        self.timeline, self.window = timeline, window / 1000
+    def __init__(self, timeline: Timeline, window: int, row: int = ROW) -> None:
+        self.timeline, self.window, self.row = timeline, window / 1000, row
         self.rows = len(timeline.step_seconds)
         self.parts: list[str] = []
 
@@ -107,17 +112,28 @@ class Drawing:
 
     def draw(self) -> str:
         """The whole SVG."""
+        self.lanes()
+        bottom = self.legend(self.axis(self.bottom) + 22)
+        self.parts.append(text(self.summary(), 4, bottom + 22, "faint"))
+        return svg(f"{self.timeline.strategy}: {self.summary()}", bottom + 22, self.parts)
+
+    @property
+    def shows_staleness(self) -> bool:
+        return not self.timeline.in_rounds and self.rows > 1
+
+    @property
+    def bottom(self) -> int:
+        """Where the lanes end."""
+        return 8 + self.row * self.rows + 6 + BAR + (20 if self.shows_staleness else 8)
+
+    def lanes(self) -> None:
+        """Draw the workers and the updates."""
         for worker in range(self.rows):
             self.worker(worker)
         self.updates()
-        bottom = self.axis()
-        bottom = self.legend(bottom + 22)
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 28} {bottom + 8}" role="img">'
-        title = f"<title>{self.timeline.strategy}: {self.summary()}</title>"
-        return "\n".join([head, title, f"<style>{STYLE}\n</style>", *self.parts, "</svg>", ""])
 
     def worker(self, number: int) -> None:
-        y = 8 + ROW * number
+        y = 8 + self.row * number
         milliseconds = round(1000 * self.timeline.step_seconds[number])
         self.parts.append(text(f"worker {number}", 4, y + 13))
         self.parts.append(text(f"{milliseconds} ms", LEFT - 8, y + 13, "faint", "end"))
@@ -149,7 +165,7 @@ class Drawing:
 
     def updates(self) -> None:
         """When the weights change, and for pushes that come one by one how stale each was."""
-        y = 8 + ROW * self.rows + 6
+        y = 8 + self.row * self.rows + 6
         where = "in the worker" if self.rows == 1 else "in all workers" if self.timeline.ring else "server"
         self.parts.append(text(where, 4, y + 13))
         taken, shown = [push for push in self.timeline.pushes if push.counted], -99.0
@@ -157,7 +173,7 @@ class Drawing:
             self.parts.append(line("update", self.x(at), y, self.x(at), y + BAR))
             if self.timeline.in_rounds:
                 self.parts.append(line("round", self.x(at), 4, self.x(at), y))
-        if self.timeline.in_rounds or self.rows == 1:
+        if not self.shows_staleness:
             return
         for push in taken:
             at = self.x(push.arrived)
@@ -165,9 +181,7 @@ class Drawing:
                 self.parts.append(text(str(push.staleness), at, y + BAR + 13, "faint", "middle"))
                 shown = at
 
-    def axis(self) -> float:
-        digits = not self.timeline.in_rounds and self.rows > 1
-        y = 8 + ROW * self.rows + 6 + BAR + (20 if digits else 8)
+    def axis(self, y: float) -> float:
         self.parts.append(line("axis", LEFT, y, LEFT + WIDTH, y))
         every = 100 if self.window <= 0.6 else 300
         for milliseconds in range(0, round(1000 * self.window) + 1, every):
@@ -177,7 +191,7 @@ class Drawing:
         return y + 17
 
     def legend(self, y: float) -> float:
-        """What the colours mean, as far as they occur, and the sums."""
+        """Say what the colours mean, as far as they occur."""
         x = 4.0
         entries = [("compute", "computing"), ("wait", "waiting"), ("send", "sending"), ("dropped", "dropped")]
         if self.rows == 1:
@@ -188,13 +202,12 @@ class Drawing:
             mark = line(css, x, y - 4, x + 16, y - 4) if css == "send" else bar(css, x, x + 16, y - 13)
             self.parts += [mark, text(label, x + 22, y)]
             x += 34 + 7 * len(label)
-        stale = "" if self.timeline.in_rounds or self.rows == 1 else ", below it how stale the push was"
+        stale = ", below it how stale the push was" if self.shows_staleness else ""
         self.parts += [line("update", x + 4, y - 13, x + 4, y + 5), text(f"update{stale}", x + 14, y)]
-        self.parts.append(text(self.summary(), 4, y + 22, "faint"))
-        return y + 22
+        return y
 
     def summary(self) -> str:
-        """What the window holds."""
+        """Count what the window holds."""
         updates = [at for at in self.timeline.updates if at <= self.window]
         batches = sum(push.steps for push in self.timeline.pushes if push.counted and push.arrived <= updates[-1])
         busy = sum(
@@ -207,21 +220,53 @@ class Drawing:
         )
 
 
-def make(name: str) -> str:
-    """Simulate the run of one strategy and draw it."""
-    figure = FIGURES_OF[name]
+def svg(title: str, bottom: float, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 28} {bottom + 8}" role="img">'
+    return "\n".join([head, f"<title>{title}</title>", f"<style>{STYLE}\n</style>", *parts, "</svg>", ""])
+
+
+def timeline_of(figure: Figure) -> Timeline:
+    """Simulate one strategy and read when each worker did what."""
     with tempfile.TemporaryDirectory() as runs:
         folder, _ = simulate(config_of(figure, Path(runs)), Console(quiet=True))
         timeline = read_timeline(folder.path)
-        assert agrees(timeline, folder.path), f"the timeline of {name} is not what its result says"
-    return Drawing(timeline, figure.window).draw()
+        assert agrees(timeline, folder.path), f"the timeline of {figure.name} is not what its result says"
+    return timeline
+
+
+def make(name: str) -> str:
+    """Draw one strategy, or the README's picture."""
+    if name == PACE:
+        return make_pace()
+    figure = FIGURES_OF[name]
+    return Drawing(timeline_of(figure), figure.window).draw()
+
+
+def make_pace() -> str:
+    """Draw sync, async and bounded one below the other, with one axis and one legend."""
+    parts, top = [], 0
+    for name in COMPARED:
+        drawing = Drawing(timeline_of(FIGURES_OF[name]), FIGURES_OF[name].window, PACE_ROW)
+        drawing.lanes()
+        sentence = drawing.summary().partition(": ")[2]
+        title = f'<tspan font-weight="600">{drawing.timeline.strategy}</tspan>'
+        parts += [text(title, 4, top + 16), text(sentence, LEFT, top + 16, "faint")]
+        parts += [f'<g transform="translate(0 {top + HEADING})">', *drawing.parts, "</g>"]
+        top += HEADING + drawing.bottom
+    drawing.parts = parts
+    bottom = drawing.legend(drawing.axis(top) + 22)
+    return svg(f"The same four workers under {', '.join(COMPARED)}", bottom, drawing.parts)
+
+
+def file_of(name: str) -> Path:
+    """Where the picture lies."""
+    return FIGURES / ("" if name == PACE else "strategies") / f"{name}.svg"
 
 
 def main(names: list[str]) -> None:
-    """Write the pictures of these strategies, or of all."""
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    for name in names or FIGURES_OF:
-        (FIGURES / f"{name}.svg").write_text(make(name), encoding="utf-8")
+    """Write the pictures of these names, or all of them."""
+    for name in names or [*FIGURES_OF, PACE]:
+        file_of(name).write_text(make(name), encoding="utf-8")
 
 
 if __name__ == "__main__":
