@@ -1,0 +1,138 @@
+"""Write the generated parts of the docs: the file tree of `docs/architecture.md` and the help texts of `docs/cli.md`.
+
+    python tools/generate_pages.py          # or: make pages
+
+Each part stands between the comments `<!-- NAME: generated -->` and `<!-- NAME: end -->`; the rest is written by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/paceline"
+TREE_COLUMNS, HELP_COLUMNS = 120, 100
+TEXT_COLUMN = 28
+"""Where a module's description begins in the tree."""
+
+
+def source_tree(source: Path = SOURCE) -> str:
+    """Every package and module below `source`, each with the first sentence of its docstring."""
+    lines = [entry(f"{source.name}/", source / "__init__.py", 0), *tree_lines(source, 1)]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def tree_lines(folder: Path, depth: int) -> Iterator[str]:
+    """The modules of a package, then its packages."""
+    for module in sorted(folder.glob("*.py")):
+        if not module.name.startswith("__"):
+            yield entry(module.name, module, depth)
+    for package in sorted(folder.iterdir()):
+        if package.is_dir() and next(package.rglob("*.py"), None) is not None:
+            yield entry(f"{package.name}/", package / "__init__.py", depth)
+            yield from tree_lines(package, depth + 1)
+
+
+def entry(name: str, file: Path, depth: int) -> str:
+    """One line of the tree; a long description goes on below itself."""
+    head = "  " * depth + name
+    said = first_sentence(file) if file.is_file() else ""
+    text = textwrap.wrap(said, TREE_COLUMNS - TEXT_COLUMN, break_long_words=False, break_on_hyphens=False)
+    head = head.ljust(TEXT_COLUMN) if len(head) < TEXT_COLUMN else head + "  "
+    return (head + f"\n{'':{TEXT_COLUMN}}".join(text)).rstrip()
+
+
+def first_sentence(file: Path) -> str:
+    """Of the module's docstring, without its full stop; empty if it has none."""
+    first, *_ = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")
+    return re.split(r"(?<=[^.])\.(?:\s|$)", " ".join(first.split()), maxsplit=1)[0]
+
+
+def help_page() -> str:
+    """The help text of Paceline and of every verb; a group of flags that `train` has too is named, not repeated."""
+    from paceline.cli.main import VERBS
+
+    known = set(help_of("train").split("\n\n"))
+    parts = ["## paceline", fenced(help_of())]
+    for verb in VERBS:
+        text = help_of(verb)
+        parts += [f"## paceline {verb}", fenced(text if verb == "train" else without(text, known))]
+    return "\n\n".join(parts)
+
+
+def help_of(*verb: str) -> str:
+    """The output of `paceline VERB --help` on a terminal of HELP_COLUMNS columns."""
+    from paceline.cli.main import main
+
+    output = io.StringIO()
+    with wide_terminal(), contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        main([*verb, "--help"])
+    return output.getvalue().rstrip()
+
+
+@contextlib.contextmanager
+def wide_terminal() -> Iterator[None]:
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(HELP_COLUMNS)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def without(text: str, known: set[str]) -> str:
+    """`text` with the groups of flags that are `known` replaced by one line of their names.
+
+    >>> print(without("usage: x\\n\\ndata:\\n  --dataset NAME\\n\\nmodel:\\n  --lr X", {"data:\\n  --dataset NAME"}))
+    usage: x
+    <BLANKLINE>
+    model:
+      --lr X
+    <BLANKLINE>
+    as for 'paceline train': data
+    """
+    blocks = text.split("\n\n")
+    shared = [block.partition(":\n")[0] for block in blocks if block in known and ":\n  -" in block]
+    kept = [block for block in blocks if block not in known or ":\n  -" not in block]
+    return "\n\n".join([*kept, *([f"as for 'paceline train': {', '.join(shared)}"] if shared else [])])
+
+
+def fenced(text: str) -> str:
+    return f"```text\n{text}\n```"
+
+
+PARTS: dict[str, tuple[str, Callable[[], str]]] = {
+    "docs/architecture.md": ("tree", source_tree),
+    "docs/cli.md": ("help", help_page),
+}
+
+
+def filled(page: str) -> str:
+    """The text of a page with its generated part made again."""
+    name, make = PARTS[page]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    assert found and closed, f"{page} has no '{begin}' with '{end}' behind it"
+    return f"{before}{begin}\n\n{make()}\n\n{end}{after}"
+
+
+def main() -> None:
+    """Write every generated part."""
+    for page in PARTS:
+        (ROOT / page).write_text(filled(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
