@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench tour docs clean screenshots
+.PHONY: help setup demo test check bench tour pages docs clean screenshots
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -40,6 +40,10 @@ bench: setup ## the figures of docs/measured.md, each beside its peer
 
 tour: setup ## in step, free and local steps on a quadratic, under a virtual clock; seconds
 	$(BIN)/python examples/tour.py
+
+pages: setup ## make the generated parts of docs/architecture.md and docs/cli.md, and the pictures of strategies
+	$(BIN)/python tools/generate_pages.py
+	$(BIN)/python tools/strategy_figures.py
 
 docs: $(DOCS)/.installed ## the documentation as a site that opens offline: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --clean

@@ -1,9 +1,11 @@
-"""The README is always true: its tree, its commands, its names."""
+"""The README is always true and short: its commands, names, links, packages and first run."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,44 +13,46 @@ import pytest
 import paceline
 from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.main import VERBS
-from paceline.settings.resolve import resolve
+from paceline.settings.codecs import CODECS
+from paceline.settings.resolve import DATASETS, MODELS, resolve
+from paceline.settings.rules import RULES
+from paceline.settings.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCE = ROOT / "src/paceline"
+MAX_LINES, MAX_COLUMNS = 180, 120
 
 
-def blocks() -> list[str]:
+def blocks(kind: str = "[a-z]*") -> list[str]:
     """The fenced blocks of the README."""
-    return re.findall(r"```[a-z]*\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
 
 
-def listed_paths() -> set[Path]:
-    """Every path in the README's tree."""
-    (tree,) = [block for block in blocks() if block.startswith("src/paceline/")]
-    paths, folders = set(), [""]
-    for line in tree.splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        folders[depth:] = [name]
-        paths.add(ROOT / "/".join(part.strip("/") for part in folders if part))
-    return paths
+def test_it_is_one_page() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert not [line for line in lines if len(line) > MAX_COLUMNS]
 
 
-def test_every_path_in_the_tree_exists() -> None:
-    missing = [str(path.relative_to(ROOT)) for path in listed_paths() if not path.exists()]
-    assert not missing
-
-
-def test_every_source_file_is_in_the_tree() -> None:
-    files = {path for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
-    assert not {str(path.relative_to(SOURCE)) for path in files - listed_paths()}
+def test_its_tree_has_every_package_and_no_other() -> None:
+    (tree,) = [block for block in blocks() if block.startswith("src/paceline/\n")]
+    listed = [line.split()[0].rstrip("/") for line in tree.splitlines()[1:]]
+    packages = {path.parent.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py") if path.parent != SOURCE}
+    assert sorted(listed) == sorted(packages)
 
 
 def commands() -> list[str]:
-    """Every `paceline ...` and `make ...` line in the README's blocks, without its comment."""
-    lines = [line.partition("#")[0].strip() for block in blocks() for line in block.splitlines()]
-    return [line for line in lines if line.startswith(("paceline ", "make "))]
+    """Every `paceline ...` and `make ...` command in the README's blocks, without its comment."""
+    lines = [line.partition("#")[0] for block in blocks("sh") for line in block.splitlines()]
+    found = [part.strip() for line in lines for part in line.split("&&")]
+    found = [re.sub(r"^PACELINE_TOKEN=\S+ ", "", command) for command in found]
+    return [command for command in found if command.startswith(("paceline ", "make "))]
+
+
+def test_its_commands_are_found() -> None:
+    verbs = {command.split()[1] for command in commands()}
+    assert {"setup", "train", "server", "worker", "simulate", "plan", "replay", "resume", "report", "watch"} <= verbs
 
 
 @pytest.mark.parametrize("command", commands())
@@ -58,29 +62,36 @@ def test_every_command_is_one_that_works(command: str) -> None:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     assert words[1] in VERBS
-    if words[1] == "train":
-        parser = Parser("paceline train", "")
+    if words[1] in ("train", "simulate") and "--like" not in words:
+        parser = Parser(f"paceline {words[1]}", "")
         parser.add_argument("file", nargs="?")
         add_settings(parser)
         resolve(config_from(parser.parse_strictly(words[2:]), None))
 
 
-def test_every_strategy_has_its_row() -> None:
-    from paceline.settings.strategies import STRATEGIES
-
-    assert all(re.search(rf"^\| `{name}", README, re.MULTILINE) for name in STRATEGIES)
-
-
-def test_every_rule_has_its_row() -> None:
-    from paceline.settings.rules import RULES
-
-    assert all(re.search(rf"^\|.*`{name}[:`].*\|.*\|", README, re.MULTILINE) for name in RULES)
+def test_every_make_target_in_a_sentence_exists() -> None:
+    targets = set(re.findall(r"`make (\w+)`", README))
+    assert targets and all(re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for name in targets)
 
 
-def test_every_codec_has_its_row() -> None:
-    from paceline.settings.codecs import CODECS
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("README.md", STRATEGIES),
+        ("docs/rules.md", RULES),
+        ("docs/codecs.md", CODECS),
+        ("docs/models.md", MODELS),
+        ("docs/data.md", DATASETS),
+    ],
+)
+def test_everything_that_has_a_name_has_its_row(page: str, names: dict[str, object]) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not [name for name in names if not re.search(rf"^\|[^|]*`{name}[:`][^|]*\|.*\|", text, re.MULTILINE)]
 
-    assert all(re.search(rf"^\|.*`{name}[:`].*\|.*\|", README, re.MULTILINE) for name in CODECS)
+
+@pytest.mark.parametrize("names", [RULES, CODECS, MODELS, DATASETS])
+def test_the_readme_does_not_repeat_the_tables_of_other_pages(names: dict[str, object]) -> None:
+    assert not [name for name in names if re.search(rf"^\| `{name}[:`]", README, re.MULTILINE)]
 
 
 def test_every_name_of_the_api_that_is_mentioned_exists() -> None:
@@ -96,11 +107,42 @@ def test_all_is_what_can_be_imported() -> None:
         assert getattr(paceline, name) is not None
 
 
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+@pytest.mark.parametrize("page", ["README.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         assert (ROOT / target).exists(), target
+
+
+def test_its_measured_figures_are_those_of_the_page_about_them() -> None:
+    measured = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    _, _, table = README.partition("| what | figure | command |\n|---|---|---|\n")
+    rows = [row.strip("|").split(" | ") for row in table.partition("\n\n")[0].splitlines()]
+    assert len(rows) == 5
+    for what, figure, command in rows:
+        beside = [line for line in measured.splitlines() if command.strip(" |") in line]
+        assert any(figure.strip() in line for line in beside), f"{what}: {figure} is not in docs/measured.md"
 
 
 def test_every_benchmark_named_in_the_readme_exists() -> None:
     for script in set(re.findall(r"benchmarks/\w+\.py", README)):
         assert (ROOT / script).is_file(), script
+
+
+def shape_of(line: str) -> str:
+    """A line of output with every number replaced, and nothing behind the dots that shorten it.
+
+    >>> shape_of("376 updates, 12,016 samples")
+    '# updates, # samples'
+    """
+    return re.sub(r"\d[\d.,:/]*\d|\d", "#", line.partition("...")[0].rstrip())
+
+
+@pytest.mark.real
+def test_the_first_run_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    (command,) = [command for command in commands() if command.startswith("paceline train")]
+    shown = blocks("text")[0].splitlines()
+    words = [sys.executable, "-m", *shlex.split(command)]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    printed = [shape_of(line) for line in (ran.stderr + ran.stdout).splitlines()]
+    missing = [line for line in shown if not any(one.startswith(shape_of(line)) for one in printed)]
+    assert not missing, f"never printed: {missing}\nbut: {ran.stderr}{ran.stdout}"

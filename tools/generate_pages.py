@@ -21,6 +21,8 @@ SOURCE = ROOT / "src/paceline"
 TREE_COLUMNS, HELP_COLUMNS = 120, 100
 TEXT_COLUMN = 28
 """Where a module's description begins in the tree."""
+WITH_TABLES = {"reproduce": (["reproduce", "distml"], ["reproduce", "mxnet"])}
+"""Verbs whose first argument has a help text of its own."""
 
 
 def source_tree(source: Path = SOURCE) -> str:
@@ -52,7 +54,7 @@ def entry(name: str, file: Path, depth: int) -> str:
 def first_sentence(file: Path) -> str:
     """Of the module's docstring, without its full stop; empty if it has none."""
     first, *_ = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")
-    return re.split(r"(?<=[^.])\.(?:\s|$)", " ".join(first.split()), maxsplit=1)[0]
+    return re.split(r"(?<=[^.])\.(?=$| [A-Z`])", " ".join(first.split()), maxsplit=1)[0]
 
 
 def help_page() -> str:
@@ -61,9 +63,9 @@ def help_page() -> str:
 
     known = set(help_of("train").split("\n\n"))
     parts = ["## paceline", fenced(help_of())]
-    for verb in VERBS:
-        text = help_of(verb)
-        parts += [f"## paceline {verb}", fenced(text if verb == "train" else without(text, known))]
+    for verb in (words for name in VERBS for words in ([name], *WITH_TABLES.get(name, ()))):
+        text = help_of(*verb)
+        parts += [f"## paceline {' '.join(verb)}", fenced(text if verb == ["train"] else without(text, known))]
     return "\n\n".join(parts)
 
 
@@ -102,8 +104,8 @@ def without(text: str, known: set[str]) -> str:
     as for 'paceline train': data
     """
     blocks = text.split("\n\n")
-    shared = [block.partition(":\n")[0] for block in blocks if block in known and ":\n  -" in block]
-    kept = [block for block in blocks if block not in known or ":\n  -" not in block]
+    repeated = [block for block in blocks if block in known and ":\n  --" in block]
+    shared, kept = [block.partition(":")[0] for block in repeated], [block for block in blocks if block not in repeated]
     return "\n\n".join([*kept, *([f"as for 'paceline train': {', '.join(shared)}"] if shared else [])])
 
 
