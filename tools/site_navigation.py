@@ -52,13 +52,16 @@ def without_outside_links(text: str, page: Path) -> str:
 
     >>> without_outside_links("[rules](rules.md), [the tour](../examples/tour.py)", Path("docs/api.md"))
     '[rules](rules.md), the tour (`examples/tour.py`)'
+    >>> without_outside_links("[`core/worker.py`](../src/paceline/core/worker.py)", Path("docs/api.md"))
+    '`core/worker.py`'
     """
 
     def link(match: re.Match[str]) -> str:
         label, target = match[1], os.path.normpath(page.parent / match[2])
         if target.startswith("docs/") or not (ROOT / target).exists():
             return match[0]  # a page, or a broken link, which mkdocs reports
-        return f"`{target}`" if label.strip("`") in (target, match[2]) else f"{label} (`{target}`)"
+        named = (label.startswith("`") and target.endswith(label.strip("`/"))) or label in (target, match[2])
+        return f"`{label.strip('`')}`" if named else f"{label} (`{target}`)"
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)", link, text)
 
