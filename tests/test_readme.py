@@ -128,6 +128,12 @@ def test_every_benchmark_named_in_the_readme_exists() -> None:
         assert (ROOT / script).is_file(), script
 
 
+def test_changelog_and_citation_name_the_version_of_the_package() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
 def shape_of(line: str) -> str:
     """A line of output with every number replaced, and nothing behind the dots that shorten it.
 

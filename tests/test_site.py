@@ -182,3 +182,25 @@ def test_the_keys_of_a_result_are_those_that_the_page_names(tmp_path: Path) -> N
     config = strategy_figures.config_of(strategy_figures.FIGURES_OF["sync"], tmp_path)
     _, result = strategy_figures.simulate(config, strategy_figures.Console(quiet=True))
     assert len(named) > 20 and named - {"folder"} <= set(result), named - set(result)
+
+
+def test_the_page_about_run_folders_names_every_file_and_every_kind_of_event() -> None:
+    page = (DOCS / "run-folder.md").read_text(encoding="utf-8")
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src/paceline").rglob("*.py"))
+    written = set(re.findall(r'events\.write\(\s*"(\w+)"', source))
+    rows = page.partition("| kind | written when |")[2]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert len(written) > 10 and written <= named, written - named
+    assert not [name for name in named if f'"{name}"' not in source]
+    folder = (ROOT / "src/paceline/runs/folder.py").read_text(encoding="utf-8")
+    files = re.findall(r'path / "([\w.]+\.\w+)"', folder)
+    assert len(files) > 5 and not [name for name in files if name not in page]
+
+
+def test_the_page_about_simulation_has_a_row_for_every_kind_of_fault() -> None:
+    from paceline.settings.fault_table import KINDS
+
+    table = (DOCS / "simulate.md").read_text(encoding="utf-8").partition("| kind | effect |")[2]
+    for kind, (needed, possible) in KINDS.items():
+        (row,) = re.findall(rf"^\| `{kind}` \|.*$", table, re.MULTILINE)
+        assert not [key for key in (*needed, *possible) if f"`{key}`" not in row], row
