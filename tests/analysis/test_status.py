@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_runs import Record, small_config
 
 from paceline.analysis.listing import runs_in
 from paceline.analysis.status import WorkerStatus, read_status, workers_of
@@ -20,6 +19,7 @@ from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
+from tests.support.recorded_runs import Record, small_config
 
 
 def workers_row(now: float, states: list[str], computing: list[float], steps: list[int], **more: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
 
 from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
@@ -16,6 +15,7 @@ from paceline.core.messages import Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
 from paceline.interfaces import pack
 from paceline.settings.rules import RULES
+from tests.support.toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
 
 pytestmark = pytest.mark.long
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-
-from data_files import write_images, write_trees
-
 from paceline.data.datasets import Location, Reading, locate
 from paceline.data.shared import SharedDataset, attach
+from tests.support.data_files import write_images, write_trees
 
 
 def trees(folder: Path) -> Location:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_files import tree_files, write_trees
 
 from paceline.data import sources
 from paceline.data import sst as treebank
 from paceline.data.datasets import Dataset, Reading, load, locate
 from paceline.data.sources import RemoteFile, fault
 from paceline.errors import DataError
+from tests.support.data_files import tree_files, write_trees
 
 
 def read(folder: Path, max_length: int = 64) -> Dataset:

@@ -5,12 +5,9 @@ A minute of it, in two halves that run beside each other.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from chaos import is_good, live_through
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_runs import make_folder, result_of, whole_run
 
 from paceline.cli.main import main
 from paceline.reports.html import SCRIPTS, LiveFeed, render
 from paceline.reports.report_data import RunReader
+from tests.support.made_up_runs import make_folder, result_of, whole_run
 
 
 def facts_of(page: str) -> dict[str, Any]:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_runs import (
+
+from paceline.analysis.tail import RECORDS
+from paceline.core.messages import Verdict
+from paceline.errors import UserError
+from paceline.reports.report_data import MOST_BARS, RunReader, bars
+from paceline.reports.time_series import MOST_SPANS, Course
+from paceline.runs import arrival_log as arrivals
+from paceline.runs.folder import RunFolder
+from tests.support.made_up_runs import (
     accounts,
     as_json,
     log_events,
@@ -23,14 +31,6 @@ from made_up_runs import (
     taken_back,
     whole_run,
 )
-
-from paceline.analysis.tail import RECORDS
-from paceline.core.messages import Verdict
-from paceline.errors import UserError
-from paceline.reports.report_data import MOST_BARS, RunReader, bars
-from paceline.reports.time_series import MOST_SPANS, Course
-from paceline.runs import arrival_log as arrivals
-from paceline.runs.folder import RunFolder
 
 
 def digest_of(folder: RunFolder) -> dict:  # type: ignore[type-arg]

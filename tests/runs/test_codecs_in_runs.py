@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, small_task
 from torch import Tensor
 
 from paceline.cli.main import main
@@ -21,6 +20,7 @@ from paceline.randomness import mix64
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, restore, take_cut, write_cut
 from paceline.settings.codecs import build_codec
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, small_task
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, Small, ignore, small_task
 from safetensors.torch import load_file
 
 from paceline.errors import UserError
@@ -22,6 +21,7 @@ from paceline.runs.recovery import rebuild
 from paceline.runs.replay import same_float32
 from paceline.runs.result import trained_tensors, weights_sha256
 from paceline.studies.replay import describe
+from tests.support.recorded_runs import Record, RecordedRun, Small, ignore, small_task
 
 pytestmark = pytest.mark.long
 
@@ -88,7 +88,7 @@ def test_the_first_loss_that_differs_is_named_and_the_replay_goes_on(record: Rec
 
 def test_another_task_departs_at_the_first_push(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made(record)
-    monkeypatch.setattr("recorded_runs.torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
+    monkeypatch.setattr("torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     outcome = replayed(run)
     assert outcome["identical"] is False
     assert outcome["first_departure"]["update"] == 0 and outcome["first_departure"]["what"] == "loss"
@@ -162,7 +162,7 @@ def test_a_resumed_run_says_when_its_pushes_come_out_otherwise(record: Record, m
     run.join_all()
     run.push_at_random(6)
     run.close()
-    monkeypatch.setattr("recorded_runs.torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
+    monkeypatch.setattr("torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     notes: list[str] = []
     rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
     assert "logged pushes come out otherwise on this machine (first worker " in notes[-1]

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, ignore
-from test_replay import cut_now, records_of
 
 from paceline.cli.main import main
 from paceline.core.messages import Resume
@@ -18,6 +16,7 @@ from paceline.runs.control_files import ask_to_drain, take_requests
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, cut_now, ignore, records_of
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 
 from paceline.core.messages import Resume, Stop
 from paceline.errors import UserError
@@ -18,6 +17,7 @@ from paceline.runs.background_writer import MOST_WAITING, Writer
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import trained_tensors
 from paceline.runs.snapshots import go_back, read_index, read_snapshot
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 
 pytestmark = pytest.mark.long
 

@@ -231,7 +231,7 @@ def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named()
 
 
 def test_the_page_about_studies_shows_the_example() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     shown = re.search(r"```toml\n(\[run\].*?)```", (root / "docs/studies.md").read_text(), re.DOTALL)
     assert shown is not None
     assert tomllib.loads(shown[1]) == tomllib.loads((root / "examples" / "sweep.toml").read_text())
@@ -241,7 +241,7 @@ def test_the_page_about_studies_shows_the_example() -> None:
 @pytest.mark.timeout(300)
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.undo()  # the whole sample
-    example = Path(__file__).parents[1] / "examples" / "sweep.toml"
+    example = Path(__file__).parents[2] / "examples" / "sweep.toml"
     assert read_grid(example).num_runs == 12
     part, runs = tmp_path / "sweep.toml", tmp_path / "tried"
     part.write_text(example.read_text().replace("[0.003, 0.01, 0.03]", "[0.01]"))

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import PATIENCE, until
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PATIENCE = 60.0
+
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
 QUIET = (
     "--no-first-run",
@@ -100,13 +102,8 @@ class Browser:
 
     def wait_for(self, expression: str, seconds: float = 30.0) -> Any:
         """Until it comes to something that is true; that."""
-        deadline = time.monotonic() + seconds
-        while not (
-            found := self.evaluate(f"(() => {{ try {{ return {expression} }} catch (e) {{ return null }} }})()")
-        ):
-            assert time.monotonic() < deadline, f"{expression} is still {found}; {self.complaints}"
-            time.sleep(0.05)
-        return found
+        guarded = f"(() => {{ try {{ return {expression} }} catch (e) {{ return null }} }})()"
+        return until(lambda: self.evaluate(guarded), lambda: f"{expression}; {self.complaints}", seconds)
 
     def show(self, width: int, height: int, dark: bool = False) -> None:
         """Give the page this size and colour scheme."""

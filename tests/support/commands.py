@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import RECORD_BYTES
 from paceline.studies.replay import describe, replay
+from tests.support.waiting import PATIENCE, until
 
-PATIENCE = 60.0
 GIVING_WAY = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Tests run side by side: a thread that waits must not keep the core from another test's."""
 
@@ -86,9 +85,9 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def run(*arguments: str, cwd: Path, seconds: float = PATIENCE) -> Command:
+def run(*arguments: str, cwd: Path, seconds: float = PATIENCE, environment: dict[str, str] | None = None) -> Command:
     """Run to the end."""
-    with Command(*arguments, cwd=cwd) as command:
+    with Command(*arguments, cwd=cwd, environment=environment) as command:
         command.finish(seconds)
     return command
 
@@ -96,18 +95,12 @@ def run(*arguments: str, cwd: Path, seconds: float = PATIENCE) -> Command:
 def wait_for_records(folder: Path, count: int, seconds: float = PATIENCE) -> None:
     """Until the run's log holds at least `count` records."""
     log = folder / "arrivals.log"
-    deadline = time.monotonic() + seconds
-    while not (log.exists() and log.stat().st_size > count * RECORD_BYTES):
-        assert time.monotonic() < deadline, f"{folder} did not reach {count} records in {seconds} s"
-        time.sleep(0.02)
+    until(lambda: log.exists() and log.stat().st_size > count * RECORD_BYTES, f"{count} records of {folder}", seconds)
 
 
-def wait_until_gone(command: Command, seconds: float) -> None:
+def wait_until_gone(command: Command) -> None:
     """Until no process of the command is left."""
-    deadline = time.monotonic() + seconds
-    while command.family():
-        assert time.monotonic() < deadline, f"still alive after {seconds} s: {command.family()}"
-        time.sleep(0.02)
+    until(lambda: not command.family(), lambda: f"the end of {command.family()}")
 
 
 def replays(folder: Path) -> bool:

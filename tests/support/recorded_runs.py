@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from paceline.core.messages import Join, Leave, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.models.dropout import AddressedDropout
+from paceline.runs import arrival_log
+from paceline.runs.checkpoint import Cut, take_cut
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import Rebuilt, rebuild
 from paceline.runs.replay import Replay
@@ -173,4 +176,33 @@ def assert_same(found: Server, expected: Server) -> None:
     assert found.facts() == expected.facts()
 
 
+def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:
+    """All whole records of a run's log from `start` on."""
+    records, whole = arrival_log.read_arrivals(run.folder.arrivals_file, run.config, start)
+    assert whole == run.folder.arrivals_file.stat().st_size
+    return records
+
+
+def cut_now(run: RecordedRun) -> Cut:
+    """A cut at the next moment that allows one, as the host takes it."""
+    while not run.server.can_be_cut:
+        run.push_at_random(1)
+    sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
+    return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
+
+
 Record = Callable[..., RecordedRun]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Record]:
+    """Make recorded runs whose files are closed when the test ends."""
+    runs: list[RecordedRun] = []
+
+    def make(seed: int = 0, **settings: Any) -> RecordedRun:
+        runs.append(RecordedRun(small_config(tmp_path, **settings), seed))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()

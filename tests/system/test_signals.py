@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from paceline.system.signals import ended_by_signals, interrupts
+from tests.support.waiting import until
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -38,7 +38,7 @@ def test_during_an_import_it_waits_until_the_module_is_whole(half_way: str) -> N
             __import__(half_way)
         except KeyboardInterrupt:
             pytest.fail("the import was interrupted")
-        time.sleep(5.0)
+        until(lambda: False, "the signal that waited for the import")
     assert sys.modules[half_way].whole
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "runs"))  # so that recorded_runs is found in any import mode
-
-from recorded_runs import small_config, small_task
-
 from paceline.assembly.run import make_seat, make_server, work_of
 from paceline.cli.main import main
 from paceline.core.messages import Join, Reply
 from paceline.core.worker import Seat
+from tests.support.recorded_runs import small_config, small_task
 
 
 def pushes_of(tmp_path: Path, staged: bool, **settings: Any) -> list[torch.Tensor]:

@@ -13,11 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that odd_models is found in any import mode
-
-import odd_models
-from odd_models import MODELS, token_data
-
 import paceline
 from paceline.assembly.run import work_of
 from paceline.assembly.task import initial_seed, make_task, seed_generators
@@ -25,6 +20,8 @@ from paceline.config import RunConfig
 from paceline.runtimes.scripts.session import Bound
 from paceline.settings.resolve import resolve
 from paceline.tasks.flat import FlatModule
+from tests.support import odd_models
+from tests.support.odd_models import MODELS, token_data
 
 SETTINGS: dict[str, Any] = {"strategy": "classic", "lr": 0.2, "momentum": 0.9, "epochs": 3.0, "batch_size": 8}
 
@@ -60,7 +57,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_a_task_is_trained_as_by_a_plain_loop(name: str, tmp_path: Path) -> None:
     ours, plain = MODELS[name]
     result = paceline.train(getattr(odd_models, name), runs=str(tmp_path), quiet=True, **SETTINGS)
-    config = resolve(RunConfig(**SETTINGS, task=f"odd_models:{name}"))
+    config = resolve(RunConfig(**SETTINGS, task=f"{odd_models.__name__}:{name}"))
     task = make_task(config, None)
     loader = task.loader(work_of(task, config).batches(0, config), config.seed, 0)
     batches = [loader.batch(number) for number in range(result["updates"])]
@@ -231,7 +228,7 @@ def test_a_build_in_a_notebooks_cell_trains_there_or_is_told_where_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = ModuleType("__main__")  # of a kernel: it is no file
-    exec("def build():\n    import odd_models\n    return odd_models.tied()", cell.__dict__)
+    exec("def build():\n    from tests.support import odd_models\n    return odd_models.tied()", cell.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", cell)
     settings: dict[str, Any] = {"runs": str(tmp_path), "quiet": True, "steps": 2, "batch_size": 8}
     assert paceline.train(cell.build, strategy="classic", **settings)["updates"] == 2

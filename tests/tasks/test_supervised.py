@@ -71,10 +71,10 @@ def test_a_gradient_is_a_function_of_its_address_in_any_order_of_asking() -> Non
 def test_a_gradient_is_the_same_in_another_process(hash_seed: str) -> None:
     script = (
         "import torch; torch.set_num_threads(1)\n"
-        "from test_supervised_task import digest_of, small_task\n"
+        f"from {__name__} import digest_of, small_task\n"
         "print(sorted(digest_of(small_task(), [9, 0, 2]).items()))\n"
     )
-    folders = [str(Path(__file__).parent), str(Path(paceline.__file__).parent.parent)]
+    folders = [str(Path(__file__).parents[2]), str(Path(paceline.__file__).parent.parent)]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(folders)}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(sorted(digest_of(small_task(), [0, 2, 9]).items()))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from made_up_runs import log_events, progress, result_of, whole_run
 
 from paceline.errors import RunFailed
 from paceline.reports.watch import sources as served_run
@@ -16,6 +15,7 @@ from paceline.reports.watch import sources as watched
 from paceline.reports.watch.mirror import Mirror
 from paceline.reports.watch.sources import ServedRun
 from paceline.runs.folder import RunFolder
+from tests.support.made_up_runs import log_events, progress, result_of, whole_run
 
 
 class Copy:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_runs import log_events, progress, result_of, whole_run
-from test_metrics import parse
 
 from paceline.cli.main import main
 from paceline.errors import UserError
@@ -23,6 +21,8 @@ from paceline.reports.watch import sources as watched
 from paceline.reports.watch.server import LiveServer, open_server, pass_for
 from paceline.reports.watch.sources import FolderSource, Follower
 from paceline.runs.folder import RunFolder
+from tests.support.made_up_runs import log_events, progress, result_of, whole_run
+from tests.support.prometheus_text import parse
 
 PATIENCE = 30.0
 Answer = tuple[int, dict[str, str], str]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
 
 from paceline.analysis.status import Standing
 from paceline.errors import UserError
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.sources import GONE, FolderSource, Follower
+from tests.support.made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
 
 PATIENCE = 30.0
 

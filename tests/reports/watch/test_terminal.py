@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_runs import accounts, log_events, make_folder, progress, result_of, started, whole_run
-from test_status_table import RUNS
 
 from paceline.analysis.status import RunStatus, Standing, read_standing
 from paceline.cli.main import main
 from paceline.reports.watch.sources import FolderSource
 from paceline.reports.watch.terminal import MOST_LOSSES, History, chosen, other_runs, sentences, sparkline, view
+from tests.support.made_up_runs import accounts, log_events, make_folder, progress, result_of, started, whole_run
+from tests.support.statuses import RUNS
 
 
 @settings(max_examples=30)

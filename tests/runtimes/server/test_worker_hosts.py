@@ -65,7 +65,7 @@ def test_what_an_older_worker_tells_is_nothing(told: object) -> None:
 
 
 def test_a_process_tells_of_itself() -> None:
-    told = own_place(3)
+    before, told, after = time.time(), own_place(3), time.time()
     assert (told["process"], told["threads"]) == (os.getpid(), 3)
     assert told["machine"] == own_place(3)["machine"] != ""
-    assert abs(told["clock"] - time.time()) < 60.0
+    assert before <= told["clock"] <= after

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "runs"))  # so that recorded_runs is found in any import mode
-
-from recorded_runs import RecordedRun, small_config
-from test_shard import connected
 
 from paceline.assembly.run import sizes_of
 from paceline.assembly.task import identity_of
@@ -34,6 +27,9 @@ from paceline.runtimes.sharded.peers import Shards
 from paceline.system.environment import package_version
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.tcp_client import TcpWorkerDoor
+from tests.support.connections import connected
+from tests.support.recorded_runs import RecordedRun, small_config
+from tests.support.waiting import until
 
 
 class First:
@@ -127,21 +123,18 @@ def test_a_server_that_falls_silent_ends_the_run_in_one_line(make: Callable[...,
 def test_beats_are_signs_of_life(make: Callable[..., First]) -> None:
     first = make(beats=True)
     link = first.shards.all[0].link
-    before, deadline = link.last_heard, time.monotonic() + 20
-    while link.last_heard == before:
-        assert time.monotonic() < deadline and first.error is None
-        time.sleep(0.01)
+    before = link.last_heard
+    until(lambda: link.last_heard != before, "a heartbeat")
+    assert first.error is None
 
 
 def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_over(make: Callable[..., First]) -> None:
     first = make(beats=True, REMIND_SECONDS=0.1)
-    said, deadline = (
-        "0 of 1 workers are here after 0 s: start the others with 'paceline worker --connect",
-        time.monotonic(),
+    said = "0 of 1 workers are here after 0 s: start the others with 'paceline worker --connect"
+    until(
+        lambda: any(note.startswith(said) and first.listener.address in note for note in first.notes),
+        lambda: f"the reminder, only {first.notes}",
     )
-    while not any(note.startswith(said) and first.listener.address in note for note in first.notes):
-        assert time.monotonic() < deadline + 20, first.notes
-        time.sleep(0.01)
     first.service.wait_seconds = 0.2
     first.thread.join(20)
     assert (first.run.host.stop_reason, first.error) == (NOT_COME, None)

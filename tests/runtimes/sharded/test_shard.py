@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -24,10 +22,11 @@ from paceline.runtimes.sharded.channel import FILLED, Link, Message
 from paceline.runtimes.sharded.orders import to_words
 from paceline.runtimes.sharded.shard import ShardService
 from paceline.settings.resolve import resolve
-from paceline.transports.connection import Connection
 from paceline.transports.listener import Listener
 from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpWorkerDoor
+from tests.support.connections import connected
+from tests.support.waiting import until
 
 LAYOUT = pack([("a", (16, 16), True)])
 SPAN = slice(64, 192)
@@ -37,22 +36,17 @@ EMPTY = torch.empty(0)
 TIMING = Timing(0.0, 0.0, 0.0)
 
 
-def connected() -> tuple[Connection, Connection]:
-    ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    return Connection(ends[0], "first", waits=False), Connection(ends[1], "second", waits=False)
-
-
 def hear(link: Link) -> Message:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+    """The next message that is not a heartbeat."""
+
+    def next_message() -> Message | None:
         link.flush()
         message = link.receive()
-        if message is not None and "beat" not in message:
-            return message
-        time.sleep(0.002)
-    raise AssertionError("nothing came")
+        return None if message is None or "beat" in message else message
+
+    message = until(next_message, "a message")
+    assert message is not None
+    return message
 
 
 class First:
