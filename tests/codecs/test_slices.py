@@ -92,11 +92,12 @@ def test_a_push_that_is_not_finite_is_not_finite_in_some_part(name: str) -> None
 
 @every_codec
 def test_bytes_that_are_no_part_are_refused(name: str) -> None:
-    (_, part), *_ = parts_of(name, MODEL, 3)
+    (span, part), *_ = parts_of(name, MODEL, 3)
+    size = span.stop - span.start
     with pytest.raises(ProtocolError):
         part.decode(torch.zeros(part.capacity + 8, dtype=torch.uint8), torch.zeros(1024))
     with pytest.raises(ProtocolError):
         part.decode(torch.full((part.capacity - 4,), 0xFF, dtype=torch.uint8), torch.zeros(1024))
     if name.startswith("topk"):
         with pytest.raises(ProtocolError, match="not among the"):
-            part.decode(torch.tensor([part._size, 0], dtype=torch.int32).view(torch.uint8), torch.zeros(part._size))
+            part.decode(torch.tensor([size, 0], dtype=torch.int32).view(torch.uint8), torch.zeros(size))

@@ -22,8 +22,7 @@ from paceline.runs.replay import same_float32
 from paceline.runs.result import trained_tensors, weights_sha256
 from paceline.studies.replay import describe
 from tests.support.recorded_runs import Record, RecordedRun, Small, ignore, small_task
-
-pytestmark = pytest.mark.long
+from tests.support.rings import long_but
 
 STRATEGIES = ["classic", "sync", "async", "backup:1", "bounded:1"]
 
@@ -193,7 +192,7 @@ def test_a_killed_run_replays_to_the_end_of_its_log_and_departures_are_found(rec
     assert outcome["identical"] is False and outcome["first_departure"]["update"] == 3
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(["async"], STRATEGIES))
 def test_until_saves_the_weights_the_run_had_at_that_update(record: Record, tmp_path: Path, strategy: str) -> None:
     run = record(strategy=strategy, workers=1 if strategy == "classic" else 3, epochs=1.0)
     run.join_all()

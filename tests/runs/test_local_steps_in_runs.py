@@ -9,8 +9,6 @@ from paceline.runs.checkpoint import write_cut
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, assert_same, cut_now, records_of, small_task
 
-pytestmark = pytest.mark.long
-
 STRATEGIES = ["local:2", "diloco:3", "async-local:2"]
 
 

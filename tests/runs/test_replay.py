@@ -13,13 +13,12 @@ from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import newest_cut, write_cut
 from paceline.runtimes.local.in_process import run_inline
 from tests.support.recorded_runs import Record, assert_same, cut_now, records_of
-
-pytestmark = pytest.mark.long
+from tests.support.rings import long_but
 
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", long_but([0], range(4)))
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
@@ -47,7 +46,7 @@ def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", long_but([True], [False, True]))
 def test_a_replay_from_every_cut_of_a_run_ends_in_the_same_place(record: Record, optimizer: str, own: bool) -> None:
     mode = "own" if own else "shared"
     settings = {"strategy": "bounded:1", "workers": 3, "epochs": 1.0, "optimizer": optimizer, "epoch_mode": mode}

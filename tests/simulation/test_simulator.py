@@ -12,8 +12,6 @@ from paceline.cli.main import main
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
 
-pytestmark = pytest.mark.long
-
 SMALL = ["--dataset", "fashion-mnist-sample", "--threads", "1"]
 
 

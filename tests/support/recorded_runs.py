@@ -86,20 +86,20 @@ class RecordedRun:
         self.host = Host(self.server, self.task, self.work, self.config, self.folder, self.rows.append)
         self.host.send = self.deliver
         self._order = random.Random(self.seed)
-        self._incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
+        self.incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
 
     def make_seat(self, join: Join) -> Seat:
         return make_seat(self.config, small_task(), self.work, join)
 
     def join(self, worker: int) -> None:
-        join = make_join(self.config, self.work, worker, self._incarnations[worker])
-        self._incarnations[worker] += 1
+        join = make_join(self.config, self.work, worker, self.incarnations[worker])
+        self.incarnations[worker] += 1
         self.seats[worker] = self.make_seat(join)
         self.host.memories[worker] = self.seats[worker].memory
         self.host.handle(join)
 
     def join_all(self) -> None:
-        for worker in self._incarnations:
+        for worker in self.incarnations:
             self.join(worker)
 
     def leave(self, worker: int) -> None:

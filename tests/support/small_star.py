@@ -88,7 +88,7 @@ class Star:
         self.applied: list[dict[str, Any]] = []
         self.want_own = False
         self.kept: dict[int, Tensor] = {}
-        self._largest = Sizes(LAYOUT.size, 3, *used.capacities, 10_000)
+        self.largest = Sizes(LAYOUT.size, 3, *used.capacities, 10_000)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
 
@@ -131,7 +131,7 @@ class Star:
             applicant.welcome_back(self.doors[fields["worker"]], {})
         else:
             self.forget()
-            self.doors[0] = applicant.welcome({"worker": 0, "incarnation": 0}, self._largest)
+            self.doors[0] = applicant.welcome({"worker": 0, "incarnation": 0}, self.largest)
 
     def forget(self) -> None:
         """As a server that was started anew."""
@@ -149,16 +149,16 @@ class Star:
         if message is None:
             door.connection.close()
         elif isinstance(message, Hello):
-            self._handle(message.join, door)
+            self.handle(message.join, door)
         elif isinstance(message, Push):
             if door.own_seq == message.seq:
                 assert door.slot is not None
                 self.kept[message.seq] = door.slot.kept(message.seq).clone()
-            self._handle(message, door)
+            self.handle(message, door)
         elif isinstance(message, Figures):
             self.figures.append(message)
 
-    def _handle(self, message: Join | Push, door: TcpServerDoor) -> None:
+    def handle(self, message: Join | Push, door: TcpServerDoor) -> None:
         door.wants_own = self.want_own
         answer(self.server, message, door, self.verdicts)
 

@@ -230,7 +230,7 @@ def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.M
         assert door.hello(Join(0, 0), memory, {}) is not None
         first = star.doors[0].last_heard
         until(lambda: star.doors[0].last_heard != first, "a heartbeat")
-        held, take = threading.Event(), star._handle
+        held, take = threading.Event(), star.handle
 
         def hold(message: Join | Push, theirs: TcpServerDoor) -> None:
             """Answer only after two heartbeats have come behind the push."""
@@ -240,7 +240,7 @@ def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.M
             held.set()
             take(message, theirs)
 
-        monkeypatch.setattr(star, "_handle", hold)
+        monkeypatch.setattr(star, "handle", hold)
         assert door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING) is not None
         assert held.is_set()
         door.close()
@@ -428,7 +428,7 @@ def test_the_same_over_tls(certificate: tuple[Path, Path]) -> None:
 
 def test_a_large_reply_crosses_tls(certificate: tuple[Path, Path]) -> None:
     with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
-        star._largest = Sizes(1_000_000)
+        star.largest = Sizes(1_000_000)
         door = TcpWorkerDoor(star.listener.address, TOKEN, worker_tls())
         door.apply({})
         star.server.weights = torch.arange(1_000_000.0)

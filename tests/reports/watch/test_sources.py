@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.errors import UserError
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.sources import GONE, FolderSource, Follower
 from tests.support.made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
+from tests.support.waiting import until
 
 PATIENCE = 30.0
 
@@ -119,7 +121,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, make: bool) -> None:
 
 def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "LATEST_SECONDS", 0.001)
-    source = Counting()
+    source, threads = Counting(), threading.active_count()
     follower = Follower(source)
     assert follower.after(0, 0.02) is None and source.looks == 0
     with follower.watched():
@@ -128,8 +130,7 @@ def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> N
         later = follower.after(number, PATIENCE)
         assert later is not None and later[0] > number
     follower.close()
-    follower._thread.join(PATIENCE)
-    assert not follower._thread.is_alive()
+    until(lambda: threading.active_count() == threads, "the end of the thread that looks")
     assert follower.after(0, PATIENCE) is None
 
 

@@ -55,6 +55,7 @@ class Served:
         return Observer(self.address, TOKEN)
 
     def close(self) -> None:
+        """Let no observer in any more; may be called twice."""
         self._stop.set()
         self._thread.join()
         self.listener.close()
@@ -154,9 +155,7 @@ def test_after_the_end_observers_see_the_result_and_are_sent_away(served: Served
     mirror.refresh()
     ending.join(30)
     assert not ending.is_alive() and read_status(mirror.folder.path).status == "finished"
-    served._stop.set()
-    served._thread.join()
-    served.listener.close()
+    served.close()
     with pytest.raises(RunFailed, match=r"answers no more .*has ended there, or its server was killed"):
         mirror.refresh()
     assert not mirror.folder.is_locked()

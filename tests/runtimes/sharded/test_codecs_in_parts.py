@@ -28,8 +28,7 @@ from paceline.runtimes.sharded.orders import at_work, is_finite, sent_to, spoil
 from paceline.runtimes.sharded.shard import make_part
 from paceline.runtimes.sharded.spans import Coding, coding_of, grain_of, part_of, spans_of
 from paceline.settings.resolve import resolve
-
-pytestmark = pytest.mark.long
+from tests.support.rings import long_but
 
 LAYOUT = pack([("a", (40, 33), True), ("b", (90,), False), ("c", (17, 21), True)])
 EMPTY = torch.empty(0)
@@ -190,7 +189,7 @@ class Course:
     ("codec", "pull"),
     [("int8", "int8"), ("fp16", "sign"), ("sign", "bf16"), ("topk:0.05", None), ("lowrank:2", "fp16"), (None, "int8")],
 )
-@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize("strategy", long_but(["async"], ["sync", "async"]))
 @settings(max_examples=3)
 @given(servers=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_several_servers_are_one(codec: str | None, pull: str | None, strategy: str, servers: int, seed: int) -> None:

@@ -26,8 +26,7 @@ from paceline.runtimes.sharded.shard import make_part
 from paceline.runtimes.sharded.spans import part_of, spans_of
 from paceline.settings.resolve import resolve
 from paceline.settings.rules import RULES
-
-pytestmark = pytest.mark.long
+from tests.support.rings import long_but
 
 LAYOUT = pack([("a", (11, 13), True), ("b", (90,), False), ("c", (70,), True)])
 EMPTY = torch.empty(0)
@@ -185,7 +184,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", long_but(list(SETTINGS)[:2], SETTINGS))
 @settings(max_examples=4)
 @given(servers=st.integers(2, 4), before=st.integers(0, 12), seed=st.integers(0, 2**32))
 def test_several_servers_are_one(name: str, servers: int, before: int, seed: int) -> None:

@@ -26,8 +26,7 @@ from paceline.simulation.lab.inputs import feed_of
 from paceline.simulation.lab.packing import memory_of
 from paceline.simulation.lab.run import Spent, images_of, run_rows
 from paceline.simulation.simulator import Simulation
-
-pytestmark = pytest.mark.long
+from tests.support.rings import long_but
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "strategy", "workers", "optimizer"), CASES)
 def test_fifty_updates_equal_the_simulators(
     dataset: Dataset, model: str, strategy: str, workers: int, optimizer: str
@@ -115,7 +115,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("strategy", ["async", pytest.param("bounded:2", marks=pytest.mark.real)])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", long_but(["farsight"], RULES))
 def test_every_rule_equals_the_simulators(dataset: Dataset, rule: str, strategy: str) -> None:
     """Over some 50 updates, workers that finish early and the running mean of the weights included."""
     if rule == "ringmaster:3" and strategy != "async":
@@ -175,6 +175,7 @@ def shortened(dataset: Dataset, num_train: int, num_test: int) -> Dataset:
     )
 
 
+@pytest.mark.long
 def test_rows_of_unequal_length_end_when_they_should(dataset: Dataset) -> None:
     """A family goes on without those that have ended; each row is what it is alone."""
     dataset = shortened(dataset, 600, 200)
@@ -193,6 +194,7 @@ def test_rows_of_unequal_length_end_when_they_should(dataset: Dataset) -> None:
     assert max(seen) <= 1.0
 
 
+@pytest.mark.long
 def test_rows_take_turns_where_there_is_no_room_for_all(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into families that wait for each other, the results are the same."""
     dataset = shortened(dataset, 200, 50)
