@@ -90,11 +90,18 @@ def test_a_delay_is_slept_before_every_push_of_a_script(tmp_path: Path) -> None:
     assert sum(each["delays"] for each in reported.values()) >= 6
 
 
+def has_torch(pid: int) -> bool:
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has ended
+        return False
+
+
 PHASES: dict[str, Callable[[Command], bool]] = {
     "Python has started": lambda command: True,
-    "torch is being imported": lambda command: "libtorch" in Path(f"/proc/{command.process.pid}/maps").read_text(),
     "the run folder exists": lambda command: (command.cwd / "runs/it").exists(),
-    "other processes are starting": lambda command: len(command.family()) > 1,
+    "another process has started": lambda command: len(command.family()) > 1,
+    "another process loads torch": lambda command: any(map(has_torch, command.family())),
 }
 """How far the command has come, each seen from outside."""
 
