@@ -25,10 +25,9 @@ import ours
 import pairs
 from processes import ended
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/real"))
-from browser import CHROMIUM, Browser
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from paceline.runs.arrival_log import RECORD_BYTES
+from tests.support.browser import CHROMIUM, Browser
 
 PHASE_SECONDS, QUICK_SECONDS, SETTLING_SECONDS = 10.0, 4.0, 2.0
 MOST_SHARE, LEAST_RATIO = 0.01, 0.99

@@ -18,8 +18,6 @@ from paceline.data.datasets import DATASETS, SAMPLE, Dataset, Location, load, lo
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("paceline")
 
-collect_ignore_glob = ["*conftest.py"]  # they hold no doctests, and two of one name cannot be collected as modules
-
 SMALL_TRAIN, SMALL_TEST = 240, 40
 MakeDataset = Callable[..., Dataset]
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import generate_pages
 import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/paceline"
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 MAX_TERMS = 40
-
-
-def load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate_pages = load_tool("generate_pages")
 
 
 def test_the_tree_is_the_one_that_is_made_today() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+import make_scale_page as maker
 import pytest
+import scale_model as model
+from scale_model import Cell
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import make_scale_page as maker  # noqa: E402
-import scale_model as model  # noqa: E402
-from scale_model import Cell  # noqa: E402
 
 PAGE = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import sys
 from pathlib import Path
 
+import check_site
 import pytest
+import site_navigation
+import strategy_figures
 
 from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.main import VERBS
@@ -17,11 +19,6 @@ from paceline.settings.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT / "tools"))
-
-import check_site  # noqa: E402
-import site_navigation  # noqa: E402
-import strategy_figures  # noqa: E402
 
 PAGES = sorted(DOCS.rglob("*.md"))
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -105,8 +105,8 @@ def photograph_all(name: str, address: str) -> None:
 
 def photograph_live(folder: Path) -> None:
     """A real run with a slow worker while it goes on, beside one that has ended, in a browser that follows them."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/real"))
-    from browser import Browser
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.support.browser import Browser
 
     chromium()
     program, runs = [sys.executable, "-m", "paceline"], str(folder / "watched")

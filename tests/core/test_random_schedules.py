@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
 
 from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
@@ -16,8 +15,7 @@ from paceline.core.messages import Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
 from paceline.interfaces import pack
 from paceline.settings.rules import RULES
-
-pytestmark = pytest.mark.long
+from tests.support.toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
 
 LONG = Budget(samples=10**9, epoch_samples=100)
 LENGTH = 120
@@ -38,6 +36,7 @@ def shared(samples: int) -> Budget:
     return Budget(samples, epoch_samples=40)
 
 
+@pytest.mark.long
 @given(num_workers=sizes, bound=st.sampled_from([0, 2]), schedule=schedules)
 def test_bounded_answers_a_worker_exactly_while_it_is_at_most_s_steps_ahead_of_the_slowest(
     num_workers: int, bound: int, schedule: list[int]
@@ -65,6 +64,7 @@ def test_bounded_answers_a_worker_exactly_while_it_is_at_most_s_steps_ahead_of_t
         assert cluster.held_back() == sorted(w for w, clock in clocks.items() if clock - slowest > bound)
 
 
+@pytest.mark.long
 @given(num_workers=sizes, bound=st.sampled_from([0, 2]), schedule=schedules)
 def test_bounded_bounds_staleness_while_nobody_comes_or_goes(num_workers: int, bound: int, schedule: list[int]) -> None:
     """From a release at c(w) to the push after it, each other worker moves from c(w) - S to c(w) + S + 1 at most."""
@@ -73,6 +73,7 @@ def test_bounded_bounds_staleness_while_nobody_comes_or_goes(num_workers: int, b
     assert max(cluster.server.staleness, default=0) <= (num_workers - 1) * (2 * bound + 1)
 
 
+@pytest.mark.long
 @given(num_workers=sizes, schedule=schedules)
 def test_a_sync_round_holds_every_live_worker_once_and_is_never_stale(num_workers: int, schedule: list[int]) -> None:
     cluster = started("sync", num_workers, LONG)
@@ -84,6 +85,7 @@ def test_a_sync_round_holds_every_live_worker_once_and_is_never_stale(num_worker
     assert cluster.pushes(Verdict.DROPPED) == []
 
 
+@pytest.mark.long
 @given(num_workers=sizes, spare=st.sampled_from([1, 2]), schedule=schedules)
 def test_a_backup_round_closes_with_exactly_the_live_workers_but_b(
     num_workers: int, spare: int, schedule: list[int]
@@ -97,6 +99,7 @@ def test_a_backup_round_closes_with_exactly_the_live_workers_but_b(
             assert update.staleness == 0
 
 
+@pytest.mark.long
 @given(num_workers=sizes, schedule=schedules)
 def test_async_answers_every_push_at_once(num_workers: int, schedule: list[int]) -> None:
     cluster = started("async", num_workers, LONG)
@@ -122,6 +125,7 @@ def test_every_push_is_applied_once_or_counted_as_dropped(policy: str, num_worke
     assert server.samples == sum(samples_of(w, b) for w, batches in cluster.batches.items() for b in batches)
 
 
+@pytest.mark.long
 @given(policy=policies, num_workers=sizes, schedule=schedules)
 def test_batches_are_applied_in_order_and_a_dropped_one_is_dealt_again(
     policy: str, num_workers: int, schedule: list[int]
@@ -141,6 +145,7 @@ def test_batches_are_applied_in_order_and_a_dropped_one_is_dealt_again(
         dealt |= {(r.worker, r.incarnation, r.serial): r.batch for r in happened.outcome.replies}
 
 
+@pytest.mark.long
 @given(policy=policies, num_workers=sizes, schedule=schedules)
 def test_a_repeated_push_is_answered_with_the_last_reply_and_changes_nothing(
     policy: str, num_workers: int, schedule: list[int]
@@ -163,6 +168,7 @@ def test_a_repeated_push_is_answered_with_the_last_reply_and_changes_nothing(
             assert outcome.replies[0].over
 
 
+@pytest.mark.long
 @given(policy=policies, num_workers=sizes, schedule=schedules)
 def test_a_dead_incarnation_is_rejected_and_changes_nothing(policy: str, num_workers: int, schedule: list[int]) -> None:
     cluster = started(policy, num_workers, LONG)
@@ -182,6 +188,7 @@ def test_a_dead_incarnation_is_rejected_and_changes_nothing(policy: str, num_wor
     assert members == {worker: (m.accepted, m.seq, m.pushes) for worker, m in cluster.server.members.items()}
 
 
+@pytest.mark.long
 @given(policy=policies, num_workers=sizes, samples=st.integers(1, 120), schedule=schedules)
 def test_a_shared_budget_ends_within_one_update_and_everybody_is_told(
     policy: str, num_workers: int, samples: int, schedule: list[int]
@@ -198,6 +205,7 @@ def test_a_shared_budget_ends_within_one_update_and_everybody_is_told(
     assert cluster.server.late == len(cluster.pushes(Verdict.LATE))
 
 
+@pytest.mark.long
 @given(policy=policies, num_workers=sizes, steps=st.integers(1, 40), schedule=schedules)
 def test_steps_count_versions(policy: str, num_workers: int, steps: int, schedule: list[int]) -> None:
     cluster = started(policy, num_workers, Budget(1, epoch_samples=40, steps=steps))
@@ -209,6 +217,7 @@ def test_steps_count_versions(policy: str, num_workers: int, steps: int, schedul
 quota_lists = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 
 
+@pytest.mark.long
 @given(policy=policies, quotas=quota_lists, schedule=schedules)
 def test_own_quotas_give_each_worker_exactly_its_number_of_applied_pushes(
     policy: str, quotas: list[int], schedule: list[int]
@@ -220,6 +229,7 @@ def test_own_quotas_give_each_worker_exactly_its_number_of_applied_pushes(
     assert cluster.server.num_live == 0
 
 
+@pytest.mark.long
 @given(policy=policies, quotas=quota_lists, schedule=schedules)
 def test_a_lost_worker_goes_on_with_the_rest_of_its_quota_unless_all_others_have_finished_without_it(
     policy: str, quotas: list[int], schedule: list[int]
@@ -237,6 +247,7 @@ def test_a_lost_worker_goes_on_with_the_rest_of_its_quota_unless_all_others_have
         assert counts[worker] == quota or (over_already and worker in unfinished and counts[worker] < quota)
 
 
+@pytest.mark.long
 @given(policy=policies, quotas=quota_lists, schedule=schedules)
 def test_a_run_of_own_quotas_is_over_when_the_last_worker_has_finished(
     policy: str, quotas: list[int], schedule: list[int]
@@ -266,6 +277,7 @@ def test_a_server_restored_from_its_facts_goes_on_identically(
         assert cluster.twin.facts() == cluster.server.facts()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", [name for name, traits in RULES.items() if not traits.drops])
 @given(num_workers=sizes, bound=st.sampled_from(["async", "bounded:2"]), first=schedules, then=schedules)
 @settings(max_examples=6)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from toy_cluster import POLICIES, ToyCluster, started
 
 from paceline.core.messages import Join, Leave, Push, Resume, Stop, Verdict
 from paceline.core.optimizers import Sgd
@@ -15,6 +14,7 @@ from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.interfaces import Policy
+from tests.support.toy_cluster import POLICIES, ToyCluster, started
 
 LONG = Budget(samples=10**9, epoch_samples=100)
 EMPTY = torch.empty(0)

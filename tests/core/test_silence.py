@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from toy_cluster import Ledger, ToyCluster
 
 from paceline.core.membership import MUCH_LONGER, Member
 from paceline.core.optimizers import Sgd
@@ -17,6 +16,7 @@ from paceline.core.rules.foresight import Farsight, Foresight
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.interfaces import Rule
+from tests.support.toy_cluster import Ledger, ToyCluster
 
 RULES: dict[str, Callable[[int], Rule]] = {
     "cached": lambda places: Cached(Sgd(), places),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that data_files is found in any import mode
-
-from data_files import Write, idx_contents
+from tests.support.data_files import Write, idx_contents
 
 
 @pytest.fixture(autouse=True)

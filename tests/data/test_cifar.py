@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_files import cifar_batches, tar_of
 
 from paceline.data import cifar, decoding
 from paceline.data.datasets import Dataset, cache_folder, load, locate
 from paceline.errors import DataError
+from tests.support.data_files import cifar_batches, tar_of
 
 
 def write_archive(folder: Path, members: dict[str, bytes], mode: str = "gz") -> Path:

@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from data_files import cifar_batches, idx_contents, tar_of, tree_files
 
 from paceline.data import download, sources
 from paceline.data.datasets import load, locate
 from paceline.data.download import get
 from paceline.data.sources import RemoteFile, Source
 from paceline.errors import DataError, UserError
+from tests.support.data_files import cifar_batches, idx_contents, tar_of, tree_files
 
 FIRST = "train-images-idx3-ubyte.gz"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_files import Write, idx_bytes, idx_contents
 
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import DataError
+from tests.support.data_files import Write, idx_bytes, idx_contents
 
 TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
 TRAIN_LABELS = "train-labels-idx1-ubyte.gz"

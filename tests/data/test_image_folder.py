@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_files import write_images
 
 from paceline.data import decoding, image_folder
 from paceline.data.datasets import Dataset, Reading, load, locate
 from paceline.data.download import status
 from paceline.errors import DataError, RunFailed, UserError
 from paceline.system import memory
+from tests.support.data_files import write_images
 
 pytest.importorskip("PIL")
 SIZES = {"cat": 3, "dog": 2}

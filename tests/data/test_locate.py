@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from data_files import Write
 
 from paceline.data.datasets import DATASETS, load, locate
 from paceline.data.download import status
 from paceline.errors import DataError, UserError
+from tests.support.data_files import Write
 
 
 @pytest.mark.parametrize("layout", ["FashionMNIST/raw", "FashionMNIST", "fashion-mnist", "."])

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Command, result_of, run, wait_for_records
 from safetensors.torch import load_file
 
+import paceline
 from paceline.runs.events import read_events
+from tests.support.commands import Command, result_of, run, wait_for_records
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_LINES = 6
@@ -98,11 +99,9 @@ def test_a_fabric_style_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 SAVED = """
-import sys
 import torch
 import paceline
-sys.path.insert(0, {tests!r})
-from odd_models import Buffered, Frozen, token_data
+from tests.support.odd_models import Buffered, Frozen, token_data
 
 class Both(torch.nn.Module):
     def __init__(self):
@@ -126,9 +125,11 @@ if __name__ == "__main__":
 def test_the_weights_of_a_script_are_saved_whole(tmp_path: Path) -> None:
     """Tied under both names, frozen ones and whole numbers too, what is not kept not: `load_state_dict` is strict."""
     script = tmp_path / "script.py"
-    script.write_text(SAVED.format(tests=str(EXAMPLES.parent / "tests")))
+    script.write_text(SAVED)
     flags = ["--strategy", "sync", "--lr", "0.1", "--max-seconds", "60", "--target", "error<=1", "--name", "run"]
-    command = run("run", "-n", "1", *flags, str(script), cwd=tmp_path)
+    paths = [str(EXAMPLES.parent), str(Path(paceline.__file__).parents[1])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}
+    command = run("run", "-n", "1", *flags, str(script), cwd=tmp_path, environment=environment)
     assert command.process.returncode == 0, command.err
     saved = load_file(tmp_path / "runs" / "run" / "weights.safetensors")
     final = torch.load(tmp_path / "final.pt", weights_only=True)

@@ -5,34 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE, Command, replays, result_of, run, wait_for_records
+
+from tests.support.cluster_commands import RUN, address_of, serve, workers
+from tests.support.commands import replays, result_of, run, wait_for_records
 
 pytestmark = pytest.mark.real
-
-RUN = ("--dataset", "fashion-mnist-sample", "--threads", "1", "--name", "it", "--seed", "3", "--score", "none")
-
-
-def serve(stack: ExitStack, cwd: Path, *arguments: str) -> Command:
-    """A server, and where it listens is known when this returns."""
-    return stack.enter_context(Command("server", *arguments, cwd=cwd))
-
-
-def address_of(folder: Path) -> str:
-    deadline = time.monotonic() + PATIENCE
-    while not (folder / "server.json").exists():
-        assert time.monotonic() < deadline, f"no server in {folder}"
-        time.sleep(0.02)
-    return str(json.loads((folder / "server.json").read_text())["address"])
-
-
-def workers(stack: ExitStack, cwd: Path, count: int, *arguments: str) -> list[Command]:
-    words = ("worker", "--connect", address_of(cwd / "runs/it"), "--threads", "1", *arguments)
-    return [stack.enter_context(Command(*words, cwd=cwd)) for _ in range(count)]
 
 
 def test_sync_over_tcp_has_the_bits_of_shared_memory(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import PATIENCE, Command, replays, result_of, run, wait_for_records
 
 from paceline.runs.events import read_events
+from tests.support.commands import Command, replays, result_of, run, wait_for_records
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -20,15 +20,13 @@ def rows_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_a_worker_joins_and_another_is_drained_and_the_run_replays(tmp_path: Path) -> None:
     (tmp_path / "join.toml").write_text('[[fault]]\nkind = "join"\nat = 0.2\nworker = 2\n')
-    folder, deadline = tmp_path / "runs/it", time.monotonic() + PATIENCE
+    folder = tmp_path / "runs/it"
     settings = ("--dataset", "fashion-mnist-sample", "--threads", "1", "--score", "none", "--name", "it")
     step = ("--batch-size", "4", "--delay", "8ms", "--steps", "900", "--codec", "int8")
     elastic = ("--workers", "2", "--max-workers", "3", "--faults", "join.toml")
     with Command("train", *settings, *step, *elastic, cwd=tmp_path) as command:
         wait_for_records(folder, 30)
-        while not rows_of(folder, "deal"):
-            assert time.monotonic() < deadline and command.process.poll() is None, "nobody joined"
-            time.sleep(0.05)
+        until(lambda: rows_of(folder, "deal"), "a join")
         drained = run("drain", "runs/it", "0", cwd=tmp_path)
         assert drained.process.returncode == 0, drained.err
         assert command.finish() == 0, command.err

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from commands import result_of, run, wait_for_records
-from test_cluster import address_of, serve, workers
 
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, PROOF_NBYTES, Visitor
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MOST_APPLY, Kind, fields_frame, header
+from tests.support.cluster_commands import address_of, serve, workers
+from tests.support.commands import result_of, run, wait_for_records
 
 pytestmark = pytest.mark.real
 

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import Command, result_of, wait_for_records
-from fake_ssh import install_fake_ssh
+
+from tests.support.commands import Command, result_of, wait_for_records
+from tests.support.fake_ssh import install_fake_ssh
+from tests.support.waiting import until
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--strategy", "async", "--name", "it", "--batch-size", "100")
 TOKEN = "a-token-that-no-ps-shows"
@@ -39,11 +40,8 @@ def started_by(log: str) -> dict[int, str]:
     return found
 
 
-def wait_until_none(log: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while alive := started_by(log):
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.02)
+def wait_until_none(log: str) -> None:
+    until(lambda: not started_by(log), lambda: f"the end of {started_by(log)}")
 
 
 def test_every_host_that_fails_has_its_line_and_nothing_is_started(tmp_path: Path, ssh: dict[str, str]) -> None:

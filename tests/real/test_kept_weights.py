@@ -8,9 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import Command, replays, run, wait_for_records
 from safetensors.torch import load_file
 from torch import equal
+
+from tests.support.commands import Command, replays, run, wait_for_records
 
 SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--seed", "3", "--steps", "160", "--checkpoint-every", "0.2")
 SAMPLE += ("--score", "none")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser
-from commands import Command, wait_for_records
+
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.commands import Command, wait_for_records
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commands import replays, result_of, run
-
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
+from tests.support.commands import replays, result_of, run
 
 
 def test_star_equals_ring_equals_simulated_equals_replayed(tmp_path: Path, small_files: Path) -> None:

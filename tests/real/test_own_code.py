@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import result_of, run
+
+from tests.support.commands import result_of, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
-from made_up_runs import whole_run
+from tests.support.made_up_runs import whole_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: 'apt-get install chromium' brings one")

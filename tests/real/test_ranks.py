@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Command, replays, result_of, run, wait_for_records
 from safetensors.torch import load_file
+
+from tests.support.commands import Command, replays, result_of, run, wait_for_records
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--seed", "3", "--name", "it", "--batch-size", "100")
 

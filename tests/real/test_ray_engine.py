@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE, Command, result_of, run, wait_for_records
+
+from tests.support.commands import PATIENCE, Command, result_of, run, wait_for_records
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
@@ -66,10 +67,7 @@ def joins(folder: Path) -> int:
 
 
 def wait_for_joins(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while joins(folder) < count:
-        assert time.monotonic() < deadline, f"{joins(folder)} joins, expected {count}"
-        time.sleep(0.1)
+    until(lambda: joins(folder) >= count, lambda: f"{count} joins, only {joins(folder)}")
 
 
 @pytest.mark.timeout(600)

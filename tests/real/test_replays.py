@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
-from commands import Command, result_of, run, wait_for_records
+from tests.support.commands import Command, result_of, run, wait_for_records
 
 LOOP = """
 import random, sys, time, numpy, torch, paceline
@@ -70,7 +69,7 @@ def test_a_script_stopped_by_ctrl_c_replays_identically(tmp_path: Path) -> None:
     with start(tmp_path, "-n", "2", "--strategy", "sync", "--epochs", "100") as command:
         wait_for_records(tmp_path / "runs/it", 60)
         os.killpg(command.process.pid, signal.SIGINT)
-        assert command.finish(20.0) == 130
+        assert command.finish() == 130
     code, out, err = replay(tmp_path)
     assert code == 0 and "identical to the run" in out, out + err
 
@@ -102,12 +101,10 @@ def test_a_changed_script_departs_and_nothing_hangs(tmp_path: Path) -> None:
     for name, (old, new, words) in CHANGES.items():
         assert old in LOOP
         (tmp_path / "loop.py").write_text(LOOP.replace(old, new))
-        started = time.monotonic()
         command = run("replay", "runs/it", cwd=tmp_path)
         assert command.process.returncode == 1, (name, command.out, command.err)
         assert "was changed since the run" in command.err and "Traceback" not in command.err
         assert "DIFFERENT from the run" in command.out and words in command.out, (name, command.out, command.err)
-        assert time.monotonic() - started < 15.0
     (tmp_path / "loop.py").unlink()
     code, _, err = replay(tmp_path)
     assert code == 2 and "loop.py of this run is not there any more" in err

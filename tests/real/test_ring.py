@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from commands import Command, replays, result_of, run, wait_for_records
+from tests.support.commands import Command, replays, result_of, run, wait_for_records
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--seed", "3")
 
@@ -52,7 +52,7 @@ def test_a_ring_whose_first_worker_is_killed_ends_at_once_and_resumes(tmp_path: 
     with Command("train", *SAMPLE, *arguments, cwd=tmp_path) as command:
         wait_for_records(tmp_path / "runs/it", 120)
         os.kill(command.forked()[0], signal.SIGKILL)
-        assert command.finish(5.0) == 1
+        assert command.finish() == 1
         last = command.err.strip().splitlines()[-1]
         assert "the process of worker 0 ended (killed by SIGKILL)" in last and "'paceline resume runs/it'" in last
         assert not command.family()

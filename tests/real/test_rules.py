@@ -6,9 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-from commands import Command, replays, result_of, run, wait_for_records
 from safetensors.torch import load_file
 from torch import equal
+
+from tests.support.commands import Command, replays, result_of, run, wait_for_records
 
 SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--workers", "2", "--threads", "1", "--split", "labels")
 SAMPLE += ("--score", "none")

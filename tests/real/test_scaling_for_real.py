@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import Command
+
+from tests.support.commands import Command
 
 
 def test_one_and_two_workers(tmp_path: Path) -> None:

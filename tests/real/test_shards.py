@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import replays, result_of, run, wait_for_records
-from test_cluster import RUN, address_of, serve, workers
+
+from tests.support.cluster_commands import RUN, address_of, serve, workers
+from tests.support.commands import replays, result_of, run, wait_for_records
 
 pytestmark = pytest.mark.real
 

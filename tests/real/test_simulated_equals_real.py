@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands import result_of, run
+
+from tests.support.commands import result_of, run
 
 FLAGS = ["--dataset", "fashion-mnist-sample", "--threads", "1", "--strategy", "sync", "--steps", "8"]
 FLAGS += ["--score", "test"]

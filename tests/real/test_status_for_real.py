@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-
-from commands import PATIENCE, Command, run, wait_for_records
 
 from paceline.analysis.status import read_status
 from paceline.analysis.stragglers import stragglers
+from tests.support.commands import Command, run, wait_for_records
+from tests.support.waiting import until
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--strategy", "async", "--workers", "3", "--epochs", "200")
 PAUSE = '[[fault]]\nkind = "pause"\nat = "1s"\nworker = 2\nlasts = "10min"\n'
 
 
 def wait_for_causes(folder: Path, wanted: dict[int, str]) -> None:
-    """Until the status names these workers for these causes, and nobody else."""
-    deadline = time.monotonic() + PATIENCE
-    while (found := {one.worker: one.cause for one in stragglers(read_status(folder).workers)}) != wanted:
-        assert time.monotonic() < deadline, f"the status still says {found}, not {wanted}"
-        time.sleep(0.05)
+    """Until the status names these workers with these causes, and no other worker."""
+
+    def causes() -> dict[int, str]:
+        return {one.worker: one.cause for one in stragglers(read_status(folder).workers)}
+
+    until(lambda: causes() == wanted, lambda: f"{wanted}; the status says {causes()}")
 
 
 def test_a_slow_worker_and_a_stopped_one_are_named_while_the_run_goes_on(tmp_path: Path) -> None:

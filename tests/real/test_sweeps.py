@@ -7,11 +7,12 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import PATIENCE, Command, replays, result_of, run
+
+from tests.support.commands import PATIENCE, Command, replays, result_of, run
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -28,12 +29,8 @@ seed = [0, 1, 2, 3]
 """
 
 
-def wait_for_results(folder: Path, count: int) -> int:
-    deadline = time.monotonic() + PATIENCE
-    while (found := len(list(folder.glob("*/result.json")))) < count:
-        assert time.monotonic() < deadline, f"{found} of {count} results in {folder} after {PATIENCE} s"
-        time.sleep(0.02)
-    return found
+def wait_for_results(folder: Path, count: int) -> None:
+    until(lambda: len(list(folder.glob("*/result.json"))) >= count, f"{count} results in {folder}")
 
 
 @pytest.mark.parametrize(("strategy", "number"), [("async", signal.SIGINT), ("local:2", signal.SIGTERM)])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Command, result_of, run, wait_for_records
 from safetensors.torch import load_file
 
 from paceline.config import RunConfig
 from paceline.data.datasets import load, locate
 from paceline.models.lenet import LeNet5
+from tests.support.commands import Command, result_of, run, wait_for_records
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it")
 

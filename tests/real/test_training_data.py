@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from commands import replays, result_of, run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-
-from data_files import write_images, write_trees
+from tests.support.commands import replays, result_of, run
+from tests.support.data_files import write_images, write_trees
 
 PACE = ("--strategy", "sync", "--workers", "2", "--batch-size", "4", "--steps", "2", "--name", "it")
 

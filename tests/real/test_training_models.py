@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import result_of, run
 from safetensors.torch import load_file
 
 from paceline.assembly.core import make_model
+from tests.support.commands import result_of, run
 
 
 @pytest.mark.parametrize("model", ["resnet18", "inception-28-small"])

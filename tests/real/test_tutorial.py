@@ -12,11 +12,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import GIVING_WAY, PATIENCE
+
+from tests.support.commands import GIVING_WAY, PATIENCE
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -73,13 +74,16 @@ class Reader:
 
     def expect(self, text: str) -> None:
         """Wait until every line of `text` was printed since the last command."""
-        missing, deadline = text.splitlines(), time.monotonic() + PATIENCE
-        while missing:
+
+        def missing() -> list[str]:
             printed = self.log.read_text()[self.read :]
-            missing = [line for line in missing if not pattern(line).search(printed)]
-            assert not missing or time.monotonic() < deadline, f"never printed: {missing}\nbut: {printed}"
-            assert not missing or any(process.poll() is None for process in self.running), f"{missing}\nin: {printed}"
-            time.sleep(0.02 if missing else 0)
+            return [line for line in text.splitlines() if not pattern(line).search(printed)]
+
+        def have_ended() -> bool:
+            return all(process.poll() is not None for process in self.running)
+
+        until(lambda: not missing() or have_ended(), lambda: f"{missing()}\nbut: {self.log.read_text()[self.read :]}")
+        assert not missing(), f"never printed: {missing()}\nbut: {self.log.read_text()[self.read :]}"
 
     def close(self) -> None:
         for process in self.running:

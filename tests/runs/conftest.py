@@ -1,27 +1,7 @@
-"""Recorded runs whose files are closed when the test ends, however it ends."""
+"""Recorded runs whose files are closed when the test ends."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from tests.support.recorded_runs import record
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # so that recorded_runs is found in any import mode
-
-from recorded_runs import Record, RecordedRun, small_config
-
-
-@pytest.fixture
-def record(tmp_path: Path) -> Iterator[Record]:
-    runs: list[RecordedRun] = []
-
-    def make(seed: int = 0, **settings: Any) -> RecordedRun:
-        runs.append(RecordedRun(small_config(tmp_path, **settings), seed))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
+__all__ = ["record"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
 
 from paceline.core.messages import Resume
 from paceline.errors import UserError
@@ -18,6 +17,7 @@ from paceline.runs.background_writer import Writer
 from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.recovery import rebuild
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
 
 
 def recorded(record: Record, strategy: str = "async") -> RecordedRun:

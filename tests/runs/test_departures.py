@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, Small, ignore, small_task
 from safetensors.torch import load_file
 
 from paceline.errors import UserError
@@ -22,8 +21,8 @@ from paceline.runs.recovery import rebuild
 from paceline.runs.replay import same_float32
 from paceline.runs.result import trained_tensors, weights_sha256
 from paceline.studies.replay import describe
-
-pytestmark = pytest.mark.long
+from tests.support.recorded_runs import Record, RecordedRun, Small, ignore, small_task
+from tests.support.rings import long_but
 
 STRATEGIES = ["classic", "sync", "async", "backup:1", "bounded:1"]
 
@@ -88,7 +87,7 @@ def test_the_first_loss_that_differs_is_named_and_the_replay_goes_on(record: Rec
 
 def test_another_task_departs_at_the_first_push(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made(record)
-    monkeypatch.setattr("recorded_runs.torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
+    monkeypatch.setattr("torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     outcome = replayed(run)
     assert outcome["identical"] is False
     assert outcome["first_departure"]["update"] == 0 and outcome["first_departure"]["what"] == "loss"
@@ -162,7 +161,7 @@ def test_a_resumed_run_says_when_its_pushes_come_out_otherwise(record: Record, m
     run.join_all()
     run.push_at_random(6)
     run.close()
-    monkeypatch.setattr("recorded_runs.torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
+    monkeypatch.setattr("torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     notes: list[str] = []
     rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
     assert "logged pushes come out otherwise on this machine (first worker " in notes[-1]
@@ -193,7 +192,7 @@ def test_a_killed_run_replays_to_the_end_of_its_log_and_departures_are_found(rec
     assert outcome["identical"] is False and outcome["first_departure"]["update"] == 3
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(["async"], STRATEGIES))
 def test_until_saves_the_weights_the_run_had_at_that_update(record: Record, tmp_path: Path, strategy: str) -> None:
     run = record(strategy=strategy, workers=1 if strategy == "classic" else 3, epochs=1.0)
     run.join_all()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun
 from safetensors.torch import load_file
 
 from paceline.core.messages import Reply
@@ -19,6 +18,7 @@ from paceline.runs.arrival_log import RECORD_BYTES, read_log
 from paceline.runs.checkpoint import newest_cut, read_cut
 from paceline.runs.events import read_events
 from paceline.runs.snapshots import read_best
+from tests.support.recorded_runs import Record, RecordedRun
 
 
 def watch_disk(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:

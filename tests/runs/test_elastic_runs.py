@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, ignore
-from test_replay import cut_now, records_of
 
 from paceline.cli.main import main
 from paceline.core.messages import Resume
@@ -18,8 +16,8 @@ from paceline.runs.control_files import ask_to_drain, take_requests
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
-
-pytestmark = pytest.mark.long
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, cut_now, ignore, records_of
+from tests.support.rings import long_but
 
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1", "async-local:2"]
 
@@ -28,7 +26,7 @@ def comings_and_goings(run: RecordedRun) -> None:
     """Two begin, a third joins, the first is drained, the second is lost and comes back."""
     run.join_all()
     run.push_at_random(6)
-    run._incarnations[2] = 0
+    run.incarnations[2] = 0
     run.join(2)
     run.push_at_random(6)
     assert run.host.drain(0) is None
@@ -44,7 +42,7 @@ def deals_of(folder: RunFolder) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("codec", ["none", "topk:0.3"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(["async"], STRATEGIES))
 def test_a_run_whose_workers_come_and_go_replays_bit_for_bit(record: Record, strategy: str, codec: str) -> None:
     settings: dict[str, Any] = {"split": "labels", "epochs": 4.0, "momentum": 0.5, "codec": codec}
     run = record(1, strategy=strategy, workers=2, max_workers=4, **settings)
@@ -68,7 +66,7 @@ def test_a_resumed_run_knows_its_deals_and_who_was_drained(record: Record) -> No
     rebuild(again, run.make_seat, run.task, run.config, run.folder, ignore)
     assert_same(again, run.server)
     again.handle(Resume())
-    assert again._awaited == {1}  # worker 0 was sent away, and 2 came by itself
+    assert again.awaited == [1]  # worker 0 was sent away, and 2 came by itself
 
 
 def test_the_clock_of_a_run_whose_workers_were_all_drained_runs_when_one_comes_again(record: Record) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from recorded_runs import Record, assert_same, small_task
-from test_replay import cut_now, records_of
 
 from paceline.core.messages import Steps
 from paceline.runs.checkpoint import write_cut
 from paceline.runs.recovery import rebuild
-
-pytestmark = pytest.mark.long
+from tests.support.recorded_runs import Record, assert_same, cut_now, records_of, small_task
 
 STRATEGIES = ["local:2", "diloco:3", "async-local:2"]
 

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable
 
 import pytest
-from recorded_runs import Record, RecordedRun, ignore, small_task
 
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES
@@ -16,6 +15,7 @@ from paceline.runs.checkpoint import take_cut, write_cut
 from paceline.runs.compare_replay import compare, marks_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.recording import ScriptCall, open_recording
+from tests.support.recorded_runs import Record, RecordedRun, ignore, small_task
 
 BODY = struct.Struct("<BBHIIIIfd")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, small_config
 
 from paceline.core.messages import Resume, Verdict
 from paceline.core.server import Server
@@ -20,8 +19,7 @@ from paceline.runs.checkpoint import Cut, newest_cut, read_cut, set_aside, write
 from paceline.runs.compare_replay import compare
 from paceline.runs.events import read_events
 from paceline.runs.recording import open_recording
-
-pytestmark = pytest.mark.long
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, small_config
 
 
 def killed(record: Record, **settings: object) -> RecordedRun:

@@ -6,34 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same
 
 from paceline.core.messages import Join, Push, Rate, Stop, Verdict
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
-from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
+from paceline.runs.checkpoint import newest_cut, write_cut
 from paceline.runtimes.local.in_process import run_inline
-
-pytestmark = pytest.mark.long
+from tests.support.recorded_runs import Record, assert_same, cut_now, records_of
+from tests.support.rings import long_but
 
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 
-def records_of(run: RecordedRun, start: int = 0) -> list[arrivals.Record]:
-    records, whole = arrivals.read_arrivals(run.folder.arrivals_file, run.config, start)
-    assert whole == run.folder.arrivals_file.stat().st_size
-    return records
-
-
-def cut_now(run: RecordedRun) -> Cut:
-    """A cut at the next moment that allows one, as the host takes it."""
-    while not run.server.can_be_cut:
-        run.push_at_random(1)
-    sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
-    return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", long_but([0], range(4)))
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
@@ -61,7 +46,7 @@ def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", long_but([True], [False, True]))
 def test_a_replay_from_every_cut_of_a_run_ends_in_the_same_place(record: Record, optimizer: str, own: bool) -> None:
     mode = "own" if own else "shared"
     settings = {"strategy": "bounded:1", "workers": 3, "epochs": 1.0, "optimizer": optimizer, "epoch_mode": mode}

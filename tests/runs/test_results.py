@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_runs import Record, Small, small_config, small_task
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from paceline.reports.run_tables import compare
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
+from tests.support.recorded_runs import Record, Small, small_config, small_task
 
 
 @given(values=st.lists(st.integers(0, 30), min_size=1, max_size=60), share=st.sampled_from([0.5, 0.95]))

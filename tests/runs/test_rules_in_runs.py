@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recorded_runs import Record, Small, assert_same, ignore, small_task
 from safetensors.torch import load_file
-from test_replay import cut_now, records_of
 
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.checkpoint import write_cut
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import weights_sha256
+from tests.support.recorded_runs import Record, Small, assert_same, cut_now, ignore, records_of, small_task
 
 RULES = ["damped", "gap", "compensated", "dana", "dana-slim", "cached", "ringleader", "ringmaster:2", "buffered:3"]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 
 from paceline.core.messages import Resume, Stop
 from paceline.errors import UserError
@@ -18,8 +17,8 @@ from paceline.runs.background_writer import MOST_WAITING, Writer
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import trained_tensors
 from paceline.runs.snapshots import go_back, read_index, read_snapshot
-
-pytestmark = pytest.mark.long
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
+from tests.support.rings import long_but
 
 STRATEGIES = ["classic", "sync", "async", "bounded:1", "backup:1"]
 
@@ -34,7 +33,7 @@ def contents(run: RecordedRun) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run.folder.snapshots.iterdir()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(["async"], STRATEGIES))
 def test_each_snapshot_is_what_a_replay_has_there(record: Record, strategy: str) -> None:
     run = recorded(record, strategy, 2.0, epoch_mode="own" if strategy in ("sync", "bounded:1") else "shared")
     run.run_to_the_end()
@@ -71,7 +70,7 @@ def test_one_is_due_when_samples_first_reach_it(record: Record, per_epoch: float
     ]
 
 
-@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize("strategy", long_but(["async"], ["sync", "async"]))
 @pytest.mark.parametrize("with_checkpoint", [True, False])
 def test_a_resumed_run_makes_what_a_crash_came_too_early_for(
     record: Record, strategy: str, with_checkpoint: bool

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from recorded_runs import Record, RecordedRun
-
 from paceline.assembly.run import sizes_of
 from paceline.assembly.task import identity_of
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runtimes.server.remote_service import CEILING_SECONDS, ClusterService, OwnLine
 from paceline.transports.listener import Listener
+from tests.support.recorded_runs import Record, RecordedRun
 
 
 @contextlib.contextmanager

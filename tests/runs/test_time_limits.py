@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_runs import Record, RecordedRun, assert_same
 
 from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.events import read_events
 from paceline.simulation.lab.run import check_rows
+from tests.support.recorded_runs import Record, RecordedRun, assert_same
 
 
 class Ticking:

@@ -11,7 +11,6 @@ import time
 import weakref
 
 import pytest
-from small_star import TOKEN, Star, Wire, work
 
 from paceline.core.compression import DENSE
 from paceline.errors import UserError
@@ -20,6 +19,7 @@ from paceline.transports.connection import parse_address
 from paceline.transports.frames import MOST_APPLY, VERSION, Kind, fields_frame, header
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.tcp_client import TcpWorkerDoor
+from tests.support.small_star import TOKEN, Star, Wire, work
 
 
 class Hall:

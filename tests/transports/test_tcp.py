@@ -7,14 +7,12 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_star import LAYOUT, TIMING, TOKEN, Star, Told, Wire, answer, codecs, make_server, own_size, work
 
 from paceline.core.buffers import Memory, Sizes, view
 from paceline.core.compression import DENSE, Codecs
@@ -33,6 +31,20 @@ from paceline.transports.shared_memory import ServerDoor, Slot, WorkerDoor, chan
 from paceline.transports.tcp_client import TcpWorkerDoor
 from paceline.transports.tcp_server import HEARD, TcpServerDoor, parse_sizes
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
+from tests.support.small_star import (
+    LAYOUT,
+    TIMING,
+    TOKEN,
+    Star,
+    Told,
+    Wire,
+    answer,
+    codecs,
+    make_server,
+    own_size,
+    work,
+)
+from tests.support.waiting import until
 
 UPDATES = 4
 USED = [(None, None), ("int8", None), (None, "int8"), ("topk:0.1", "bf16")]
@@ -89,8 +101,7 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
     with Star(used, UPDATES) as star:
         star.want_own = True
         told = through_tcp(star, used)
-        while not star.figures:
-            time.sleep(0.001)
+        until(lambda: star.figures, "the figures")
         assert star.figures[0].values == {"seconds": 1.5}
         assert star.doors[0].timing == TIMING
         assert star.server.worker_states[0].tolist() == [float(UPDATES)] * 3
@@ -218,24 +229,22 @@ def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.M
         memory = Memory.private(Sizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
         first = star.doors[0].last_heard
-        while star.doors[0].last_heard == first:
-            time.sleep(0.001)
-        held, take = threading.Event(), star._handle
+        until(lambda: star.doors[0].last_heard != first, "a heartbeat")
+        held, take = threading.Event(), star.handle
 
         def hold(message: Join | Push, theirs: TcpServerDoor) -> None:
-            """Answer only after some beats have come behind the push."""
-            pushed = theirs.last_heard
-            while theirs.last_heard < pushed + 0.02:
-                assert theirs.receive() is HEARD
+            """Answer only after two heartbeats have come behind the push."""
+            for _ in range(2):
+                before = theirs.last_heard
+                until(lambda: theirs.receive() is HEARD and theirs.last_heard > before, "a heartbeat")  # noqa: B023
             held.set()
             take(message, theirs)
 
-        monkeypatch.setattr(star, "_handle", hold)
+        monkeypatch.setattr(star, "handle", hold)
         assert door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING) is not None
         assert held.is_set()
         door.close()
-        while not star.doors[0].left:
-            time.sleep(0.001)
+        until(lambda: star.doors[0].left, "the farewell")
 
 
 def test_a_broken_connection_is_opened_again_while_the_worker_computes() -> None:
@@ -245,8 +254,7 @@ def test_a_broken_connection_is_opened_again_while_the_worker_computes() -> None
         memory = Memory.private(Sizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
         star.doors[0].connection.sock.shutdown(socket.SHUT_RDWR)
-        while len(star.applied) < 2:
-            time.sleep(0.001)
+        until(lambda: len(star.applied) == 2, "a second handshake")
         assert star.applied[1]["again"]
         reply = door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING)
         assert reply is not None and reply.serial == 1
@@ -420,7 +428,7 @@ def test_the_same_over_tls(certificate: tuple[Path, Path]) -> None:
 
 def test_a_large_reply_crosses_tls(certificate: tuple[Path, Path]) -> None:
     with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
-        star._largest = Sizes(1_000_000)
+        star.largest = Sizes(1_000_000)
         door = TcpWorkerDoor(star.listener.address, TOKEN, worker_tls())
         door.apply({})
         star.server.weights = torch.arange(1_000_000.0)

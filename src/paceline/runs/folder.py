@@ -71,6 +71,9 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(f"run folder {folder.path} cannot be written: {error.strerror}; try --runs DIR") from None
+        except KeyboardInterrupt:
+            folder.discard_unstarted()
+            raise
         return folder
 
     @staticmethod
@@ -217,7 +220,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # a signal too
         temporary.unlink(missing_ok=True)
         raise
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from courses import GAP, START, Course, Walk, course, courses
 from hypothesis import given, settings
 
 from paceline.core.optimizers import Sgd
@@ -12,6 +11,7 @@ from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.foresight import Foresight
 from paceline.core.rules.plain import Plain
 from paceline.interfaces import Arrival
+from tests.support.courses import GAP, START, Course, Walk, course, courses
 
 
 def slow_average(path: list[list[float]], live: list[int], horizon: float | None) -> list[float]:

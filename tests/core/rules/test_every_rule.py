@@ -7,46 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from courses import MakeRule, Walk, course, walk_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.optimizers import Adam, Prepared, Sgd
 from paceline.core.policies import AtOnce
-from paceline.core.rules.averaged import Averaged
-from paceline.core.rules.buffered import Buffered, Delayed
-from paceline.core.rules.cached import Cached
-from paceline.core.rules.dana import Dana, DanaSlim
-from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
-from paceline.core.rules.lr_scaling import Paced
-from paceline.core.rules.plain import Early, Plain
-from paceline.core.rules.ringleader import Ringleader
-from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
+from paceline.core.rules.foresight import Foresight
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Rule, State
 from paceline.runs.checkpoint import read_cut, restore, take_cut, write_cut
+from tests.support.courses import Walk, course, walk_together
+from tests.support.every_rule import RULES
 
-RULES: dict[str, MakeRule] = {
-    "plain": lambda places: Plain(Sgd(0.9)),
-    "damped": lambda places: Damped(Adam()),
-    "gap": lambda places: Gap(Sgd(0.9), places),
-    "compensated": lambda places: Compensated(Sgd(0.5), places),
-    "dana": lambda places: Dana(0.9, places),
-    "dana-slim": lambda places: DanaSlim(0.9, places),
-    "cached": lambda places: Cached(Adam(), places),
-    "ringleader": lambda places: Ringleader(0.5, places),
-    "buffered": lambda places: Buffered(3, 0.9),
-    "delayed": lambda places: Delayed(0.9),
-    "foresight": lambda places: Foresight(0.9, places, Prepared(0.01, 5.0)),
-    "farsight": lambda places: Farsight(0.9, places),
-    "farsight-fair": lambda places: FairFarsight(0.9, places),
-    "paced": lambda places: Paced(Averaged(Farsight(0.9, places)), 2),
-    "plain-early": lambda places: Early(Sgd(0.9)),
-    "averaged": lambda places: Averaged(Foresight(0.9, places)),
-    "horizon": lambda places: Averaged(Dana(0.9, places), 10.0),
-}
 some = settings(max_examples=4)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from courses import SIZE, START, Course, courses, require_the_oracles_way
 from hypothesis import given, settings
-from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
 from paceline.core.rules.ringleader import Ringleader
+from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
+from tests.support.slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 
 class SlowCached:

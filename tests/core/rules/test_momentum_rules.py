@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from courses import SIZE, START, Course, courses, require_the_oracles_way
 from hypothesis import given, settings
 
 from paceline.core.rules.dana import Dana, DanaSlim
+from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
 
 
 class SlowDana:

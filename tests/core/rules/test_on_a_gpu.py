@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_every_rule import RULES
 from torch import Tensor
 
 from paceline.interfaces import Arrival, Rule
+from tests.support.every_rule import RULES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RUNS, PLACES, SIZE, UPDATES, WARM_UP = 4, 3, 64, 60, 3

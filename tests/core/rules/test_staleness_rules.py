@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from courses import SIZE, START, Course, courses, require_the_oracles_way
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.buffered import Buffered, Delayed
@@ -17,6 +15,8 @@ from paceline.core.rules.plain import Plain
 from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from paceline.interfaces import Arrival
 from paceline.settings.strategies import OUTER
+from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
+from tests.support.slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
 
 class SlowDamped:

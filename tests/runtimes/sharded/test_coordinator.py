@@ -1,0 +1,158 @@
+"""The first of several servers, with another that the test plays: parts that never come, servers that fall silent."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.assembly.run import sizes_of
+from paceline.assembly.task import identity_of
+from paceline.core.buffers import Memory, Sizes
+from paceline.core.messages import Join
+from paceline.errors import Forgotten, PacelineError, ServerLost, UserError
+from paceline.runs.folder import NOT_COME
+from paceline.runtimes.server import remote_service as cluster_server
+from paceline.runtimes.server.remote_service import ClusterService, OwnLine
+from paceline.runtimes.sharded import coordinator as sharded_server
+from paceline.runtimes.sharded import peers as shards
+from paceline.runtimes.sharded.channel import Link
+from paceline.runtimes.sharded.coordinator import ShardedService
+from paceline.runtimes.sharded.peers import Shards
+from paceline.system.environment import package_version
+from paceline.transports.listener import Applicant, Listener
+from paceline.transports.tcp_client import TcpWorkerDoor
+from tests.support.connections import connected
+from tests.support.recorded_runs import RecordedRun, small_config
+from tests.support.waiting import until
+
+
+class First:
+    """A run of two servers: the first is real and in a thread, the second is the test, and beats if it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RecordedRun(small_config(folder, strategy="async", workers=1))
+        self.notes: list[str] = []
+        self.error: PacelineError | None = None
+        self.listener = Listener("127.0.0.1:0", b"token")
+        ours, theirs = connected()
+        ours.peer = "127.0.0.1:2"
+        self.second = Link(theirs)
+        host, largest = self.run.host, sizes_of(self.run.config, self.run.task, self.run.work)
+        self.line = OwnLine(lambda row: self.notes.append(str(row.get("text"))))
+        self.shards = Shards(host, [Applicant(ours, {"address": "127.0.0.1:1"})])
+        self.service = ShardedService(host, self.line, identity_of(self.run.task), largest, self.listener, self.shards)
+        self.thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        try:
+            with torch.inference_mode():
+                self.service.run()
+        except PacelineError as error:
+            self.error = error
+
+    def start(self, beats: bool) -> None:
+        self.thread.start()
+        self.beating = threading.Thread(target=self._beat if beats else lambda: None)
+        self.beating.start()
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while self.thread.is_alive():
+            with contextlib.suppress(ConnectionError):
+                self.second.send({"beat": True})
+            pause.wait(0.02)
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.line.stop("interrupted")
+        self.thread.join(20)
+        self.beating.join(20)
+        for one in (self.listener, self.second, self.shards, self.run, self.line.connection, self.line._other):
+            one.close()
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., First]]:
+    made: list[First] = []
+
+    def make(beats: bool, **seconds: float) -> First:
+        for name, value in seconds.items():
+            module = next(one for one in (shards, cluster_server, sharded_server) if hasattr(one, name))
+            monkeypatch.setattr(module, name, value)
+        made.append(First(tmp_path))
+        made[0].start(beats)
+        return made[0]
+
+    yield make
+    made[0].close()
+
+
+def facts_of(first: First) -> dict[str, Any]:
+    return {**identity_of(first.run.task)}
+
+
+def test_a_worker_that_brings_the_others_nothing_is_sent_away_and_may_come_again(make: Callable[..., First]) -> None:
+    first = make(beats=True, VOTE_SECONDS=0.2)
+    door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+    welcome = door.apply({"version": package_version("paceline")})
+    assert [row["span"] for row in welcome["shards"]] == [[0, 64], [64, 128]]
+    sizes = Sizes(64, first.run.task.state_size)
+    with pytest.raises(Forgotten) as forgotten:
+        door.hello(Join(0, 0), Memory.private(sizes), facts_of(first))
+    assert forgotten.value.welcome["worker"] == 0
+    assert "worker 0 did not bring every server its part in 0.2 s: it is sent away" in first.notes
+    assert not first.run.server.members
+    door.close()
+
+
+def test_a_server_that_falls_silent_ends_the_run_in_one_line(make: Callable[..., First]) -> None:
+    first = make(beats=False, SILENT_SECONDS=0.3)
+    first.thread.join(20)
+    assert isinstance(first.error, ServerLost)
+    assert "server 1 of floats 64 to 128 at 127.0.0.1:1 has said nothing for 0.3 s at update 0" in str(first.error)
+    assert f"'paceline server --resume {first.run.folder.path}' goes on from there" in str(first.error)
+
+
+def test_beats_are_signs_of_life(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    link = first.shards.all[0].link
+    before = link.last_heard
+    until(lambda: link.last_heard != before, "a heartbeat")
+    assert first.error is None
+
+
+def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_over(make: Callable[..., First]) -> None:
+    first = make(beats=True, REMIND_SECONDS=0.1)
+    said = "0 of 1 workers are here after 0 s: start the others with 'paceline worker --connect"
+    until(
+        lambda: any(note.startswith(said) and first.listener.address in note for note in first.notes),
+        lambda: f"the reminder, only {first.notes}",
+    )
+    first.service.wait_seconds = 0.2
+    first.thread.join(20)
+    assert (first.run.host.stop_reason, first.error) == (NOT_COME, None)
+    assert first.run.folder.way_on(first.run.config).startswith("'paceline resume")
+    first.run.folder.server_file.write_text('{"by_hand": true}')
+    assert first.run.folder.way_on(first.run.config).startswith("'paceline server --resume")
+
+
+def test_a_worker_on_a_gpu_needs_a_server_that_never_computes_again(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+    with pytest.raises(UserError, match=r"it computes on cuda, .* start the server with --recovery checkpoint"):
+        door.apply({"version": package_version("paceline"), "device": "cuda"})
+
+
+def test_further_servers_are_not_taken_for_workers(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    words = {"version": package_version("paceline"), "shard": True}
+    with pytest.raises(UserError, match="all 2 servers of this run are here"):
+        TcpWorkerDoor(first.listener.address, b"token").apply(words, beats=False)
+    assert "one server has all weights of this run" in ClusterService._no_room_for_servers(first.service)

@@ -1,0 +1,208 @@
+"""Runs in this process, recorded as a real host records them, with pushes in a seeded random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.assembly.run import make_join, make_seat, make_server, work_of
+from paceline.config import RunConfig
+from paceline.core.messages import Join, Leave, Reply
+from paceline.core.server import Server
+from paceline.core.worker import Seat
+from paceline.models.dropout import AddressedDropout
+from paceline.runs import arrival_log
+from paceline.runs.checkpoint import Cut, take_cut
+from paceline.runs.folder import RunFolder
+from paceline.runs.recovery import Rebuilt, rebuild
+from paceline.runs.replay import Replay
+from paceline.runtimes.server.host import Host
+from paceline.settings.resolve import resolve
+from paceline.tasks.supervised import SupervisedTask
+
+
+class Small(nn.Module):
+    """A few weights, dropout by address, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.dropout = AddressedDropout(0.3, layer=1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.dropout(F.relu(self.norm(self.first(inputs)))))
+
+
+def small_task() -> SupervisedTask:
+    """The same task every time."""
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    train = torch.randn(54, 5, generator=generator), torch.randint(0, 3, (54,), generator=generator)
+    test = torch.randn(12, 5, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+    return SupervisedTask(Small(), F.cross_entropy, train, test)
+
+
+def small_config(folder: Path, **settings: Any) -> RunConfig:
+    """A config that fits the small task."""
+    fixed: dict[str, Any] = {
+        "batch_size": 4,
+        "lr": 0.1,
+        "epochs": 2.0,
+        "threads": 1,
+        "runs": str(folder),
+        "name": "run",
+    }
+    return resolve(RunConfig(**{**fixed, **settings}))
+
+
+def ignore(row: dict[str, Any]) -> None:
+    """A report that nobody reads."""
+
+
+@dataclass
+class RecordedRun:
+    """A host, its seats, and whatever the test wants to happen to them."""
+
+    config: RunConfig
+    seed: int = 0
+    seats: dict[int, Seat] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.folder = RunFolder.create(self.config)
+        self.task = small_task()
+        self.work = work_of(self.task, self.config)
+        self.server = make_server(self.config, self.task, self.work)
+        self.host = Host(self.server, self.task, self.work, self.config, self.folder, self.rows.append)
+        self.host.send = self.deliver
+        self._order = random.Random(self.seed)
+        self.incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
+
+    def make_seat(self, join: Join) -> Seat:
+        return make_seat(self.config, small_task(), self.work, join)
+
+    def join(self, worker: int) -> None:
+        join = make_join(self.config, self.work, worker, self.incarnations[worker])
+        self.incarnations[worker] += 1
+        self.seats[worker] = self.make_seat(join)
+        self.host.memories[worker] = self.seats[worker].memory
+        self.host.handle(join)
+
+    def join_all(self) -> None:
+        for worker in self.incarnations:
+            self.join(worker)
+
+    def leave(self, worker: int) -> None:
+        seat = self.seats.pop(worker)
+        self.host.handle(Leave(worker, seat.join.incarnation))
+
+    def push(self, worker: int) -> None:
+        push = self.seats[worker].push()
+        if push is not None:
+            self.host.handle(push)
+
+    def deliver(self, reply: Reply) -> None:
+        if reply.worker in self.seats:  # else it has left meanwhile
+            self.seats[reply.worker].pending = reply
+
+    def push_at_random(self, times: int) -> None:
+        """So many pushes by whoever is ready, or fewer when the run ends before."""
+        for _ in range(times):
+            ready = [worker for worker, seat in self.seats.items() if seat.pending is not None]
+            if not ready:
+                return
+            self.push(self._order.choice(ready))
+
+    def run_to_the_end(self) -> None:
+        self.push_at_random(10_000)
+        assert self.server.over
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files, once."""
+        if not self.closed:
+            self.closed = True
+            self.host.close()
+
+    def cut(self) -> None:
+        """A checkpoint at the next moment that allows one, on disk when this returns."""
+        while not self.server.can_be_cut:
+            self.push_at_random(1)
+        self.host.checkpoint_now()
+
+    def resume(self, **upkeep: Any) -> Rebuilt:
+        """As after a SIGKILL: another server and host over what lies in the folder, and nobody there yet."""
+        self.close()
+        self.config = dataclasses.replace(self.config, **upkeep)
+        self.server, self.seats = self.new_server(), {}
+        pieces = self.config, self.folder, self.rows.append
+        rebuilt = rebuild(self.server, self.make_seat, self.task, *pieces)
+        self.host, self.closed = Host(self.server, self.task, self.work, *pieces, rebuilt.now), False
+        self.host.send = self.deliver
+        self.host.go_on(rebuilt)
+        return rebuilt
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user was told."""
+        return [row["text"] for row in self.rows if row["kind"] == "note"]
+
+    def new_server(self) -> Server:
+        """A server as it was at the start."""
+        return make_server(self.config, small_task(), self.work)
+
+    def replay(self, **arguments: Any) -> Replay:
+        return Replay(self.new_server(), self.make_seat, **arguments)
+
+
+def assert_same(found: Server, expected: Server) -> None:
+    """Bit for bit: weights, rule state, running statistics and every count."""
+    assert torch.equal(found.weights, expected.weights)
+    for name, tensor in expected.rule_state.items():
+        assert torch.equal(found.rule_state[name], tensor), name
+    assert found.worker_states.keys() == expected.worker_states.keys()
+    for worker, state in expected.worker_states.items():
+        assert torch.equal(found.worker_states[worker], state), f"running statistics of worker {worker}"
+    assert found.facts() == expected.facts()
+
+
+def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:
+    """All whole records of a run's log from `start` on."""
+    records, whole = arrival_log.read_arrivals(run.folder.arrivals_file, run.config, start)
+    assert whole == run.folder.arrivals_file.stat().st_size
+    return records
+
+
+def cut_now(run: RecordedRun) -> Cut:
+    """A cut at the next moment that allows one, as the host takes it."""
+    while not run.server.can_be_cut:
+        run.push_at_random(1)
+    sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
+    return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
+
+
+Record = Callable[..., RecordedRun]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Record]:
+    """Make recorded runs whose files are closed when the test ends."""
+    runs: list[RecordedRun] = []
+
+    def make(seed: int = 0, **settings: Any) -> RecordedRun:
+        runs.append(RecordedRun(small_config(tmp_path, **settings), seed))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()

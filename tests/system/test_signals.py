@@ -1,0 +1,59 @@
+"""Ctrl-C and SIGTERM: never in the middle of an import, and never lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.system.signals import ended_by_signals, interrupts
+from tests.support.waiting import until
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture
+def half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that sends a signal to its own process in the middle of being imported."""
+    name = "sends_a_signal_half_way"
+    (tmp_path / f"{name}.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\nwhole = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_raises_at_once_and_the_handlers_before_come_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in (*SIGNALS, signal.SIGALRM)]
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        signal.raise_signal(number)
+    assert [signal.getsignal(each) for each in (*SIGNALS, signal.SIGALRM)] == before
+
+
+def test_during_an_import_it_waits_until_the_module_is_whole(half_way: str) -> None:
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        try:
+            __import__(half_way)
+        except KeyboardInterrupt:
+            pytest.fail("the import was interrupted")
+        until(lambda: False, "the signal that waited for the import")
+    assert sys.modules[half_way].whole
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_one_that_waits_is_raised_before_other_handlers_take_over(half_way: str) -> None:
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        __import__(half_way)
+        with interrupts(lambda number, frame: None):
+            pytest.fail("it was not told of the signal")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_run_handles_them_in_its_own_way() -> None:
+    came: list[int] = []
+    with ended_by_signals(), interrupts(lambda number, frame: came.append(number)):
+        for number in SIGNALS:
+            signal.raise_signal(number)
+    assert came == SIGNALS
