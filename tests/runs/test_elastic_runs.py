@@ -68,7 +68,7 @@ def test_a_resumed_run_knows_its_deals_and_who_was_drained(record: Record) -> No
     rebuild(again, run.make_seat, run.task, run.config, run.folder, ignore)
     assert_same(again, run.server)
     again.handle(Resume())
-    assert again._awaited == {1}  # worker 0 was sent away, and 2 came by itself
+    assert again.awaited == [1]  # worker 0 was sent away, and 2 came by itself
 
 
 def test_the_clock_of_a_run_whose_workers_were_all_drained_runs_when_one_comes_again(record: Record) -> None:

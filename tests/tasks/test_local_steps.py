@@ -15,7 +15,7 @@ from paceline.assembly.run import make_join, make_seat, make_server, make_steps,
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply, Steps
-from paceline.core.server import Server
+from paceline.core.server import Server, restore_server, server_facts
 from paceline.core.worker import Seat, dealt
 from paceline.data.datasets import Dataset
 from paceline.settings.resolve import resolve
@@ -180,5 +180,5 @@ def test_a_worker_told_to_make_fewer_steps_counts_for_fewer_samples(make_dataset
     assert found.server.samples == 2 * 4 * 8 + (4 + 2) * 8
     assert [(r.batch, r.steps) for r in found.replies if r.worker == 1] == [(0, 4), (4, 2), (6, 2)]
     again = InRounds(local_config("local:4", momentum=0.0), make_dataset(640)).server
-    again.restore(found.server.facts(), found.server.weights, found.server.rule_state)
-    assert again.facts() == found.server.facts() and again.last_answer(1) == found.replies[-1]
+    restore_server(again, server_facts(found.server), found.server.weights, found.server.rule_state)
+    assert server_facts(again) == server_facts(found.server) and again.last_answer(1) == found.replies[-1]

@@ -55,8 +55,22 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What workers do between two pushes: so many local steps, unless told fewer, at a learning rate of their own."""
+class InnerLoop:
+    """What a worker does between two pushes: `steps` local steps, at a learning rate with its own schedule."""
 
     steps: int
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long training lasts, the learning rate of its updates, and the local steps between them, if any."""
+
+    budget: Budget
+    schedule: Schedule
+    inner: InnerLoop | None = None
+
+    def lr(self, samples: int, version: int, local: bool = False) -> float:
+        """The learning rate after `samples` samples and `version` updates: of an update, or of local steps if any."""
+        schedule = self.inner.schedule if local and self.inner is not None else self.schedule
+        return schedule.lr(self.budget.fraction(samples, version), samples / self.budget.epoch_samples)

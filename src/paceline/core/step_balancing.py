@@ -11,9 +11,9 @@ WORTH_TELLING = 0.1
 
 
 class Pacing:
-    """From measured seconds a step to numbers of steps: `Inside.steps` for the fastest, in proportion for the others.
+    """Turns measured seconds per step into numbers of local steps: `InnerLoop.steps` for the fastest worker.
 
-    What it decides becomes an input of the server, so the log holds it and a replay measures nothing.
+    The others make fewer, in proportion. Each decision is an input of the server, so a replay reads it from the log.
     """
 
     def __init__(self) -> None:
