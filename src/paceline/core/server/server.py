@@ -45,9 +45,8 @@ class Server:
         self.worker_states: dict[int, Tensor] = {}
         self.version = self.samples = 0
         self.pushes = self.replies = self.bytes_pushed = self.bytes_pulled = 0
-        self.dropped = self.late = 0
-        self.lost = 0
-        """Pushes that were taken and, after a crash, not computed again."""
+        self.dropped = self.late = self.lost = 0
+        """Pushes that were never applied; lost ones were taken before a crash and not computed again."""
         self.staleness: Counter[int] = Counter()
         self.over = False
         self.divergence: Divergence | None = None
@@ -142,8 +141,7 @@ class Server:
         return Outcome(Verdict.TAKEN)
 
     def _push(self, push: Push) -> Outcome:
-        worker, updater = push.worker, self.updater
-        member = self.members.get(worker)
+        worker, updater, member = push.worker, self.updater, self.members.get(push.worker)
         if member is None or not member.live or push.incarnation != member.incarnation:
             return Outcome(Verdict.REJECTED)
         if push.seq <= member.seq:
@@ -151,16 +149,12 @@ class Server:
             return Outcome(Verdict.REPEATED, () if is_unanswered else (self.last_answer(worker),))
         if member.waiting or push.reply != member.serial:
             return Outcome(Verdict.REJECTED)  # one reply allows one push
-        nbytes = updater.push_nbytes
-        if updater.decoder is not None:
-            nbytes = updater.nbytes_of(push)
-            if not self.over:
-                push = push._replace(update=updater.decoder.decode(push.update))  # it may raise: change nothing before
-        self.bytes_pushed += nbytes
-        self.pushes += 1
+        nbytes = updater.push_nbytes if updater.decoder is None else updater.nbytes_of(push)
+        if updater.decoder is not None and not self.over:
+            push = push._replace(update=updater.decoder.decode(push.update))  # it may raise: change nothing before
+        self.pushes, self.bytes_pushed = self.pushes + 1, self.bytes_pushed + nbytes
         member.heard(self.version)
-        member.seq, member.waiting = push.seq, True
-        member.pushes += 1
+        member.seq, member.waiting, member.pushes = push.seq, True, member.pushes + 1
         if push.state.numel():
             self.worker_states[worker] = push.state.clone()
         if self.over:
@@ -194,8 +188,7 @@ class Server:
         return tuple(self._reply(worker) for worker in self.roster.waiting())
 
     def _leave(self, leave: Leave) -> Outcome:
-        worker = leave.worker
-        member = self.members.get(worker)
+        worker, member = leave.worker, self.members.get(leave.worker)
         if member is not None and leave.incarnation < member.incarnation + (not member.live):
             return Outcome(Verdict.REJECTED)  # an earlier incarnation
         was_started = self.started
@@ -249,7 +242,7 @@ class Server:
             self.updater.free([self.held.pop(worker)])
 
     def _carry_out(self, decision: Decision) -> tuple[Reply, ...]:
-        """Make the update, reply to the workers it releases, then dismiss those that have finished their work."""
+        """Make the update, reply to the workers that are released, then dismiss those that have finished their work."""
         if decision.apply and (not self._apply(decision.apply) or self.budget.spent(self.samples, self.version)):
             return self._finish()
         members = self.members
@@ -257,7 +250,6 @@ class Server:
         finished = [worker for worker in answered if members[worker].spent or members[worker].draining]
         for worker in finished:
             members[worker].dismissed = members[worker].draining
-        if finished:
             self.roster.changed()
         replies = [self._reply(worker) for worker in decision.release if worker not in finished]
         for worker in finished:
@@ -273,8 +265,7 @@ class Server:
         pushes = [self.held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
-        lr = self.training.lr(self.samples, self.version) * self.lr_factor
-        num_live = self.roster.num_live
+        lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, self.roster.num_live
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
         if broken is not None:
             self.divergence = Divergence(broken.worker, self.version, broken.loss)
@@ -301,9 +292,7 @@ class Server:
     def _reply(self, worker: int, over: bool = False) -> Reply:
         """Send a worker on, with the newest weights and its next batch; or tell it that it is over."""
         member = self.members[worker]
-        member.waiting = False
-        member.serial += 1
-        member.version = self.version
+        member.waiting, member.serial, member.version = False, member.serial + 1, self.version
         self.replies += 1
         if self.deals is not None and not over:
             self.roster.assign_data(worker, self.deals)
