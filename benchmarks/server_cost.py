@@ -20,8 +20,8 @@ from paceline.core.messages import Join, Push, Verdict
 from paceline.core.optimizers import Adam, Optimizer, Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server
 from paceline.interfaces import Arrival
 from paceline.transports.shared_memory import Slot
 
@@ -40,9 +40,8 @@ class Served:
     def __init__(self, optimizer: Optimizer, slots: list[Slot], size: int) -> None:
         weights = torch.zeros(size)
         self._slots = slots
-        self._server = Server(
-            weights, Plain(optimizer), AtOnce(), Budget(1 << 62, 60_000), Schedule(LR), num_workers=NUM_WORKERS
-        )
+        training = Training(Budget(1 << 62, 60_000), Schedule(LR))
+        self._server = Server(weights, Plain(optimizer), AtOnce(), training, Roster(NUM_WORKERS))
         replies = [reply for w in range(NUM_WORKERS) for reply in self._server.handle(Join(w, 0)).replies]
         self._serials = {reply.worker: reply.serial for reply in replies}
 
@@ -51,7 +50,7 @@ class Served:
         outcome = self._server.handle(Push(worker, 0, serial, serial, 32, 0.5, slot.update, slot.state))
         assert outcome.verdict is Verdict.TAKEN
         for reply in outcome.replies:
-            self._server.weights_for(reply.worker, self._slots[reply.worker].weights)
+            self._server.updater.weights_for(reply.worker, self._slots[reply.worker].weights)
             self._serials[reply.worker] = reply.serial
 
 

@@ -15,8 +15,8 @@ from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Inside, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
+from paceline.core.server import Roster, Server
 from paceline.core.worker import Seat
 from paceline.interfaces import Batch, Policy, State, pack
 from paceline.reports.tables import table
@@ -88,11 +88,11 @@ class Watched:
             self.send(reply)
 
 
-def drive(policy: Policy, inside: Inside | None = None) -> list[list[str]]:
+def drive(policy: Policy, inside: InnerLoop | None = None) -> list[list[str]]:
     """Two minutes of virtual time; a row for every update."""
     agenda, forever = Agenda(), Budget(1_000_000, 1)
     schedule = Schedule(LR if inside is None else 1.0)  # a drift has its learning rate inside and is applied as it is
-    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, schedule, NUM_WORKERS, inside=inside)
+    server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, Training(forever, schedule, inside), Roster(NUM_WORKERS))
     side = Watched(server, agenda, {}, [], send=lambda reply: None)
 
     def come(worker: int, incarnation: int) -> Seat:
@@ -124,7 +124,9 @@ def main() -> None:
     notice = "Notice: five times as many updates, each stale: soon near, never at rest."
     show("async: the server replies at once", drive(AtOnce()), 25, notice)
     notice = "Notice: few exchanges, but each pulls its own way: it ends beside the bottom."
-    show("local:8: eight steps each, then the mean of the drifts", drive(Rounds(), Inside(8, Schedule(LR))), 1, notice)
+    show(
+        "local:8: eight steps each, then the mean of the drifts", drive(Rounds(), InnerLoop(8, Schedule(LR))), 1, notice
+    )
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.assembly.core import make_inside, make_policy
+from paceline.assembly.core import make_inner_loop, make_policy
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
 from paceline.core.messages import Input, Join
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import Seat
 from paceline.randomness import rng
 from paceline.settings.fault_table import Fault
@@ -205,10 +205,8 @@ def simulate(cell: Cell) -> Found | None:
 
     def start_server() -> Side:
         config, budget = RunConfig(strategy=cell.text, workers=cell.workers), Budget(samples, samples)
-        policy, inside = make_policy(config), make_inside(config)
-        server = Server(
-            model.initial(), Plain(Sgd()), policy, budget, Schedule(0.0), cell.workers, nbytes=NBYTES, inside=inside
-        )
+        policy, training = make_policy(config), Training(budget, Schedule(0.0), make_inner_loop(config))
+        server = Server(model.initial(), Plain(Sgd()), policy, training, Roster(cell.workers), Exchange(nbytes=NBYTES))
         return Side(server, round(LEFT_OUT * samples), look)
 
     def stop(_: None) -> None:

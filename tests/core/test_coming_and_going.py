@@ -12,18 +12,19 @@ from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server, restore_server, server_facts
 from paceline.interfaces import Policy
 
 LONG = Budget(samples=10**9, epoch_samples=100)
+TRAINING = Training(LONG, Schedule(1.0))
 
 
 class Cluster:
     """A server of one weight, and what each worker was told last."""
 
     def __init__(self, policy: Policy, num_workers: int = 2, places: int | None = None, quota: int | None = None):
-        self.server = Server(torch.zeros(1), Plain(Sgd()), policy, LONG, Schedule(1.0), num_workers, places=places)
+        self.server = Server(torch.zeros(1), Plain(Sgd()), policy, TRAINING, Roster(num_workers, places))
         self.told: dict[int, Reply] = {}
         self.quota = quota
         for worker in range(num_workers):
@@ -157,7 +158,7 @@ def test_every_change_of_who_is_at_work_deals_anew_and_everybody_hears_of_it_wit
 
 
 def test_who_never_came_has_no_part_from_the_start() -> None:
-    server = Server(torch.zeros(1), Plain(Sgd()), AtOnce(), LONG, Schedule(1.0), 3, places=3)
+    server = Server(torch.zeros(1), Plain(Sgd()), AtOnce(), TRAINING, Roster(3, 3))
     server.handle(Join(0, 0))
     server.handle(Join(2, 0))
     told = server.handle(Leave(1, 0)).replies
@@ -207,9 +208,9 @@ def test_deals_and_drains_survive_a_checkpoint() -> None:
     cluster.push(1)
     cluster.push(1)
     cluster.handle(Drain(0))
-    facts = json.loads(json.dumps(cluster.server.facts()))
-    again = Server(torch.zeros(1), Plain(Sgd()), AtOnce(), LONG, Schedule(1.0), 2, places=4)
-    again.restore(facts, cluster.server.weights, {})
+    facts = json.loads(json.dumps(server_facts(cluster.server)))
+    again = Server(torch.zeros(1), Plain(Sgd()), AtOnce(), TRAINING, Roster(2, 4))
+    restore_server(again, facts, cluster.server.weights, {})
     before = cluster.told[1]
     assert again.last_answer(1) == before and before.batch == 1
     told = Push(1, 0, before.serial, before.serial, 1, 0.5, torch.ones(1), torch.empty(0))
@@ -219,7 +220,7 @@ def test_deals_and_drains_survive_a_checkpoint() -> None:
 
 def test_a_rule_with_a_row_a_worker_has_one_for_newcomers_and_forgets_who_was_drained() -> None:
     rule = Cached(Sgd(), places=3)
-    server = Server(torch.zeros(1), rule, AtOnce(), LONG, Schedule(1.0), 1, places=3)
+    server = Server(torch.zeros(1), rule, AtOnce(), TRAINING, Roster(1, 3))
     server.handle(Join(0, 0))
     server.handle(Join(2, 0))
     for worker in (0, 2):

@@ -16,8 +16,9 @@ from paceline.core.messages import Join, Leave, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Exchange as ServerExchange
+from paceline.core.server import Roster, Server, server_facts
 from paceline.core.worker import Seat
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, Policy, State, pack
@@ -73,9 +74,9 @@ class Exchange:
 
     def __init__(self, used: Codecs, workers: int = 2, policy: Policy | None = None, poison: int | None = None) -> None:
         budget = Budget(10**6, 10)
-        self.server = Server(
-            Slopes().initial(), Plain(Sgd(0.5)), policy or AtOnce(), budget, Schedule(0.1), workers, codecs=used
-        )
+        training, roster = Training(budget, Schedule(0.1)), Roster(workers)
+        rule, exchange = Plain(Sgd(0.5)), ServerExchange(used)
+        self.server = Server(Slopes().initial(), rule, policy or AtOnce(), training, roster, exchange)
         self.used, self.poison = used, poison
         self.tasks: dict[int, Slopes] = {}
         self.seats: dict[int, Seat] = {}
@@ -187,7 +188,7 @@ def test_memory_of_a_push_that_left_serves_others_and_nobody_elses_is_touched() 
         exchange.push(worker)
     exchange.leave(0)
     exchange.push(2)
-    held = {worker: push.update.clone() for worker, push in exchange.server._held.items()}
+    held = {worker: push.update.clone() for worker, push in exchange.server.held.items()}
     assert set(held) == {1, 2}
     assert torch.equal(held[1], held[2])  # the same batch, the same numbers
     exchange.push(3)
@@ -197,7 +198,7 @@ def test_memory_of_a_push_that_left_serves_others_and_nobody_elses_is_touched() 
         for worker in (1, 2, 3):
             push = exchange.compute(worker)
             outcome = exchange.server.handle(push)
-            addresses |= {push.update.data_ptr() for push in exchange.server._held.values()}
+            addresses |= {push.update.data_ptr() for push in exchange.server.held.values()}
             exchange.deliver(outcome.replies)
     assert len(addresses) <= 3
 
@@ -218,10 +219,10 @@ def test_a_gradient_with_a_nan_ends_the_run_and_is_not_applied(name: str, policy
 def test_bytes_that_are_no_push_are_the_workers_fault_and_change_nothing() -> None:
     exchange = Exchange(codecs("int8", None), workers=2)
     exchange.push(0)
-    push, facts, weights = exchange.compute(0), exchange.server.facts(), exchange.server.weights.clone()
+    push, facts, weights = exchange.compute(0), server_facts(exchange.server), exchange.server.weights.clone()
     with pytest.raises(ProtocolError, match="expected"):
         exchange.server.handle(push._replace(update=push.update[:-1]))
-    assert exchange.server.facts() == facts
+    assert server_facts(exchange.server) == facts
     assert torch.equal(exchange.server.weights, weights)
     assert exchange.server.handle(push).verdict == Verdict.TAKEN
 

@@ -13,6 +13,7 @@ from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
+from paceline.core.server import server_facts
 from paceline.interfaces import pack
 from paceline.settings.rules import RULES
 from tests.support.toy_cluster import MOST_SAMPLES, POLICIES, ToyCluster, samples_of, started
@@ -274,7 +275,7 @@ def test_a_server_restored_from_its_facts_goes_on_identically(
     assert cluster.twin is not None
     assert cluster.twin.over == cluster.server.over
     if cluster.server.can_be_cut:
-        assert cluster.twin.facts() == cluster.server.facts()
+        assert server_facts(cluster.twin) == server_facts(cluster.server)
 
 
 @pytest.mark.long

@@ -11,8 +11,8 @@ from paceline.core.messages import Join, Leave, Push, Resume, Stop, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server, server_facts
 from paceline.interfaces import Policy
 from tests.support.toy_cluster import POLICIES, ToyCluster, started
 
@@ -23,7 +23,7 @@ BROKEN = [math.nan, math.inf, -math.inf]
 
 def server_of(policy: Policy, num_workers: int) -> Server:
     """A server of four weights on which every worker has joined."""
-    server = Server(torch.ones(4), Plain(Sgd()), policy, LONG, Schedule(0.5), num_workers)
+    server = Server(torch.ones(4), Plain(Sgd()), policy, Training(LONG, Schedule(0.5)), Roster(num_workers))
     for worker in range(num_workers):
         server.handle(Join(worker, 0))
     return server
@@ -244,13 +244,13 @@ def test_a_cut_is_refused_while_a_push_is_held() -> None:
     cluster.push(0)
     assert not cluster.server.can_be_cut
     with pytest.raises(AssertionError, match="no push is held"):
-        cluster.server.facts()
+        server_facts(cluster.server)
 
 
 def test_the_learning_rate_follows_the_samples_applied() -> None:
     weights = torch.zeros(1)
     schedule = Schedule(1.0, "exponential", 0.5)
-    server = Server(weights, Plain(Sgd()), AtOnce(), Budget(30, epoch_samples=10), schedule, 1)
+    server = Server(weights, Plain(Sgd()), AtOnce(), Training(Budget(30, epoch_samples=10), schedule), Roster(1))
     server.handle(Join(0, 0))
     steps = []
     for seq in range(3):

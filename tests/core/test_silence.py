@@ -13,8 +13,8 @@ from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.foresight import Farsight, Foresight
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server, restore_server, server_facts
 from paceline.interfaces import Rule
 from tests.support.toy_cluster import Ledger, ToyCluster
 
@@ -89,12 +89,12 @@ def test_a_server_that_goes_on_from_a_cut_knows_who_is_silent(updates: int) -> N
     toys = cluster("foresight")
     for number in range(updates):
         toys.push(number % 2)
-    facts = json.loads(json.dumps(toys.server.facts()))
+    facts = json.loads(json.dumps(server_facts(toys.server)))
     rule = Ledger(RULES["foresight"](3))
     rule.here = set(range(3))
-    toys.twin = Server(torch.zeros(3), rule, AtOnce(), toys.budget, Schedule(0.25), 3)
-    toys.twin.restore(facts, toys.server.weights, toys.server.rule_state)
+    toys.twin = Server(torch.zeros(3), rule, AtOnce(), Training(toys.budget, Schedule(0.25)), Roster(3))
+    restore_server(toys.twin, facts, toys.server.weights, toys.server.rule_state)
     for number in range(updates, updates + 10):
         toys.push(number % 2)  # compares both, bit for bit
     toys.push(2)
-    assert toys.server.facts() == toys.twin.facts()
+    assert server_facts(toys.server) == server_facts(toys.twin)

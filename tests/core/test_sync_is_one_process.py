@@ -33,7 +33,7 @@ def sync_config(workers: int, batch_size: int = 8, shard_weights: list[float] | 
 
 def deliver(server: Server, seats: dict[int, Seat], replies: tuple[Reply, ...]) -> None:
     for reply in replies:
-        server.weights_for(reply.worker, seats[reply.worker].memory.weights)
+        server.updater.weights_for(reply.worker, seats[reply.worker].memory.weights)
         seats[reply.worker].pending = reply
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.assembly.run import make_join, make_seat, make_server, work_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Reply
-from paceline.core.server import Server
+from paceline.core.server import Server, server_facts
 from paceline.core.worker import Seat
 from paceline.models.dropout import AddressedDropout
 from paceline.runs import arrival_log
@@ -173,7 +173,7 @@ def assert_same(found: Server, expected: Server) -> None:
     assert found.worker_states.keys() == expected.worker_states.keys()
     for worker, state in expected.worker_states.items():
         assert torch.equal(found.worker_states[worker], state), f"running statistics of worker {worker}"
-    assert found.facts() == expected.facts()
+    assert server_facts(found) == server_facts(expected)
 
 
 def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:

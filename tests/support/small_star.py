@@ -19,8 +19,8 @@ from paceline.core.messages import Join, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import Seat
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, State, pack
@@ -70,7 +70,7 @@ def make_server(used: Codecs, updates: int, workers: int = 1) -> Server:
     """One that ends after so many updates."""
     budget = Budget(2 * updates, 2 * updates)
     weights = torch.ones(LAYOUT.size)
-    return Server(weights, Plain(Sgd(0.5)), AtOnce(), budget, Schedule(0.1), workers, codecs=used)
+    return Server(weights, Plain(Sgd(0.5)), AtOnce(), Training(budget, Schedule(0.1)), Roster(workers), Exchange(used))
 
 
 class Star:

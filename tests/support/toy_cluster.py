@@ -18,8 +18,8 @@ from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server, restore_server, server_facts
 from paceline.interfaces import Arrival, Policy, Rule, State
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -132,7 +132,9 @@ class ToyCluster:
 
     def _new_server(self, rule: Rule) -> Server:
         policy = POLICIES[self.policy]()
-        return Server(torch.zeros(self.num_workers), rule, policy, self.budget, Schedule(0.25), self.num_workers)
+        return Server(
+            torch.zeros(self.num_workers), rule, policy, Training(self.budget, Schedule(0.25)), Roster(self.num_workers)
+        )
 
     def handle(self, message: Input) -> Outcome:
         """Feed one input to the server (and to its twin), deliver the replies, and write it all down."""
@@ -160,11 +162,11 @@ class ToyCluster:
         """What each is sent, by both servers."""
         for reply in replies:
             sent = torch.full((self.num_workers,), torch.nan)
-            self.server.weights_for(reply.worker, sent)
+            self.server.updater.weights_for(reply.worker, sent)
             assert torch.isfinite(sent).all()
             if self.twin is not None:
                 again = torch.empty_like(sent)
-                self.twin.weights_for(reply.worker, again)
+                self.twin.updater.weights_for(reply.worker, again)
                 assert torch.equal(again, sent)
 
     def _deliver(self, reply: Reply, verdict: Verdict) -> None:
@@ -210,10 +212,10 @@ class ToyCluster:
 
     def fork(self) -> None:
         """From now on a second server, restored from this one's facts as JSON, is fed the same inputs."""
-        facts = json.loads(json.dumps(self.server.facts()))
+        facts = json.loads(json.dumps(server_facts(self.server)))
         self.twin = self._new_server(Averaged(self.make_rule(self.num_workers)))
         rule_state = {name: tensor.clone() for name, tensor in self.server.rule_state.items()}
-        self.twin.restore(facts, self.server.weights.clone(), rule_state)
+        restore_server(self.twin, facts, self.server.weights.clone(), rule_state)
 
     def ready(self) -> list[int]:
         """Workers that were answered and have not pushed since."""

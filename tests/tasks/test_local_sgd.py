@@ -15,8 +15,8 @@ from paceline.assembly.run import make_join, make_seat, make_server, make_steps,
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply, Steps
-from paceline.core.server import Server
-from paceline.core.worker import Seat, dealt
+from paceline.core.server import Server, restore_server, server_facts
+from paceline.core.worker import Seat, Stretch
 from paceline.data.datasets import Dataset
 from paceline.settings.resolve import resolve
 
@@ -149,15 +149,15 @@ def test_what_was_sent_stays_as_it_was_and_own_state_changes_in_place(make_datas
     weights, drift = task.initial(), torch.zeros(task.layout.size)
     computing.bind(weights, drift, torch.zeros(task.state_size))
     before, velocity = weights.clone(), computing.own["velocity"]
-    stretch = dealt(loader, Reply(0, 0, 0, 0, 0, steps=2, lr=LR))
+    stretch = Stretch(loader, 0, 2, LR)
     computing.gradient(stretch)
     assert stretch.samples == 16
     assert torch.equal(weights, before) and drift.any() and velocity.any()
     first, kept = drift.clone(), velocity.clone()
-    computing.gradient(dealt(loader, Reply(0, 0, 0, 0, 0, steps=2, lr=LR)))
+    computing.gradient(Stretch(loader, 0, 2, LR))
     assert not torch.equal(drift, first), "the momentum of the first push is still there"
     velocity.zero_()
-    computing.gradient(dealt(loader, Reply(0, 0, 0, 0, 0, steps=2, lr=LR)))
+    computing.gradient(Stretch(loader, 0, 2, LR))
     assert torch.equal(drift, first) and torch.equal(velocity, kept), "a push is a function of what `own` holds"
 
 
@@ -180,5 +180,5 @@ def test_a_worker_told_to_make_fewer_steps_counts_for_fewer_samples(make_dataset
     assert found.server.samples == 2 * 4 * 8 + (4 + 2) * 8
     assert [(r.batch, r.steps) for r in found.replies if r.worker == 1] == [(0, 4), (4, 2), (6, 2)]
     again = InRounds(local_config("local:4", momentum=0.0), make_dataset(640)).server
-    again.restore(found.server.facts(), found.server.weights, found.server.rule_state)
-    assert again.facts() == found.server.facts() and again.last_answer(1) == found.replies[-1]
+    restore_server(again, server_facts(found.server), found.server.weights, found.server.rule_state)
+    assert server_facts(again) == server_facts(found.server) and again.last_answer(1) == found.replies[-1]

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.assembly.core import make_inside, make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.config import RunConfig, is_simulated
 from paceline.core.messages import Outcome, Push, Verdict
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.server import Exchange, Roster, Server
 from paceline.interfaces import Layout
 from paceline.runs.arrival_log import Record
 from paceline.settings.strategies import on_ring
@@ -121,9 +121,9 @@ class Timeline:
     """Turns the records that count into spans and updates, in the order they end."""
 
     def __init__(self, config: RunConfig, accounts: Accounts) -> None:
-        rule, workers, places = make_rule(config, Layout((), 0)), config.workers or 1, config.max_workers
-        pieces = (NOTHING, rule, make_policy(config), ENDLESS, make_schedule(config), workers)
-        self._server = Server(*pieces, nbytes=0, inside=make_inside(config), places=places)
+        rule, roster = make_rule(config, Layout((), 0)), Roster(config.workers or 1, config.max_workers)
+        training = make_training(config, ENDLESS)
+        self._server = Server(NOTHING, rule, make_policy(config), training, roster, Exchange(nbytes=0))
         self._accounts = accounts
         self._seats: dict[int, _Seat] = {}
         self._unapplied: dict[int, int] = {}

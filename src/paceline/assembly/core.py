@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig, places_of
-from paceline.core.schedules import Inside, Schedule
+from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
 from paceline.settings.resolve import MODELS, lr_scale, parse_schedule
 from paceline.settings.rules import build_rule, parse_rule
 from paceline.settings.strategies import parse_strategy
@@ -38,10 +38,15 @@ def make_schedule(config: RunConfig) -> Schedule:
     return _schedule(config)
 
 
-def make_inside(config: RunConfig) -> Inside | None:
+def make_inner_loop(config: RunConfig) -> InnerLoop | None:
     """What workers do between two pushes, under strategies with local steps."""
     strategy = parse_strategy(config.strategy)
-    return Inside(strategy.number, _schedule(config)) if strategy.is_local else None
+    return InnerLoop(strategy.number, _schedule(config)) if strategy.is_local else None
+
+
+def make_training(config: RunConfig, budget: Budget) -> Training:
+    """How long training lasts, its learning rate, and its local steps, if any."""
+    return Training(budget, make_schedule(config), make_inner_loop(config))
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.assembly.core import make_inside, make_model, make_optimizer, make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_model, make_optimizer, make_policy, make_rule, make_training
 from paceline.assembly.task import class_labels
 from paceline.assembly.work import Work, divide_work
 from paceline.config import RunConfig, places_of
 from paceline.core.buffers import MakeMemory, Sizes
-from paceline.core.compression import DENSE, Codecs, WorkerEnd
+from paceline.core.compression import Codecs, WorkerEnd
 from paceline.core.messages import Deal, Join
 from paceline.core.schedules import Budget
-from paceline.core.server import Mean, Server
+from paceline.core.server import Exchange, Mean, Roster, Server
 from paceline.core.worker import Seat, one_vector
 from paceline.data.datasets import DATASETS
 from paceline.interfaces import Codec, Layout, Loader, Task
@@ -40,9 +40,9 @@ def work_of(task: SupervisedTask, config: RunConfig) -> Work:
 def make_server(
     config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None, nbytes: int | None = None
 ) -> Server:
-    """The server of a run, at its start.
+    """Build the server of a run, at its start.
 
-    Where the pushes of a round arrive as their mean already there is a `mean`, and `nbytes` is what a push costs.
+    On a ring, the pushes of a round arrive as their mean: `mean` returns it, and `nbytes` is what a push costs.
     """
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
@@ -53,15 +53,15 @@ def make_server(
         task.initial(),
         make_rule(config, task.layout, skew=work.skew),
         make_policy(config),
-        work.budget,
-        make_schedule(config),
-        config.workers or 1,
-        mean,
-        codecs_of(config, task.layout) if mean is None else DENSE,
-        nbytes,
-        inside=make_inside(config),
-        places=config.max_workers,
+        make_training(config, work.budget),
+        make_roster(config),
+        Exchange(codecs_of(config, task.layout)) if mean is None else Exchange(nbytes=nbytes, mean=mean),
     )
+
+
+def make_roster(config: RunConfig) -> Roster:
+    """The workers that a run expects, before any has joined."""
+    return Roster(config.workers or 1, config.max_workers)
 
 
 def key_of(config: RunConfig) -> Callable[[int], int]:
@@ -88,12 +88,10 @@ def timing_layout(config: RunConfig) -> Layout:
 
 
 def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
-    """A server of times alone, which knows what pushes and replies would weigh."""
-    rule, policy, schedule = make_rule(config, Layout((), 0)), make_policy(config), make_schedule(config)
-    codecs, workers, nbytes = codecs_of(config, layout), config.workers or 1, 4 * layout.size
-    inside, places = make_inside(config), config.max_workers
-    known = (torch.empty(0), rule, policy, budget, schedule, workers)
-    return Server(*known, codecs=codecs, nbytes=nbytes, inside=inside, places=places)
+    """Build a timing-only server: it has no weights and knows how many bytes pushes and replies would take."""
+    rule, policy, training = make_rule(config, Layout((), 0)), make_policy(config), make_training(config, budget)
+    exchange = Exchange(codecs_of(config, layout), nbytes=4 * layout.size)
+    return Server(torch.empty(0), rule, policy, training, make_roster(config), exchange)
 
 
 def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:

@@ -1,4 +1,4 @@
-"""A worker's memory as worker and server share it: what lies in it, and how large it is."""
+"""The memory that one worker shares with the server: its parts, their sizes, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from paceline.interfaces import State
 
 COUNT_NBYTES = 8
-"""Before an encoded reply: how many bytes it has."""
+"""Size of the length field in front of an encoded reply."""
 
 
 class Sizes(NamedTuple):
-    """How large the parts are: weights and state in floats, what codecs and the worker's own state need in bytes."""
+    """Sizes of the parts: weights and state in floats; payloads and the worker's own state in bytes."""
 
     weights: int
     state: int = 0
     payload: int | None = None
-    """Of the largest encoded push; None where a push is the gradient itself."""
+    """The largest encoded push; None if a push is the gradient itself."""
     pulled: int | None = None
-    """Of the largest encoded reply; None where a reply is weights."""
+    """The largest encoded reply; None if a reply is weights."""
     own: int = 0
 
     def parts(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Type and length of every part, in the order they lie in."""
+        """Type and length of every part, in memory order."""
         update = (torch.float32, self.weights) if self.payload is None else (torch.uint8, self.payload)
         return {
             "weights": (torch.float32, self.weights),
@@ -38,10 +38,10 @@ class Sizes(NamedTuple):
 
 
 class Memory:
-    """Weights and encoded replies (the server writes), update, state and the worker's own state (the worker writes).
+    """The server writes weights and encoded replies; the worker writes the update, the state and its own state.
 
-    The own state has two places: push number s leaves it in place s % 2, which the worker touches again only after
-    push s + 1 was answered. So whoever has taken push s, and not yet push s + 1, can read it at any moment.
+    The own state has two buffers: push number s fills buffer s % 2, and the worker does not write to it again before
+    push s + 1 is answered. So the server can read it at any time between taking push s and taking push s + 1.
     """
 
     def __init__(self, sizes: Sizes, parts: Mapping[str, Tensor]) -> None:
@@ -52,11 +52,11 @@ class Memory:
         self._count = parts["pulled"][:COUNT_NBYTES].view(torch.int64)
         self._own = parts["own"].view(2, sizes.own)
         self.nbytes = 0
-        """Of the last reply, as the server counts."""
+        """Bytes of the last reply, set by the server."""
 
     @staticmethod
     def private(sizes: Sizes, device: torch.device | None = None, **given: Tensor) -> Memory:
-        """Of a worker in the server's process; parts that somebody has already can be given."""
+        """Make memory for a worker in this process; parts that already exist can be passed in."""
         parts = {
             name: given[name] if name in given else torch.zeros(count, dtype=dtype, device=device)
             for name, (dtype, count) in sizes.parts().items()
@@ -64,9 +64,9 @@ class Memory:
         return Memory(sizes, parts)
 
     def part(self, span: slice, with_rest: bool, payload: int | None = None, pulled: int | None = None) -> Memory:
-        """What one server of several has to do with: a range of weights and update; state and own with one of them.
+        """The memory of one shard: a range of weights and update; one shard also gets the state and the own state.
 
-        Where pushes or replies are encoded, their parts have memory of their own, of `payload` and `pulled` bytes.
+        If pushes or replies are encoded, the shard gets separate buffers of `payload` and `pulled` bytes for them.
         """
         state, own = self.sizes.state * with_rest, self.sizes.own * with_rest
         given = {"weights": self.weights[span]}
@@ -77,7 +77,7 @@ class Memory:
         return Memory.private(Sizes(span.stop - span.start, state, payload, pulled, own), None, **given)
 
     def widened(self, weights: Tensor, span: slice) -> Memory:
-        """The memory of which this is the part `span`: its weights are `weights`, and ours lie in them from now on."""
+        """Full-size buffers over `weights`; from now on this object's weights are the slice `span` of it."""
         self.weights = weights[span]
         sizes = self.sizes._replace(weights=weights.numel())
         given = {"update": self.update, "state": self.state, "pulled": self._reply, "own": self._own.view(-1)}
@@ -85,7 +85,7 @@ class Memory:
 
     @property
     def num_pulled(self) -> int:
-        """Bytes of the encoded reply that the worker has not used yet."""
+        """Bytes of the encoded reply that the worker has not decoded yet."""
         return int(self._count.item()) if self._count.numel() else 0
 
     @num_pulled.setter
@@ -93,12 +93,11 @@ class Memory:
         self._count.fill_(nbytes)
 
     def keep(self, own: State, seq: int) -> None:
-        """The worker's own state as push number `seq` leaves it."""
-        if self.sizes.own:
-            save_own(own, self._own[seq % 2])
+        """Save the worker's own state with push number `seq`."""
+        save_own(own, self._own[seq % 2])
 
     def kept(self, seq: int) -> Tensor:
-        """The bytes of the worker's own state as push number `seq` left it."""
+        """The bytes of the worker's own state that were saved with push number `seq`."""
         return self._own[seq % 2]
 
 
@@ -106,12 +105,12 @@ MakeMemory: TypeAlias = Callable[[Sizes], Memory]
 
 
 def own_nbytes(own: State) -> int:
-    """Bytes of a worker's own state."""
+    """How many bytes a worker's own state takes."""
     return sum(tensor.nbytes for tensor in own.values())
 
 
 def save_own(own: State, out: Tensor) -> None:
-    """All tensors one after another, as bytes."""
+    """Write all tensors one after another, as bytes."""
     offset = 0
     for tensor in own.values():
         out[offset : offset + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
@@ -119,7 +118,7 @@ def save_own(own: State, out: Tensor) -> None:
 
 
 def load_own(own: State, saved: Tensor) -> None:
-    """The inverse of `save_own`, in place."""
+    """Load what `save_own` wrote, in place."""
     assert saved.numel() == own_nbytes(own), f"{saved.numel()} bytes for an own state of {own_nbytes(own)}"
     offset = 0
     for tensor in own.values():
@@ -128,5 +127,5 @@ def load_own(own: State, saved: Tensor) -> None:
 
 
 def view(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor, as they lie in memory."""
+    """The bytes of a flat tensor, without a copy."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Both ends of an encoded exchange: pushes that the worker encodes, replies that the server does.
+"""Both ends of an encoded exchange: the worker encodes pushes, the server encodes replies.
 
-A reply carries how far the worker's weights are from those wanted, so what one leaves out is in the next.
+A reply encodes the difference to the weights that the worker has, so the next reply makes up for what it leaves out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.core.buffers import Memory, Sizes, own_nbytes
 from paceline.interfaces import Codec, State, Task
 
 LEFT_OUT = "error"
-"""The name of what a codec's memory has left out so far."""
+"""The name of the error-feedback buffer in a codec's memory."""
 
 
 def _no_key(worker: int) -> int:
@@ -23,7 +23,7 @@ def _no_key(worker: int) -> int:
 
 
 class Codecs(NamedTuple):
-    """How pushes and replies are encoded (None: as they are), and the key of each worker's memory."""
+    """The codecs of pushes and replies (None: not encoded), and the key of each worker's codec memory."""
 
     push: Codec | None = None
     pull: Codec | None = None
@@ -31,12 +31,12 @@ class Codecs(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """As the user writes them."""
+        """The names of both codecs, as the user writes them."""
         return [codec.name if codec is not None else "none" for codec in (self.push, self.pull)]
 
     @property
     def capacities(self) -> tuple[int | None, int | None]:
-        """The most bytes of an encoded push and of an encoded reply."""
+        """The largest encoded push and the largest encoded reply, in bytes."""
         push, pull = self.push, self.pull
         return push.capacity if push is not None else None, pull.capacity if pull is not None else None
 
@@ -45,25 +45,25 @@ DENSE = Codecs()
 
 
 class WorkerEnd:
-    """Between a task and the memory that the server sees: encoded replies come in, encoded pushes go out."""
+    """The worker's end, between a task and the memory shared with the server: decodes replies, encodes pushes."""
 
     def __init__(self, codecs: Codecs, worker: int, task: Task, device: torch.device | None = None) -> None:
-        self._codecs, self._device = codecs, device
+        self.codecs, self._device = codecs, device
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
         self.own: State = {**task.own, **{f"codec.{name}": tensor for name, tensor in self._left_out.items()}}
         self.sizes = Sizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes(self.own))
 
     def bind(self, memory: Memory, task: Task) -> None:
-        """Use this memory from now on; with a codec the gradient itself is private."""
+        """Use this memory from now on; with a push codec, the gradient gets a private buffer."""
         self._memory = memory
         self._gradient = memory.update
-        if self._codecs.push is not None:
+        if self.codecs.push is not None:
             self._gradient = torch.zeros(self.sizes.weights, device=self._device)
         task.bind(memory.weights, self._gradient, memory.state)
 
     def receive(self) -> None:
-        """Bring the weights to where the reply wants them; the gradient's memory is free meanwhile."""
-        memory, codec = self._memory, self._codecs.pull
+        """Add the decoded reply to the weights; the gradient buffer is free meanwhile and holds it."""
+        memory, codec = self._memory, self.codecs.pull
         nbytes = memory.num_pulled if codec is not None else 0
         if nbytes:
             assert codec is not None
@@ -72,56 +72,57 @@ class WorkerEnd:
             memory.num_pulled = 0
 
     def send(self, seq: int) -> Tensor:
-        """What push number `seq` carries; the worker's own state is kept as it leaves it."""
-        memory, codec = self._memory, self._codecs.push
+        """Encode push number `seq`, save the worker's own state with it, and return what the push carries."""
+        memory, codec = self._memory, self.codecs.push
         update = memory.update
         if codec is not None:
             update = update[: codec.encode(self._gradient, self._left_out, update)]
-        memory.keep(self.own, seq)
+        if memory.sizes.own:
+            memory.keep(self.own, seq)
         return update
 
 
 class Decodes(Protocol):
-    """What turns payloads into updates: a codec, or of several servers the part of one."""
+    """Turns payloads into updates: a codec, or one shard's slice of a codec."""
 
     def decode(self, payload: Tensor, out: Tensor) -> None: ...
 
 
 class Decoded:
-    """Memory for decoded updates: as much as the most pushes that were held at once."""
+    """Decodes pushes into a pool of buffers, which grows to the most pushes ever held at once."""
 
     def __init__(self, codec: Decodes, like: Tensor) -> None:
         self._codec, self._like = codec, like
         self._free: list[Tensor] = []
 
     def decode(self, payload: Tensor) -> Tensor:
-        """The update that was encoded, in memory that nobody else has; ProtocolError for bytes that are none."""
+        """Decode into a free buffer; raise ProtocolError if no encoder wrote these bytes."""
         if not self._free:
             self._free.append(torch.empty_like(self._like))
         self._codec.decode(payload, self._free[-1])
         return self._free.pop()
 
     def nbytes_of(self, payload: Tensor) -> int:
-        """What it weighs on the way."""
+        """How many bytes the payload takes on the wire."""
         return payload.nbytes
 
     def free(self, update: Tensor) -> None:
-        """Nobody needs it any more."""
+        """Return a buffer to the pool."""
         self._free.append(update)
 
 
 class Opened(Decoded):
-    """The same where a push is decoded when it comes, so that all servers know whether its parts are finite."""
+    """Decoder for sharded servers: decodes a push on arrival, so that each shard can vote on whether it is finite."""
 
     nbytes = 0
-    """What all parts together weighed of the push that the server is about to take."""
+    """Bytes of all slices of the push that the server takes next."""
 
     def open(self, payload: Tensor) -> Tensor:
-        """As `decode` of others does."""
+        """Decode on arrival, into a free buffer."""
         return super().decode(payload)
 
     def decode(self, payload: Tensor) -> Tensor:
-        """It is decoded already."""
+        """Return the update: it is already decoded."""
         return payload
 
     def nbytes_of(self, payload: Tensor) -> int:
@@ -129,7 +130,7 @@ class Opened(Decoded):
 
 
 class Differences:
-    """What each worker has, as the server knows it; its replies are encoded differences to that."""
+    """Encodes replies: tracks the weights that each worker has, and sends the difference to those it should have."""
 
     def __init__(self, codec: Codec, key: Callable[[int], int], like: Tensor) -> None:
         self._codec, self._key = codec, key
@@ -140,26 +141,26 @@ class Differences:
         self.states: dict[int, State] = {}
 
     def keep_to(self, codec: Codec, span: slice) -> None:
-        """From now on replies are of this range alone, which `codec` was built for."""
+        """Encode only this range from now on; `codec` is built for it."""
         self._codec, self._span = codec, span
         self._left_out = codec.start().get(LEFT_OUT)
 
     def begin(self, worker: int, weights: Tensor) -> None:
-        """A worker was sent all weights as they are."""
+        """Start to track a worker that was sent all weights."""
         self.held[worker] = weights.clone()
         self.states[worker] = {
             name: tensor for name, tensor in self._codec.start(self._key(worker)).items() if name != LEFT_OUT
         }
 
     def forget(self, worker: int) -> None:
-        """A worker is gone."""
+        """Stop tracking a worker that left."""
         self.held.pop(worker, None)
         self.states.pop(worker, None)
 
     def encode(self, worker: int, write_wanted: Callable[[Tensor], None], out: Tensor) -> int:
-        """Write the way from what the worker has to what it should have into `out`; how many bytes.
+        """Encode into `out` the difference between the worker's weights and those it should have; return the bytes.
 
-        The codec's own memory starts empty each time: the difference holds all that was left out before.
+        The error-feedback buffer starts at zero each time: the difference already holds all that was left out before.
         """
         held, difference = self.held[worker][self._span], self._wanted[self._span]
         write_wanted(self._wanted)
@@ -173,7 +174,7 @@ class Differences:
         return nbytes
 
     def restore(self, held: dict[int, Tensor], states: dict[int, State]) -> None:
-        """Become what these were taken from."""
+        """Track the same weights and codec memories as a checkpoint."""
         for worker, weights in held.items():
             self.begin(worker, weights)
             for name, tensor in states[worker].items():

@@ -1,4 +1,4 @@
-"""The server's side of a simulation that leaves no folder and no log."""
+"""Drives a server in a simulation that writes no run folder and no log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.server import Server
 
 
 class Unlogged:
-    """Hands each worker its weights, then its reply."""
+    """Feeds inputs to the server; sends each worker its weights, then its reply."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -21,7 +21,7 @@ class Unlogged:
         self.answer(self.server.handle(message).replies)
 
     def answer(self, replies: tuple[Reply, ...]) -> None:
-        """To everybody whom an input set free."""
+        """Send the replies of one input."""
         for reply in replies:
             self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)

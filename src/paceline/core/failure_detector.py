@@ -1,61 +1,55 @@
-"""Until when silence is normal: learned from each worker's own pace, median + k MAD. Pure: times are arguments.
+"""Failure detector: learns each worker's normal silence as median + k MAD. Pure: times are arguments.
 
-A silence counts while it is the worker's turn; one that the server holds back (no reply sent) is never silent.
+A worker is silent only on its turn, from a reply to its next push; a worker that waits for a reply never is.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from statistics import median
 
 WINDOW = 32
-"""Silences remembered of each worker; a new pace is the rule once it fills half of them."""
+"""Silences remembered per worker; a new pace is learned once it fills half of them."""
 FEWEST = 5
-"""Below this many the start value still holds."""
+"""With fewer silences, the limit is at least `start`."""
 LEAST_SPREAD = 0.125
-"""Of the median: a pace as even as a clock's is granted some spread all the same."""
+"""The smallest spread assumed, as a share of the median, even if the pace is perfectly even."""
 
 
 class Patience:
-    """One worker: since when it is its turn, and how long it kept silent on earlier turns."""
+    """One worker: when its turn began, and how long it was silent on earlier turns."""
 
-    __slots__ = ("_limit", "_silences", "since")
+    __slots__ = ("known_limit", "silences", "since")
 
     def __init__(self) -> None:
         self.since: float | None = None
-        self._silences: deque[float] = deque(maxlen=WINDOW)
-        self._limit: float | None = None
-
-    def learn(self, now: float) -> None:
-        """A message came; how long it took teaches something if it was the worker's turn."""
-        if self.since is not None:
-            silence = now - self.since
-            self._silences.append(silence if silence > 0.0 else 0.0)
-            self._limit = None
+        self.silences: deque[float] = deque(maxlen=WINDOW)
+        self.known_limit: float | None = None
 
     def limit(self, deadlines: Deadlines) -> float:
-        if self._limit is None:
-            self._limit = self._learned(deadlines)
-        return self._limit
+        """Seconds of silence that are normal for this worker."""
+        if self.known_limit is None:
+            self.known_limit = self._learned(deadlines)
+        return self.known_limit
 
     def _learned(self, deadlines: Deadlines) -> float:
-        least = deadlines.start if len(self._silences) < FEWEST else deadlines.floor
-        if not self._silences:
+        least = deadlines.start if len(self.silences) < FEWEST else deadlines.floor
+        if not self.silences:
             return least
-        middle = median(self._silences)
-        spread = median(abs(silence - middle) for silence in self._silences)
+        middle = median(self.silences)
+        spread = median(abs(silence - middle) for silence in self.silences)
         usual = middle + deadlines.k * max(spread, LEAST_SPREAD * middle)
         return min(max(usual, least), deadlines.ceiling)
 
 
 class Deadlines:
-    """Seconds of silence that are normal for each worker: median + k MAD of its latest, from `floor` to `ceiling`.
+    """Normal silence per worker, in seconds: median + k MAD of its latest silences, from `floor` to `ceiling`.
 
-    Before a worker has shown its pace it is given `start`. With the default k a silence of twice the median is normal.
+    A worker with too few silences gets at least `start`. With the default k, twice the median is normal.
 
     >>> deadlines = Deadlines(start=10.0, floor=0.5, ceiling=60.0)
-    >>> for step in range(8):  # a step a second, and each is answered at once
+    >>> for step in range(8):  # one step per second, each answered at once
     ...     deadlines.asked(worker=0, now=step)
     ...     deadlines.heard(worker=0, now=step + 1)
     >>> deadlines.asked(worker=0, now=8)
@@ -68,63 +62,58 @@ class Deadlines:
     def __init__(self, start: float = 30.0, floor: float = 2.0, ceiling: float = 120.0, k: float = 8.0) -> None:
         assert 0.0 <= floor <= start <= ceiling and k >= 0.0
         self.start, self.floor, self.ceiling, self.k = start, floor, ceiling, k
-        self._workers: dict[int, Patience] = {}
-
-    def _of(self, worker: int) -> Patience:
-        patience = self._workers.get(worker)
-        if patience is None:
-            patience = self._workers[worker] = Patience()
-        return patience
+        self._workers: defaultdict[int, Patience] = defaultdict(Patience)
 
     def asked(self, worker: int, now: float) -> None:
-        """A reply went out: it is this worker's turn."""
-        self._of(worker).since = now
+        """The server replied: the worker's turn begins."""
+        self._workers[worker].since = now
 
     def heard(self, worker: int, now: float) -> None:
-        """Its push came (or its join): until the next reply the server has the turn."""
-        patience = self._of(worker)
-        patience.learn(now)
-        patience.since = None
+        """The worker pushed or joined: its turn ends, and its silence is learned."""
+        patience = self._workers[worker]
+        if patience.since is not None:
+            patience.silences.append(max(0.0, now - patience.since))
+            patience.known_limit = None
+            patience.since = None
 
     def beat(self, worker: int, now: float) -> None:
-        """A sign of life that is no push: it is still its turn, and silence counts from here."""
-        patience = self._of(worker)
-        patience.learn(now)
-        if patience.since is not None:
-            patience.since = now
+        """The worker sent a heartbeat: its turn goes on, and its silence counts from now."""
+        if self._workers[worker].since is not None:
+            self.heard(worker, now)
+            self.asked(worker, now)
 
     def forget(self, worker: int) -> None:
-        """It is gone; should it return it is new."""
+        """The worker left; if it returns, it starts without a history."""
         self._workers.pop(worker, None)
 
     def excuse(self, seconds: float) -> None:
-        """The server itself did not listen for so long (it evaluated, or was stopped): nobody was silent meanwhile."""
+        """Do not count `seconds` in which the server did not listen because it evaluated or was stopped."""
         for patience in self._workers.values():
             if patience.since is not None:
                 patience.since += seconds
 
     def limit(self, worker: int) -> float:
-        """Seconds of silence that are normal for this worker now."""
-        return self._of(worker).limit(self)
+        """How many seconds of silence are normal for this worker now."""
+        return self._workers[worker].limit(self)
 
     def silence(self, worker: int, now: float) -> float:
-        """Seconds that this worker has kept silent on its turn; 0 while the server has the turn."""
+        """How many seconds this worker has been silent on its turn; 0 if it waits for a reply."""
         patience = self._workers.get(worker)
         return 0.0 if patience is None or patience.since is None else max(0.0, now - patience.since)
 
     def due(self, now: float) -> list[int]:
-        """Who has been silent for longer than is normal, in worker order; they stay until heard, asked or forgotten."""
+        """Workers that are silent for longer than normal, in worker order, until they are heard, asked or forgotten."""
         return sorted(worker for worker, when in self._times(asked_before=now - self.floor) if now > when)
 
     def next_due(self) -> float | None:
-        """The first moment after which somebody is due if nothing is heard; None when it is nobody's turn.
+        """The earliest time at which a worker is due if none is heard; None if it is no worker's turn.
 
-        Both look at every worker. Whoever is asked later is due `floor` later or more, so a loop may keep this
-        value, and need not look again before it or before `floor` has passed.
+        `due` and `next_due` visit every worker. A worker that is asked later is due at least `floor` later, so a loop
+        may keep this value and need not ask again before that time or before `floor` has passed.
         """
         return min((when for _, when in self._times()), default=None)
 
     def _times(self, asked_before: float = math.inf) -> list[tuple[int, float]]:
-        """Who is due when, of those whose turn began before some moment: the others cannot be due yet."""
+        """When each worker is due; only those whose turn began before `asked_before`, the others cannot be due yet."""
         turns = [(worker, one, one.since) for worker, one in self._workers.items() if one.since is not None]
         return [(worker, since + one.limit(self)) for worker, one, since in turns if since < asked_before]

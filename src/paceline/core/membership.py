@@ -1,4 +1,4 @@
-"""What the server knows of each worker number."""
+"""What the server knows about each worker: progress, liveness, and its share of the data."""
 
 from __future__ import annotations
 
@@ -8,49 +8,54 @@ from typing import Any
 from paceline.core.messages import Deal
 
 MUCH_LONGER = 20.0
-"""Times its usual interval: by chance alone nobody is silent for so long, however uneven the steps."""
+"""A worker is silent after this many usual intervals without a push; uneven steps alone never take so long."""
 SMOOTHING, OUTLIER = 0.1, 3.0
-"""Of the usual interval: how soon it is learned, and how much at most from one that was longer."""
+"""Of the running mean of a worker's interval: the weight of a new one, and its cap as a multiple of the mean.
+
+The foresight rules estimate the same interval over many runs at once, so they share the constants and not the code.
+"""
 
 
 @dataclass(slots=True)
 class Member:
-    """One worker number, over all its incarnations."""
+    """One worker, over all its incarnations."""
 
     incarnation: int
     quota: int | None
     live: bool = True
     waiting: bool = True
     accepted: int = 0
-    """Batches whose pushes count; the quota is in batches too."""
+    """Batches whose pushes count. The quota is in batches, too."""
     seq: int = -1
     serial: int = -1
     version: int = 0
     pushes: int = 0
     steps: int = 0
-    """What its last reply asked for, and at which learning rate."""
+    """Local steps that its last reply asked for; `lr` is their learning rate."""
     lr: float = 0.0
     draining: bool = False
-    """Somebody outside asked that it leaves after the push it is making."""
+    """The worker is to leave after the push that it is computing."""
     dismissed: bool = False
-    """It was told that it is over for it alone."""
+    """A reply told this worker alone that it is over."""
     threads: int = 0
-    """It computes on so many, which some sums depend on; 0: nobody said."""
+    """CPU threads it computes with, which some sums depend on; 0: unknown."""
     usual: float = 0.0
-    """Updates from a reply to its push, a running mean; 0: it has not pushed yet."""
+    """Running mean of the updates between a reply and its push; 0: the worker has not pushed yet."""
     silent: bool = False
-    """It has not pushed for much longer than that."""
+    """The worker has not pushed for much longer than usual."""
 
     @property
     def spent(self) -> bool:
+        """Whether the worker has reached its quota."""
         return self.quota is not None and self.accepted >= self.quota
 
     @property
     def done(self) -> bool:
+        """Whether the worker has no work left."""
         return self.dismissed or self.spent
 
     def heard(self, version: int) -> None:
-        """It pushed, at `version` of the weights.
+        """Learn from a push that arrives at `version` of the weights.
 
         >>> member = Member(0, None)
         >>> for version in (10, 20, 120):
@@ -65,7 +70,7 @@ class Member:
         self.silent = False
 
     def fell_silent(self, version: int, num_live: int) -> bool:
-        """Whether it is found to be silent now, and was not before: stopped or cut off, it may come back any time."""
+        """Whether the worker has become silent since the last check; a stopped worker may still push later."""
         if self.silent or self.waiting or self.done or not self.live:
             return False
         self.silent = version - self.version > MUCH_LONGER * max(self.usual, num_live)
@@ -73,14 +78,17 @@ class Member:
 
 
 class Deals:
-    """The newest deal, and what each worker was told last: its deal, and how many of its batches counted before."""
+    """How the data is assigned: the newest assignment, and for each worker the one that its last reply named.
+
+    The batches of an assignment are counted from 0, so each entry also holds how many batches counted before it.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self.now = Deal(0, tuple(range(num_workers)))
         self._told: dict[int, tuple[Deal, int]] = {}
 
     def look(self, at_work: tuple[int, ...]) -> None:
-        """These workers are at work; if they are others than before, the data is dealt anew.
+        """Assign the data to the workers `at_work`, if these have changed.
 
         >>> deals = Deals(2)
         >>> deals.look((0, 1)), deals.look((1,)), deals.look((1, 2)), deals.now
@@ -90,21 +98,21 @@ class Deals:
             self.now = Deal(self.now.generation + 1, at_work)
 
     def tell(self, worker: int, accepted: int) -> None:
-        """`worker` is about to be answered: batches of a new deal are counted from here."""
+        """Move `worker` to the newest assignment; its batches are counted from here."""
         told = self._told.get(worker)
         if self.now.generation and (told is None or told[0] != self.now):
             self._told[worker] = self.now, accepted
 
     def told(self, worker: int) -> tuple[Deal | None, int]:
-        """What `worker` was told last, and the count of its batches before that; no deal: as the config divides."""
+        """The assignment of `worker` and its batches before that; None: the config divides the data."""
         return self._told.get(worker, (None, 0))
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Everything needed to go on from here, as JSON values."""
         return {"now": self.now, "told": [[worker, *told] for worker, told in sorted(self._told.items())]}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        """The inverse of `facts`."""
+        """Go on from what `facts` returned."""
         self.now = _deal(facts["now"])
         self._told = {worker: (_deal(deal), accepted) for worker, deal, accepted in facts["told"]}
 

@@ -1,6 +1,6 @@
-"""What travels between worker and server, and nothing else.
+"""The messages between workers and the server.
 
-Join, Push, Leave, Steps, Drain, Stop and Resume are every input that can change a server; a log of them replays a run.
+Join, Push, Leave, Steps, Rate, Drain, Stop and Resume are all inputs of a server; a log of them replays a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Join(NamedTuple):
-    """A worker is ready; with a `quota` it has work for that many applied pushes, else until the budget is spent."""
+    """A worker is ready. With a `quota` it works until that many batches count, else until the budget is spent."""
 
     worker: int
     incarnation: int
@@ -23,10 +23,10 @@ class Join(NamedTuple):
 
 
 class Push(NamedTuple):
-    """A gradient, named by (worker, incarnation, seq) and by the reply whose weights it was computed from.
+    """A gradient, identified by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
-    `update` (with a codec: its payload, the bytes that cross) and `state` are the worker's own memory, to be read only
-    until the worker is answered.
+    `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
+    the worker is answered.
     """
 
     worker: int
@@ -40,23 +40,23 @@ class Push(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """A worker is gone: finished, lost, or never come."""
+    """A worker is gone: it finished, was lost, or will never join."""
 
     worker: int
     incarnation: int
 
 
 class Steps(NamedTuple):
-    """A setting that changed: from its next reply on, `worker` makes so many local steps for a push."""
+    """Change a setting: from its next reply on, `worker` makes `steps` local steps per push."""
 
     worker: int
     steps: int
 
 
 class Rate(NamedTuple):
-    """A setting that changed: from now on the learning rate is `factor` times what the schedule says.
+    """Change a setting: from now on the learning rate is `factor` times that of the schedule.
 
-    The schedule of a user's own loop, as worker 0 follows it.
+    It follows the scheduler of a user's own training loop, as worker 0 reports it.
     """
 
     worker: int
@@ -64,22 +64,22 @@ class Rate(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """Somebody outside asks that `worker` finishes the push it is making, and is then told that it is over for it."""
+    """Let `worker` finish its current push and then leave, as an operator asked."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Someone outside ends the run."""
+    """End the run now, as an operator asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The run goes on after an end or a crash: everybody who was here is gone and is awaited again.
+    """Go on after a stop or a crash: every worker is gone and expected again.
 
-    With `undone` it goes on from a checkpoint: so many inputs logged before this one no longer count, and with them
-    `lost` pushes that had been taken. Whoever feeds the server has put it back to there.
+    With `undone` the run goes on from a checkpoint: the last `undone` inputs in the log no longer count, and with them
+    `lost` pushes that had been taken. The caller has restored the server to that checkpoint.
     """
 
     undone: int = 0
@@ -90,17 +90,17 @@ Input: TypeAlias = Join | Push | Leave | Steps | Rate | Drain | Stop | Resume
 
 
 class Deal(NamedTuple):
-    """Who shares the data since a change of membership: each of `members`, in this order, has a part of it."""
+    """An assignment of the data after a change of membership: each of `members`, in this order, has one part."""
 
     generation: int
     members: tuple[int, ...]
 
 
 class Reply(NamedTuple):
-    """Go on: weights of `version` lie in your memory; compute batch `batch` next. Or it is over.
+    """Tells a worker to compute batch `batch` on the weights of `version` in its memory, or that training is over.
 
-    With `steps` above 0: step on that many batches from `batch` on by yourself, at `lr`, and push how far you drifted.
-    Batches are counted, and their samples found, by `deal`; without one as the config divides the data.
+    With `steps` above 0, the worker makes that many local steps at `lr`, from batch `batch` on, and pushes its drift.
+    `deal` assigns the data that batches are counted in; None: the config divides it.
     """
 
     worker: int
@@ -115,22 +115,22 @@ class Reply(NamedTuple):
 
 
 class Verdict(enum.IntEnum):
-    """What became of an input; the log keeps it, and replay compares it."""
+    """What became of an input. The log records it, and a replay compares it."""
 
     TAKEN = 0
-    """A push that counts (now, or when its round closes), or a join, leave or stop that took effect."""
+    """The push counts (now, or when its round closes), or another input took effect."""
     DROPPED = 1
-    """A push the policy had no use for: its batch is dealt again."""
+    """The policy dropped the push; the worker computes its batch again."""
     REJECTED = 2
-    """A push with a NaN or an infinity, or from nobody we know: never applied."""
+    """The push holds a NaN or an infinity, or its worker is not a member; it is never applied."""
     REPEATED = 3
-    """A push seen before: answered again, not applied again."""
+    """The push is a duplicate: it is answered again and not applied again."""
     LATE = 4
-    """A push that came after the budget was spent."""
+    """The push arrived after the end of training."""
 
 
 class Outcome(NamedTuple):
-    """Replies to send, in order, and what became of the input."""
+    """What became of an input, and the replies to send, in order."""
 
     verdict: Verdict
     replies: tuple[Reply, ...] = ()

@@ -1,6 +1,6 @@
-"""Optimizers over one flat vector: in place, elementwise over [..., P], state of tensors only.
+"""Optimizers over one flat vector: in place, elementwise over [..., P]. The state holds tensors only.
 
-The learning rate and the momentum may be tensors that broadcast, so that many runs can step as one.
+The learning rate and the momentum may be tensors that broadcast, so that many runs step at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.interfaces import Layout, State
 
 
 class Optimizer(Protocol):
-    """One step of descent."""
+    """Makes one step along a gradient."""
 
     def start(self, weights: Tensor) -> State: ...
 
@@ -22,7 +22,7 @@ class Optimizer(Protocol):
 
 
 def clipped(gradient: Tensor, max_norm: float) -> Tensor:
-    """The gradient scaled down to at most `max_norm` in its Euclidean norm.
+    """Scale the gradient down to a Euclidean norm of at most `max_norm`.
 
     >>> clipped(torch.tensor([3.0, 4.0]), 1.0).norm().item() <= 1.0
     True
@@ -33,7 +33,7 @@ def clipped(gradient: Tensor, max_norm: float) -> Tensor:
 
 
 class Prepared:
-    """What is done to a gradient first, by an optimizer or a rule that steps on its own: clip it, add the decay."""
+    """Transforms a gradient before a step: clips it, then adds the weight decay."""
 
     def __init__(self, weight_decay: float = 0.0, clip: float | None = None, decay_mask: Tensor | None = None) -> None:
         self.clip = clip
@@ -43,10 +43,11 @@ class Prepared:
             self._decay = mask * weight_decay
 
     def move_to(self, device: torch.device) -> None:
-        """Once, at the start, so that no update has to."""
+        """Move the decay to the device of the weights, once."""
         self._decay = self._decay.to(device) if self._decay is not None else None
 
     def prepare(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient to step along; the given one is only read."""
         if self.clip is not None:
             gradient = clipped(gradient, self.clip)
         if self._decay is not None:
@@ -55,7 +56,7 @@ class Prepared:
 
 
 class Sgd(Prepared):
-    """Stochastic gradient descent with momentum, as torch.optim.SGD has it.
+    """Stochastic gradient descent with momentum, like torch.optim.SGD.
 
     v = momentum v + g;  weights -= lr v   (Nesterov: weights -= lr (g + momentum v))
     """
@@ -89,7 +90,7 @@ class Sgd(Prepared):
 
 
 class Adam(Prepared):
-    """Adam (arXiv 1412.6980) with bias correction, as torch.optim.Adam has it.
+    """Adam (arXiv 1412.6980) with bias correction, like torch.optim.Adam.
 
     m = b1 m + (1 - b1) g;  s = b2 s + (1 - b2) g^2;  weights -= lr m' / (sqrt(s') + eps)
     """
@@ -128,30 +129,17 @@ class Adam(Prepared):
 
 
 class AdamW(Adam):
-    """Adam whose decay is no part of the gradient (arXiv 1711.05101), as torch.optim.AdamW has it.
+    """Adam with decoupled weight decay (arXiv 1711.05101), like torch.optim.AdamW.
 
     weights -= lr decay weights, then a step of Adam.
     """
 
-    def __init__(
-        self,
-        betas: tuple[float, float] = (0.9, 0.999),
-        *,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-        decay_mask: Tensor | None = None,
-    ) -> None:
-        super().__init__(betas, eps=eps, clip=clip)
-        self._apart = weight_decay * (torch.ones(()) if decay_mask is None else decay_mask) if weight_decay else None
-
-    def move_to(self, device: torch.device) -> None:
-        super().move_to(device)
-        self._apart = self._apart.to(device) if self._apart is not None else None
+    def prepare(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        return gradient if self.clip is None else clipped(gradient, self.clip)
 
     def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
-        if self._apart is not None:
-            weights.mul_(1.0 - lr * self._apart)
+        if self._decay is not None:
+            weights.mul_(1.0 - lr * self._decay)
         super().step(weights, state, gradient, lr)
 
 
@@ -159,9 +147,9 @@ TRUST = 0.001
 
 
 class Lars(Prepared):
-    """LARS (arXiv 1708.03888): sgd with momentum whose step is, for each parameter, in proportion to its norm.
+    """LARS (arXiv 1708.03888): SGD with momentum; the step of each parameter is proportional to its norm.
 
-    r = .001 |w| / (|g| + decay |w|) of each parameter, .001 where it is all zeros;
+    r = .001 |w| / (|g| + decay |w|) of each parameter, .001 if it is all zeros;
     v = momentum v + lr r (g + decay w);  w -= v.  Reads the layout; gaps between parameters stay zero.
 
     >>> from paceline.interfaces import pack
@@ -186,7 +174,7 @@ class Lars(Prepared):
         self.momentum = torch.as_tensor(momentum, dtype=torch.float32)
         self._spans = [slice(p.offset, p.offset + p.size) for p in layout.parameters]
         starts = [*(p.offset for p in layout.parameters[1:]), layout.size]
-        self._owner = torch.zeros(layout.size, dtype=torch.int64)  # of every float, the number of its parameter
+        self._owner = torch.zeros(layout.size, dtype=torch.int64)  # for every float, the number of its parameter
         for number, (span, end) in enumerate(zip(self._spans, starts, strict=False)):
             self._owner[span.start : end] = number
         self._weight_decay = torch.tensor([weight_decay * p.decay for p in layout.parameters])
@@ -210,5 +198,5 @@ class Lars(Prepared):
         weights.sub_(velocity)
 
     def _norms(self, flat: Tensor) -> Tensor:
-        """The Euclidean norm of every parameter, [..., parameters]."""
+        """The Euclidean norm of every parameter: [..., parameters]."""
         return torch.stack([torch.linalg.vector_norm(flat[..., span], dim=-1) for span in self._spans], -1)

@@ -1,6 +1,6 @@
-"""When the server replies: the whole difference between the strategies.
+"""When the server applies pushes and replies: the whole difference between the strategies.
 
-Each policy is told who joined, pushed and left, and answers with a Decision. Pure bookkeeping.
+Each policy hears which worker joined, pushed or left, and returns a Decision. Pure bookkeeping.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from paceline.interfaces import Decision
 
 
 class AtOnce:
-    """`async`: every push is applied and answered as it comes."""
+    """`async`: apply and answer every push on arrival."""
 
     def join(self, worker: int) -> Decision:
         return Decision(release=(worker,))
@@ -34,9 +34,9 @@ class AtOnce:
 
 
 class Fresh(AtOnce):
-    """`ringmaster:R` (arXiv 2501.16168): as `async`, but a push of staleness R or more is dropped.
+    """`ringmaster:R` (arXiv 2501.16168): like `async`, but drop a push of staleness R or more.
 
-    Its worker starts again at the newest weights, on the same batch.
+    Its worker computes the same batch again, on the newest weights.
 
     >>> Fresh(2).push(0, 1), Fresh(2).push(0, 2).dropped
     (Decision(apply=(0,), release=(0,), dropped=False), True)
@@ -52,11 +52,11 @@ class Fresh(AtOnce):
 
 
 class Rounds:
-    """`sync` and `backup`: a round closes when all live workers but `spare` have pushed.
+    """`sync` and `backup`: a barrier that opens when all live workers but `spare` have pushed.
 
-    A push from an earlier round (staleness above zero) is dropped and its worker sent on with the newest weights.
-    Pushes are applied in worker order, whatever order they came in; who has waited longest is answered first. With
-    `at_the_door`, who comes when a push has been made waits for the next round instead of holding this one up.
+    A push from an earlier round (staleness above zero) is dropped, and its worker goes on with the newest weights.
+    Pushes are applied in worker order; the worker that has waited longest is answered first. With `at_the_door`, a
+    worker that joins after the first push waits for the next round instead of holding up this one.
     """
 
     def __init__(self, spare: int = 0, at_the_door: bool = False) -> None:
@@ -113,9 +113,9 @@ class Rounds:
 
 
 class Bounded:
-    """`bounded:S`: a worker runs at most `bound` steps ahead of the slowest; pushes are applied as they come.
+    """`bounded:S`: apply every push on arrival; a worker is at most `bound` steps ahead of the slowest.
 
-    A newcomer starts at the slowest worker's clock.
+    A worker that joins starts at the clock of the slowest.
     """
 
     def __init__(self, bound: int) -> None:
@@ -147,7 +147,7 @@ class Bounded:
         return Decision(release=self._within_bound(None))
 
     def _within_bound(self, pushed: int | None) -> tuple[int, ...]:
-        """Who may go on: all within the bound, when the slowest has moved; else at most those at the clock pushed."""
+        """Workers that may go on: if the slowest has moved, all within the bound, else those at the clock `pushed`."""
         before = self._slowest
         if not self._clocks:
             self._slowest = 0

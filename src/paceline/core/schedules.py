@@ -1,4 +1,4 @@
-"""How long training lasts and what the learning rate is then: functions of samples applied, never of time."""
+"""How long training lasts, and its learning rate: functions of the samples applied, never of time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Budget:
-    """When training is over: after `samples` applied, after `steps` versions, or (`own`) when every worker is done.
+    """When training ends: after `samples` samples, after `steps` updates, or (`own`) when every worker is done.
 
-    Under `own`, `samples` is what all workers' passes add up to; it only scales the schedules.
+    With `own`, `samples` is the sum over all workers' passes and only scales the schedules.
     """
 
     samples: int
@@ -19,13 +19,13 @@ class Budget:
     own: bool = False
 
     def spent(self, samples: int, version: int) -> bool:
-        """Whether a shared budget is used up; an `own` budget ends by quotas instead."""
+        """Whether the budget is used up. An `own` budget never is: it ends by the workers' quotas."""
         if self.steps is not None:
             return version >= self.steps
         return not self.own and samples >= self.samples
 
     def fraction(self, samples: int, version: int) -> float:
-        """How much of the training is done, from 0 to 1."""
+        """How much of training is done, from 0 to 1."""
         done = version / self.steps if self.steps is not None else samples / self.samples
         return min(1.0, done)
 
@@ -44,7 +44,7 @@ class Schedule:
     warmup: float = 0.0
 
     def lr(self, fraction: float, epochs: float) -> float:
-        """`fraction` of the budget is spent and `epochs` data-set passes have been applied."""
+        """The learning rate after `fraction` of the budget and `epochs` passes over the data."""
         if fraction < self.warmup:
             return self.base * max(fraction / self.warmup, 0.01)
         if self.kind == "exponential":
@@ -55,8 +55,22 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What workers do between two pushes: so many local steps, unless told fewer, at a learning rate of their own."""
+class InnerLoop:
+    """What a worker does between two pushes: `steps` local steps, at a learning rate with its own schedule."""
 
     steps: int
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long training lasts, the learning rate of its updates, and the local steps between them, if any."""
+
+    budget: Budget
+    schedule: Schedule
+    inner: InnerLoop | None = None
+
+    def lr(self, samples: int, version: int, local: bool = False) -> float:
+        """The learning rate after `samples` samples and `version` updates: of an update, or of local steps if any."""
+        schedule = self.inner.schedule if local and self.inner is not None else self.schedule
+        return schedule.lr(self.budget.fraction(samples, version), samples / self.budget.epoch_samples)

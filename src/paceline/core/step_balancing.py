@@ -6,21 +6,22 @@ from paceline.core.messages import Steps
 from paceline.core.server import Server
 
 SMOOTHING = 0.3
+"""Weight of the newest push in a worker's mean seconds per step."""
 WORTH_TELLING = 0.1
-"""A worker is told another number when it differs by more than this share."""
+"""The number of a worker changes only if it differs by more than this share."""
 
 
 class Pacing:
-    """From measured seconds a step to numbers of steps: `Inside.steps` for the fastest, in proportion for the others.
+    """Turns measured seconds per step into numbers of local steps: `InnerLoop.steps` for the fastest worker.
 
-    What it decides becomes an input of the server, so the log holds it and a replay measures nothing.
+    The others make fewer, in proportion. Each decision is an input of the server, so a replay reads it from the log.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def look(self, server: Server, worker: int, seconds: float) -> Steps | None:
-        """`worker` took `seconds` for each step of a push; a message for the server, before that push, or None."""
+        """Learn that `worker` took `seconds` per step; return an input for the server, to handle before that push."""
         member = server.members.get(worker)
         if server.inside is None or member is None or not member.live or seconds <= 0.0:
             return None

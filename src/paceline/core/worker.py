@@ -1,6 +1,6 @@
-"""The worker: a generator that yields what it sends and is sent what it is told.
+"""The worker: a generator that yields its messages and is sent the replies.
 
-It cannot tell whether a process, a simulator or a replay drives it.
+A process, a simulator and a replay all drive the same generator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.core.messages import Deal, Join, Push, Reply
 from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
 
 Redeal: TypeAlias = Callable[[Deal], Loader]
-"""A worker's data under another deal, where the membership of a run can change."""
+"""Returns a worker's data under another assignment, if the membership of a run can change."""
 
 
 class Stretch(Batch):
-    """Batches in a row that are stepped on locally at `lr`; each is loaded when its step comes, and counted then."""
+    """Consecutive batches for local steps at `lr`; each is loaded, and its samples are counted, at its step."""
 
     __slots__ = ("first", "loader", "lr", "steps")
 
@@ -37,34 +37,31 @@ class Stretch(Batch):
             yield batch
 
 
-def dealt(loader: Loader, reply: Reply) -> Batch:
-    """What a reply asks to compute: one batch, or several to step on."""
-    return Stretch(loader, reply.batch, reply.steps, reply.lr) if reply.steps else loader.batch(reply.batch)
-
-
 def work(
     task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor, redeal: Redeal | None = None
 ) -> Generator[Join | Push, Reply, None]:
-    """Join, then push the gradient of each batch dealt, until told that it is over.
+    """Join, then push the gradient of each batch that a reply names, until a reply says that it is over.
 
-    `end` and `state` are bound to the memory that `task` is bound to; whoever drives this generator sends the reply
-    only after what it speaks of lies in that memory.
+    `end`, `state` and `task` are bound to the same memory. The driver sends a reply only after it has written the
+    weights of that reply into the memory.
     """
     reply, deal = (yield join), None
     while not reply.over:
-        end.receive()
+        if end.codecs.pull is not None:
+            end.receive()
         if reply.deal != deal and redeal is not None:
-            assert reply.deal is not None, "a run that was dealt anew is not dealt as at first again"
+            assert reply.deal is not None, "after its first assignment, a run always has one"
             deal, loader = reply.deal, redeal(reply.deal)
-        batch = dealt(loader, reply)
-        loss = c_float(task.gradient(batch)).value  # as the log keeps it; one that is too large becomes infinite
-        seq = reply.serial  # one push a reply, so the reply's number names the push too
+        first, steps = reply.batch, reply.steps
+        batch = Stretch(loader, first, steps, reply.lr) if steps else loader.batch(first)
+        loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
+        seq = reply.serial  # one push per reply, so both have the same number
         update = end.send(seq)
         reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
 
 
 class Seat:
-    """A worker at work: its memory (this process's own, unless made otherwise), its generator, its next reply."""
+    """One running worker: its memory (private, unless `make_memory` makes it), its generator, its next reply."""
 
     def __init__(
         self,
@@ -86,12 +83,12 @@ class Seat:
         next(self._generator)
 
     def recall(self, own: Tensor) -> None:
-        """Put the worker's own state back to what these bytes say."""
+        """Load the worker's own state from these bytes."""
         load_own(self._end.own, own)
 
     def push(self) -> Push | None:
-        """Act on the pending reply: the next push, or None when it said that it is over."""
-        assert self.pending is not None, "a seat that was not answered has nothing to compute"
+        """Act on the pending reply; return the next push, or None if the reply said that it is over."""
+        assert self.pending is not None, "a worker without a reply has nothing to compute"
         reply, self.pending = self.pending, None
         try:
             message = self._generator.send(reply)
@@ -102,5 +99,5 @@ class Seat:
 
 
 def one_vector(num_parameters: int) -> Layout:
-    """A layout of so many floats and no matrices."""
+    """A layout of one vector of `num_parameters` floats."""
     return Layout((Parameter("all", (num_parameters,), 0),), num_parameters)

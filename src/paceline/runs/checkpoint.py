@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from paceline.core.buffers import Memory
-from paceline.core.server import Server
+from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
 
 _TYPES = {
@@ -86,7 +86,7 @@ def take_cut(
     """One copy of everything, with what each live worker's memory holds: its weights as last sent, its own state."""
     room = room if room is not None else Room()
     copies = {name: room.copy(tensor) for name, tensor in _tensors_of(server, memories).items()}
-    return Cut(server.facts(), copies, log_offset, now)
+    return Cut(server_facts(server), copies, log_offset, now)
 
 
 def kinds_of(server: Server, memories: Mapping[int, Memory]) -> list[Kind]:
@@ -118,7 +118,7 @@ def restore(server: Server, cut: Cut) -> None:
     """Make `server` what it was when the cut was taken; a cut of another rule or model is a UserError."""
     _require_same_rule(server, cut)
     _require_same_codecs(server, cut)
-    server.restore(cut.facts, cut.tensors["weights"], cut.group("rule."))
+    restore_server(server, cut.facts, cut.tensors["weights"], cut.group("rule."))
     if server.differences is not None:
         held = {int(worker): weights for worker, weights in cut.group("sent.").items()}
         server.differences.restore(held, {worker: cut.group(f"pull.{worker}.") for worker in held})

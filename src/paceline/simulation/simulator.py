@@ -251,7 +251,7 @@ class Simulation:
 
     def _carry_up(self, worker: Worker, message: Join | Push) -> None:
         delivery = self._server_life, message
-        nbytes = self.side.server.nbytes_of(message) if isinstance(message, Push) else None
+        nbytes = self.side.server.updater.nbytes_of(message) if isinstance(message, Push) else None
         self.wire.carry(worker.number, UP, self.deliver, delivery, self._try_again_later, (worker, message), nbytes)
 
     def _send(self, reply: Reply) -> None:

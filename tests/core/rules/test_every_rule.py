@@ -14,6 +14,17 @@ from paceline.core.policies import AtOnce
 from paceline.core.rules.foresight import Foresight
 from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Server
+from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.buffered import Buffered, Delayed
+from paceline.core.rules.cached import Cached
+from paceline.core.rules.dana import Dana, DanaSlim
+from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
+from paceline.core.rules.lr_scaling import Paced
+from paceline.core.rules.plain import Early, Plain
+from paceline.core.rules.ringleader import Ringleader
+from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server
 from paceline.errors import UserError
 from paceline.interfaces import Rule, State
 from paceline.runs.checkpoint import read_cut, restore, take_cut, write_cut
@@ -35,7 +46,7 @@ def test_runs_side_by_side_are_each_alone(name: str, seeds: list[int]) -> None:
 
 
 def server_with(rule: Rule, weights: torch.Tensor) -> Server:
-    return Server(weights, rule, AtOnce(), Budget(10**6, 10), Schedule(0.1), 3)
+    return Server(weights, rule, AtOnce(), Training(Budget(10**6, 10), Schedule(0.1)), Roster(3))
 
 
 def through_a_checkpoint(walk: Walk, folder: Path, fresh: Rule) -> tuple[torch.Tensor, State]:

@@ -15,8 +15,8 @@ from paceline.core.messages import Input, Join, Leave, Push
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server
 from paceline.interfaces import Policy
 from paceline.runtimes.server.accounting import Accounts, Way
 from paceline.runtimes.server.timing import Timekeeper
@@ -28,7 +28,8 @@ SERVING = 0.25
 
 def make_server(policy: Policy, num_workers: int, steps: int = 1000) -> Server:
     rule = Plain(Sgd())
-    return Server(torch.zeros(1), rule, policy, Budget(10**6, 10**6, steps=steps), Schedule(0.0), num_workers)
+    training = Training(Budget(10**6, 10**6, steps=steps), Schedule(0.0))
+    return Server(torch.zeros(1), rule, policy, training, Roster(num_workers))
 
 
 @dataclass

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.assembly.core import make_policy, make_rule, make_schedule
-from paceline.assembly.run import codecs_of
+from paceline.assembly.core import make_policy, make_rule, make_training
+from paceline.assembly.run import codecs_of, make_roster
 from paceline.config import RunConfig, to_dict
 from paceline.core.buffers import Memory, Sizes
 from paceline.core.compression import Opened
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop
 from paceline.core.rules.sharded import Ranged
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.server import Exchange, Server, restore_server, server_facts
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.client import _Part
 from paceline.runtimes.sharded.orders import at_work, is_finite, sent_to, spoil
@@ -45,8 +45,8 @@ def config_of(codec: str | None, pull: str | None, **values: Any) -> RunConfig:
 
 def whole_server(config: RunConfig) -> Server:
     weights, rule = torch.linspace(-1.0, 1.0, LAYOUT.size) * FILLED, make_rule(config, LAYOUT)
-    known = weights, rule, make_policy(config), BUDGET, make_schedule(config), config.workers or 1
-    return Server(*known, codecs=codecs_of(config, LAYOUT))
+    training, exchange = make_training(config, BUDGET), Exchange(codecs_of(config, LAYOUT))
+    return Server(weights, rule, make_policy(config), training, make_roster(config), exchange)
 
 
 class Parts:
@@ -62,13 +62,14 @@ class Parts:
         for span in self.spans[1:]:
             begin = {"config": to_dict(config), "layout": LAYOUT.to_rows(), "span": [span.start, span.stop]}
             begin |= {"skew": None, "budget": asdict(BUDGET), "threads": 1}
-            server, coding = make_part(json.loads(json.dumps(begin)))
-            server.restore(first.facts(), first.weights[span], self.ranged.of_span(first.rule_state, span))
-            self.opened.append(self._opened(coding, server.weights))
-            server.take_opened(self.opened[-1])
+            server, _, opened = make_part(json.loads(json.dumps(begin)))
+            restore_server(
+                server, server_facts(first), first.weights[span], self.ranged.of_span(first.rule_state, span)
+            )
+            self.opened.append(opened)
             self.servers.append(server)
         pull = self.codings[0].pull
-        first.keep_to(self.ranged, self.spans[0], self.opened[0], pull.codec if pull is not None else None)
+        first.updater.restrict_to(self.ranged, self.spans[0], self.opened[0], pull.codec if pull is not None else None)
 
     @staticmethod
     def _opened(coding: Coding, like: Tensor) -> Opened | None:

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.assembly.core import make_inside, make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_training
+from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, to_dict
 from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Resume, Stop
 from paceline.core.rules.sharded import Ranged
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.server import Server, restore_server, server_facts
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.orders import from_words, is_finite, spoil, to_words
 from paceline.runtimes.sharded.shard import make_part
@@ -38,14 +39,13 @@ BUDGET = Budget(10**6, epoch_samples=100)
 
 def whole_server(config: RunConfig) -> Server:
     weights = torch.linspace(-1.0, 1.0, LAYOUT.size) * FILLED
-    rule, workers = make_rule(config, LAYOUT), config.workers or 1
-    known = weights, rule, make_policy(config), BUDGET, make_schedule(config), workers
-    return Server(*known, inside=make_inside(config), places=config.max_workers)
+    rule, training = make_rule(config, LAYOUT), make_training(config, BUDGET)
+    return Server(weights, rule, make_policy(config), training, make_roster(config))
 
 
 def copy_of(server: Server, config: RunConfig) -> Server:
     twin = whole_server(config)
-    twin.restore(server.facts(), server.weights, server.rule_state)
+    restore_server(twin, server_facts(server), server.weights, server.rule_state)
     return twin
 
 
@@ -57,7 +57,7 @@ class Parts:
         part = make_rule(config, part_of(LAYOUT, self.spans[0]))
         self.ranged = Ranged(server.rule, part, self.spans[0], server.weights, server.rule_state)
         self.servers = [server, *(self._begin(server, config, span) for span in self.spans[1:])]
-        server.keep_to(self.ranged, self.spans[0])
+        server.updater.restrict_to(self.ranged, self.spans[0], None, None)
         self.memories = [Memory.private(Sizes(LAYOUT.size)) for _ in range(config.workers or 1)]
 
     def _begin(self, server: Server, config: RunConfig, span: slice) -> Server:
@@ -68,11 +68,11 @@ class Parts:
             "skew": None,
             "budget": asdict(server.budget),
             "threads": 1,
-            "facts": server.facts(),
+            "facts": server_facts(server),
         }
         begin = json.loads(json.dumps(begin))
-        part, _ = make_part(begin)
-        part.restore(begin["facts"], server.weights[span], self.ranged.of_span(server.rule_state, span))
+        part, *_ = make_part(begin)
+        restore_server(part, begin["facts"], server.weights[span], self.ranged.of_span(server.rule_state, span))
         return part
 
     def handle(self, message: Input) -> tuple[Reply, ...]:
@@ -126,7 +126,7 @@ class Course:
         both = message._replace(update=message.update.clone()) if isinstance(message, Push) else message
         outcome = self.whole.handle(message)
         for reply in outcome.replies:
-            self.whole.weights_for(reply.worker, self.sent[reply.worker])
+            self.whole.updater.weights_for(reply.worker, self.sent[reply.worker])
             self.replies[reply.worker] = reply
         if self.parts is not None:
             assert self.parts.handle(both) == outcome.replies

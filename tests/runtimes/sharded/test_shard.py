@@ -10,12 +10,12 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.config import RunConfig, to_dict
 from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Input, Join, Leave, Push, Stop
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.server import Roster, Server, server_facts
 from paceline.errors import ProtocolError
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.channel import FILLED, Link, Message
@@ -61,7 +61,9 @@ class First:
         self.thread = threading.Thread(target=lambda: self.ended.append(service.run()))
         self.thread.start()
         weights = torch.arange(float(LAYOUT.size))
-        self.whole = Server(weights, make_rule(CONFIG, LAYOUT), make_policy(CONFIG), BUDGET, make_schedule(CONFIG), 1)
+        self.whole = Server(
+            weights, make_rule(CONFIG, LAYOUT), make_policy(CONFIG), make_training(CONFIG, BUDGET), Roster(1)
+        )
         begin = {
             "config": to_dict(CONFIG),
             "layout": LAYOUT.to_rows(),
@@ -69,7 +71,7 @@ class First:
             "skew": None,
             "budget": asdict(BUDGET),
             "threads": 1,
-            "facts": self.whole.facts(),
+            "facts": server_facts(self.whole),
         }
         self.link.send({"begin": begin}, [weights[SPAN]])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from paceline.core.messages import Leave, Outcome, Push, Reply, Verdict
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Bounded, Rounds
 from paceline.core.rules.plain import Plain
-from paceline.core.server import Server
+from paceline.core.schedules import Training
+from paceline.core.server import Roster, Server, Updater
 from paceline.interfaces import Decision
+from paceline.runs import checkpoint
 from paceline.runs.replay import Replay
 from paceline.settings.fault_table import KINDS, read_faults
 from paceline.settings.rules import RULES
@@ -111,7 +113,7 @@ def answer_the_dead(patch: Patch) -> None:
         member = self.members.get(leave.worker)
         waited = member is not None and member.waiting
         outcome = take(self, leave)
-        return outcome._replace(replies=(*outcome.replies, self._answer(leave.worker))) if waited else outcome
+        return outcome._replace(replies=(*outcome.replies, self._reply(leave.worker))) if waited else outcome
 
     patch.setattr(Server, "_leave", leave)
 
@@ -138,12 +140,12 @@ def lose_the_last_record(patch: Patch) -> None:
 
 
 def forget_the_rule_state(patch: Patch) -> None:
-    restore = Server.restore
+    restore = checkpoint.restore_server
 
-    def forget(self: Server, facts: dict[str, Any], weights: torch.Tensor, rule_state: dict[str, torch.Tensor]) -> None:
-        restore(self, facts, weights, {name: torch.zeros_like(tensor) for name, tensor in rule_state.items()})
+    def forget(server: Server, facts: dict[str, Any], weights: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        restore(server, facts, weights, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
 
-    patch.setattr(Server, "restore", forget)
+    patch.setattr(checkpoint, "restore_server", forget)
 
 
 def forget_who_waits(patch: Patch) -> None:
@@ -195,10 +197,10 @@ def send_half_the_weights(patch: Patch) -> None:
 
 
 def average_without_weights(patch: Patch) -> None:
-    def mean(self: Server, pushes: list[Push], samples: int) -> torch.Tensor:
+    def mean(self: Updater, pushes: list[Push], samples: int) -> torch.Tensor:
         return torch.stack([push.update for push in pushes]).mean(0)
 
-    patch.setattr(Server, "_weighted_mean", mean)
+    patch.setattr(Updater, "_weighted_mean", mean)
 
 
 def leave_a_coordinate_alone(patch: Patch) -> None:
@@ -215,9 +217,10 @@ def leave_a_coordinate_alone(patch: Patch) -> None:
 def spend_too_much(patch: Patch) -> None:
     make = Server.__init__
 
-    def init(self: Server, weights: Any, rule: Any, policy: Any, budget: Any, *others: Any, places: Any) -> None:
+    def init(self: Server, weights: Any, rule: Any, policy: Any, training: Training, *others: Any) -> None:
+        budget = training.budget
         budget = dataclasses.replace(budget, samples=budget.samples + 20, steps=budget.steps and budget.steps + 1)
-        make(self, weights, rule, policy, budget, *others, places=places)
+        make(self, weights, rule, policy, dataclasses.replace(training, budget=budget), *others)
 
     patch.setattr(Server, "__init__", init)
 
@@ -227,29 +230,36 @@ def work_beyond_the_quota(patch: Patch) -> None:
 
 
 def send_an_old_version(patch: Patch) -> None:
-    answer = Server._answer
+    build = Roster.reply
 
-    def older(self: Server, worker: int, over: bool = False) -> Reply:
-        reply = answer(self, worker, over)
+    def older(self: Roster, worker: int, over: bool) -> Reply:
+        reply = build(self, worker, over)
         return reply._replace(version=max(0, reply.version - 1))
 
-    patch.setattr(Server, "_answer", older)
+    patch.setattr(Roster, "reply", older)
 
 
 def miscount_what_is_dropped(patch: Patch) -> None:
     """A push that was held when the run ended is not counted."""
-    patch.setattr(Server, "_forget_held", lambda self: self._held.clear())
+    drop = Server._drop
+
+    def miscount(self: Server, workers: Iterable[int]) -> None:
+        if workers is self.held:
+            self.held.clear()
+        else:
+            drop(self, workers)
+
+    patch.setattr(Server, "_drop", miscount)
 
 
 def let_a_nan_pass(patch: Patch) -> None:
     """A push with a NaN is mended instead of refused."""
-    change = Server._change_weights
+    apply = Updater.apply
 
-    def mend(self: Server, pushes: list[Push], samples: int, staleness: int) -> bool:
-        mended = [push._replace(update=torch.nan_to_num(push.update)) for push in pushes]
-        return change(self, mended, samples, staleness)
+    def mend(self: Updater, pushes: list[Push], *others: Any) -> Push | None:
+        return apply(self, [push._replace(update=torch.nan_to_num(push.update)) for push in pushes], *others)
 
-    patch.setattr(Server, "_change_weights", mend)
+    patch.setattr(Updater, "apply", mend)
 
 
 def draw_from_a_stream(patch: Patch) -> None:
@@ -265,7 +275,7 @@ def drain_without_the_last_push(patch: Patch) -> None:
     def at_once(self: Server, worker: int) -> Outcome:
         outcome = drain(self, worker)
         taken = outcome.verdict == Verdict.TAKEN and not outcome.replies
-        return outcome._replace(replies=self._settle(Decision(release=(worker,)))) if taken else outcome
+        return outcome._replace(replies=self._carry_out(Decision(release=(worker,)))) if taken else outcome
 
     patch.setattr(Server, "_drain", at_once)
 

@@ -1,4 +1,4 @@
-"""Any rule with a running mean of its weights beside them: workers go on with the live weights, the mean is scored.
+"""Any rule with a running mean of its weights: workers compute on the live weights, and the mean is evaluated.
 
 Stale and skewed gradients mostly make the live weights wander around a good centre.
 """
@@ -21,12 +21,13 @@ FADING = 0.001
 class Averaged(Around):
     """average += a_t (weights - average) after update t = 1, 2, ...
 
-    a_t = 9/(t + 8): no constant to set, about the last ninth of all updates counts (arXiv 1212.1824).
-    With a horizon H: a_t = max(2/(t + 1), 1/H). From update 64 on only every eighth is averaged, with the share of
-    eight, 1 - (1 - a_t)^8: what lies between differs little. One more pass over 2 tensors then, and P floats.
+    a_t = 9/(t + 8): no constant to set; about the last ninth of all updates counts (arXiv 1212.1824).
+    With a horizon H: a_t = max(2/(t + 1), 1/H). From update 64 on, only every eighth is averaged, with the share of
+    eight, 1 - (1 - a_t)^8: the weights between differ little. Costs one more pass over 2 tensors then, and P floats.
 
-    Who has left has taken its data along, and the live weights lean to those that are here: then a_t is multiplied by
-    (live / most)^4, most being the largest number live, which falls to that of now within some thousand updates.
+    A worker that leaves takes its data along, and the live weights lean towards the others: then a_t is multiplied by
+    (live / most)^4. `most` is the largest number of live workers; it decays to the current one within some thousand
+    updates.
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain
@@ -56,13 +57,13 @@ class Averaged(Around):
         keep_all(state["averaging"], (count, most))
         often, due = (count < EVERY_ONE_BEFORE) * 1.0, (count % EVERY == 0) * 1.0
         if not isinstance(count, Tensor) and not (often or due):
-            return  # many runs make this pass with a share of zero
+            return  # many runs at once make this pass with a share of zero
         one = self._share(count)
         share = often * one + (1.0 - often) * due * (1.0 - (1.0 - one) ** EVERY)
         move_towards(state["average"], weights, share * (arrival.num_live / most) ** 4)
 
     def _share(self, count: Scalar) -> Scalar:
-        """Of update `count`, counted from 1, in the average after it."""
+        """The share of update `count`, counted from 1, in the average after it."""
         if self.horizon is None:
             return GROWTH / (count + (GROWTH - 1.0))
         return at_least(2.0 / (count + 1.0), 1.0 / self.horizon)

@@ -1,4 +1,4 @@
-"""Rule `buffered:K`: several pushes make one step (FedBuff, arXiv 2106.06639)."""
+"""Rules that collect pushes: `buffered:K` (FedBuff, arXiv 2106.06639) and `delayed` (arXiv 2401.09135)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.interfaces import Arrival, State
 class Buffered(OwnMomentum):
     """buffer += g; after every Kth push:  v = gamma v + buffer / K;  weights -= lr v;  buffer = 0
 
-    Each push counts as a version, though only every Kth moves the weights: lr, budget and staleness are in pushes, as
-    for every other rule. Plain momentum is inside; whether a push is the Kth is a factor, not a branch, which the steps
-    of other optimizers have no room for. Touches 4 tensors: g, the buffer, v, the weights.
+    Each push makes a new version, though only every Kth moves the weights: lr, budget and staleness count pushes, as
+    for every other rule. Only plain momentum fits: a factor, not a branch, says whether a push is the Kth, and the
+    steps of other optimizers cannot be scaled like that. Touches 4 tensors: g, the buffer, v, the weights.
 
     >>> weights, rule = torch.zeros(1), Buffered(2, 0.0)
     >>> state = rule.start(weights)
@@ -50,7 +50,7 @@ class Buffered(OwnMomentum):
 def step(
     weights: Tensor, velocity: Tensor, total: Tensor, share: Tensor, due: Tensor, momentum: Tensor, lr: Tensor
 ) -> None:
-    """v = momentum v + share total;  weights -= lr v, where `due` is 1; nothing where it and `share` are 0."""
+    """v = momentum v + share total;  weights -= lr v, if `due` is 1; no change if `due` and `share` are 0."""
     velocity.mul_(1.0 - due + due * momentum).addcmul_(total, share)
     weights.addcmul_(velocity, lr * due, value=-1.0)
 
@@ -58,9 +58,9 @@ def step(
 class Delayed(OwnMomentum):
     """weights -= lr d / n;  and after n pushes:  v = beta v + the mean of their drifts;  weights -= lr beta v
 
-    n is the number of workers here, so n pushes move the weights as one step of Nesterov's momentum on their mean would
-    (the paper's N = n and c = 0). A stale drift counts at once, but what is stale is not carried on by momentum before
-    a round of drifts has been averaged. Touches 4 tensors: the drift, the buffer, v, the weights.
+    n is the number of live workers, so n pushes move the weights like one step of Nesterov's momentum on their mean
+    (the paper's N = n and c = 0). A stale drift counts at once, but enters the momentum only as part of the mean of n
+    drifts. Touches 4 tensors: the drift, the buffer, v, the weights.
 
     >>> weights, rule = torch.zeros(1), Delayed(0.5)
     >>> state = rule.start(weights)

@@ -1,4 +1,4 @@
-"""Rule `cached`: step along the mean of every worker's latest gradient, so that no worker's data is starved.
+"""Rule `cached`: step along the mean of every worker's latest gradient, so that every worker's data counts.
 
 DuDe-ASGD (arXiv 2405.16966), ACE (arXiv 2511.19066).
 """
@@ -16,9 +16,9 @@ from paceline.interfaces import Arrival, State
 class Cached(Live):
     """total += g - c_i;  c_i = g;  weights = optimizer(weights, total / n)
 
-    total / n is the mean over the n live workers, zeros standing for those that have not pushed yet; who leaves, or is
-    silent for long, is taken out of the sum. The mean is a gradient like any other, so every optimizer may step along
-    it. Touches 4 tensors and the optimizer's: g, c_i, total, the mean.
+    total / n is the mean over the n live workers; a worker that has not pushed yet counts as zeros. A worker that
+    leaves, or is silent for long, is taken out of the sum. Any optimizer can step along the mean. Touches 4 tensors
+    and the optimizer's: g, c_i, total, the mean.
 
     >>> from paceline.core.optimizers import Sgd
     >>> weights, rule = torch.zeros(1), Cached(Sgd(), places=2)
@@ -55,7 +55,7 @@ class Cached(Live):
 
 
 def remember(state: State, place: int | Tensor, gradient: Tensor) -> None:
-    """Put a worker's newest gradient in place of its last one, in its row and in the sum of all rows."""
+    """Replace a worker's cached gradient by its newest one, in its row and in the sum of all rows."""
     row = read(state["cache"], place)
     state["total"].sub_(row).add_(gradient)
     if isinstance(place, Tensor):
@@ -65,7 +65,7 @@ def remember(state: State, place: int | Tensor, gradient: Tensor) -> None:
 
 
 def forget(state: State, worker: int) -> None:
-    """Take what is left of a worker out of the sum."""
+    """Take a worker's cached gradient out of the sum."""
     row = read(state["cache"], worker)
     state["total"].sub_(row)
     row.zero_()

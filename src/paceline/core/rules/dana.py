@@ -1,4 +1,4 @@
-"""Rules `dana` and `dana-slim`: momentum of each worker's own, and a look ahead by all of it (arXiv 1907.11612)."""
+"""Rules `dana` and `dana-slim`: one momentum per worker, and a look-ahead along all of them (arXiv 1907.11612)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Dana(OwnMomentum):
     """v_i = gamma v_i + g;  weights -= lr v_i;  worker i is sent weights - lr gamma (v_1 + ... + v_n)
 
     The sum is kept from update to update. The momentum is the method, a Nesterov step over all workers, so no other
-    optimizer can be inside. Touches 4 tensors: g, v_i, the sum, the weights.
+    optimizer fits. Touches 4 tensors: g, v_i, the sum, the weights.
 
     >>> weights, rule = torch.zeros(1), Dana(0.5, places=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
@@ -62,9 +62,9 @@ class Dana(OwnMomentum):
 class DanaSlim(OwnMomentum):
     """v_i = gamma v_i + g;  weights -= lr (gamma v_i + g);  worker i is sent a plain copy
 
-    In the paper worker i keeps v_i and sends gamma v_i + g. Here the server keeps v_i, which gives the same weights: so
-    a worker has no state of its own that a checkpoint, a replay or a new incarnation would have to carry. No other
-    optimizer can be inside. Touches 3 tensors: g, v_i, the weights.
+    In the paper, worker i keeps v_i and sends gamma v_i + g. Here the server keeps v_i, which gives the same weights:
+    a worker has no state that a checkpoint, a replay or a new incarnation would have to carry. No other optimizer
+    fits. Touches 3 tensors: g, v_i, the weights.
 
     >>> weights, rule = torch.zeros(1), DanaSlim(0.5, places=1)
     >>> state = rule.start(weights)

@@ -1,6 +1,6 @@
-"""Rule `foresight`: every worker's latest gradient kept, momentum by the round, and weights of the time a push counts.
+"""The foresight rules: send each worker the weights that are expected when its next push is applied.
 
-Paceline's own: the memory of DuDe-ASGD (arXiv 2405.16966) with a look ahead after DANA (arXiv 1907.11612).
+Paceline's own: the gradient cache of DuDe-ASGD (arXiv 2405.16966) with a look-ahead like DANA's (arXiv 1907.11612).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.membership import OUTLIER, SMOOTHING
 from paceline.core.optimizers import Prepared
 from paceline.core.rules.cached import forget, remember
 from paceline.core.rules.worker_rows import (
@@ -26,24 +27,21 @@ from paceline.core.rules.worker_rows import (
 from paceline.interfaces import Arrival, State
 
 HORIZON = 1.5
-"""Intervals looked ahead: a push comes one after its weights were sent, then counts for half of one on average."""
-SMOOTHING = 0.1
-OUTLIER = 3.0
-"""An interval so many times as long as usual teaches no more than that: the worker was stopped, it is not slow."""
+"""How many intervals to look ahead: a push arrives after one, and then counts for half of one on average."""
 
 
 class Foresight(Live):
-    """Step along the mean u of every worker's latest gradient; send worker i the weights expected m_i updates on.
+    """Step along the mean u of every worker's latest gradient; send worker i the weights expected in m_i updates.
 
     total += g - c_i;  c_i = g;  u = total / n;  v = gamma_u v + u;  weights -= lr_u v
     gamma_u = gamma^(1/max_j tau_j);  lr_u = lr (1 - gamma_u)/(1 - gamma)
     worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u),  m_i = 1.5 (tau_i - 1),
-    K = gamma_u (1 - gamma_u^m_i)/(1 - gamma_u):  the next m_i steps, were u to stay as it is.
-    tau_i, the updates from one arrival of worker i to its next, is a running mean of min(staleness + 1, 3 tau_i) that
-    begins at n: a worker that was stopped for a while is not foreseen to be so again.
+    K = gamma_u (1 - gamma_u^m_i)/(1 - gamma_u):  the next m_i steps, if u does not change.
+    tau_i, the updates between two arrivals of worker i, is a running mean of min(staleness + 1, 3 tau_i) that starts
+    at n. The cap keeps one long pause of a worker from being taken for its speed.
 
-    The momentum is the method, so no other optimizer can be inside: Adam's steps have no such sum. A newcomer, whose
-    interval nobody knows, is sent the live weights. Touches 5 tensors: g, c_i, total, v, the weights.
+    The momentum is the method, so no other optimizer fits: Adam's steps have no such sum. A worker without a known
+    interval is sent the live weights. Touches 5 tensors: g, c_i, total, v, the weights.
 
     >>> weights, rule = torch.zeros(1), Foresight(0.0, places=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
@@ -95,14 +93,14 @@ class Foresight(Live):
         add_scaled(weights, state["velocity"], -step)
 
     def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
-        """Let the velocity decay, and add what this update goes along."""
+        """Decay the velocity and add the direction of this update."""
         scale(state["velocity"], decay)
         add_scaled(state["velocity"], state["total"], share)
 
     def _measure(self, numbers: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """How far apart the worker's arrivals are, and what the longest such interval makes of momentum and step.
+        """Update the worker's interval; return it with the decay, the step and the share that follow.
 
-        `numbers` has everybody's interval, then the decay, the step and the share of one worker, for the next reply.
+        `numbers` holds the interval of every worker, then decay, step and share, for the next reply.
         """
         worker, places = arrival.worker, self.places
         if isinstance(worker, Tensor):
@@ -120,12 +118,12 @@ class Foresight(Live):
         return interval, *pace
 
     def _next(self, interval: Scalar, arrival: Arrival) -> Scalar:
-        """The running mean, which begins at the number live."""
+        """The running mean of the interval, which starts at the number of live workers."""
         interval = interval + (interval == 0) * arrival.num_live
         return interval + self.smoothing * (at_most(arrival.staleness + 1, OUTLIER * interval) - interval)
 
     def _pace(self, longest: Scalar, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
-        """Decay, step and share of one worker."""
+        """The decay and step per update for the longest interval, and the share of one worker."""
         decay: Scalar = self.momentum ** (1.0 / longest)
         return decay, load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum), 1.0 / arrival.num_live
 
@@ -146,12 +144,12 @@ class Foresight(Live):
 
 
 class Farsight(Foresight):
-    """As `foresight`, but the memory of every worker only looks ahead; the step is along the gradient that came.
+    """Like `foresight`, but cached gradients only serve the look-ahead; the step is along the gradient that arrived.
 
     v = gamma_u v + g;  weights -= lr_u v;  worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
-    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as there. Old gradients are good
-    enough to tell where the others will have gone, and too old to go along oneself. Paceline's own. No other optimizer
-    can be inside. Touches 5 tensors: g, c_i, total, v, the weights.
+    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as in `foresight`. Old gradients
+    predict well where the weights will be, and are too stale to step along. Paceline's own. No other optimizer fits.
+    Touches 5 tensors: g, c_i, total, v, the weights.
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
@@ -171,10 +169,10 @@ class Farsight(Foresight):
 
 
 class FairFarsight(Farsight):
-    """`farsight` with v = gamma_u v + (tau_i/n) g: every worker's data counts alike, however often it comes.
+    """`farsight` with v = gamma_u v + (tau_i/n) g: the data of every worker counts equally, however often it pushes.
 
-    tau_i, the updates from one arrival of worker i to its next, is n where all are equally fast. Where the slow ones
-    hold labels of their own, it gives those their due; on even data it only makes the stalest gradients count most.
+    tau_i, the updates between two arrivals of worker i, is n if all workers are equally fast. Use it if slow workers
+    hold labels that the others lack; on evenly split data it only gives the stalest gradients the most weight.
 
     >>> import torch
     >>> from paceline.interfaces import Arrival

@@ -1,4 +1,4 @@
-"""Any rule with steps that shorten when many pushes are under way, and lengthen again when they are not."""
+"""Any rule with a learning rate that falls while many pushes are in flight."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SMOOTHING = 0.01
 class Paced(Around):
     """lr min(1, most/pushes),  pushes = max(number live, the running mean of staleness + 1)
 
-    The largest stable step falls as one over the pushes under way (n lr times the curvature is bounded). Workers that
-    join or leave count at once, a change of staleness within some hundred updates. Touches no tensor of its own.
+    The largest stable step is inversely proportional to the pushes in flight (n lr times the curvature is bounded). A
+    join or leave counts at once, a change of staleness within some hundred updates. Touches no tensor of its own.
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain

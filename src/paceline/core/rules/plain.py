@@ -1,4 +1,4 @@
-"""Rule `plain`: one shared optimizer stepped on each arrival, as the published parameter servers do."""
+"""Rule `plain`: one shared optimizer makes a step on each arrival, like the published parameter servers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Plain(Live):
 
 
 class Early(Plain):
-    """`plain`, but the reply leaves before the push is applied, so a worker never sees its own last push.
+    """`plain`, but the reply holds the weights before the push is applied, so a worker never sees its own last push.
 
-    That is what a worker gets that pulls without waiting for its push, as in the published system. Touches one tensor
-    more, for the weights before the update.
+    A worker of the published system gets the same: it pulls without waiting for its push. Touches one more tensor,
+    for the weights before the update.
 
     >>> import torch
     >>> from paceline.core.optimizers import Sgd

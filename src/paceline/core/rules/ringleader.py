@@ -1,4 +1,4 @@
-"""Rule `ringleader`: every worker's data counts alike, however fast it is: one step for each worker a round.
+"""Rule `ringleader`: every worker's data counts equally, however fast it is: one step per worker and round.
 
 Ringleader ASGD (arXiv 2509.22860).
 """
@@ -17,14 +17,14 @@ from paceline.interfaces import Arrival, State
 class Ringleader(OwnMomentum):
     """A round: gather until every worker has a mean in the table, then each worker's next push makes one step.
 
-    G_i is the mean of worker i's pushes of this round.  Once all have one, the push that completed the table and then
-    the first of every other worker:  v = gamma v + (G_1 + ... + G_n)/n;  weights -= lr v
-    Who has made its step begins the mean of the next round; when all have, the next round is this round.
+    G_i is the mean of worker i's pushes of this round. Once all have one, the push that completed the table, and then
+    the first of every other worker, makes a step:  v = gamma v + (G_1 + ... + G_n)/n;  weights -= lr v
+    A worker that has made its step starts its mean of the next round; the next round begins when all have.
 
-    Nothing is dropped, and every push counts as a version, though not every push moves the weights. The row of a worker
-    that has made its step is free for its next mean, so one table is enough; who leaves then still counts until the
-    round ends. The paper has no momentum (gamma = 0); plain momentum may be inside, no other optimizer, for the same
-    reason as in `buffered`. Touches 6 tensors: g, G_i, this round's and the next round's sum, v, the weights.
+    No push is dropped, and every push makes a new version, though not every push moves the weights. The row of a
+    worker that has made its step holds its next mean, so one table is enough; if such a worker leaves, it still counts
+    until the round ends. The paper has no momentum (gamma = 0). Plain momentum fits, other optimizers do not, for the
+    same reason as in `buffered`. Touches 6 tensors: g, G_i, this and the next round's sum, v, the weights.
 
     >>> weights, rule = torch.zeros(1), Ringleader(0.0, places=2)
     >>> state = rule.start(weights)
@@ -77,7 +77,7 @@ class Ringleader(OwnMomentum):
 
     @staticmethod
     def _gather(state: State, place: int | Tensor, update: Tensor, stepped: Tensor) -> None:
-        """The push into its worker's mean, and the mean into the sum of its round."""
+        """Add the push to its worker's mean, and the mean to the sum of its round."""
         mean, pushes = read(state["means"], place), read(state["pushes"], place)
         known = (pushes > 0).to(mean.dtype)
         state["parts"].add_((1.0 - known) * (1.0 - stepped))
@@ -92,7 +92,7 @@ class Ringleader(OwnMomentum):
 
     @staticmethod
     def _turn(state: State, place: int | Tensor, due: Tensor, arrival: Arrival) -> None:
-        """Who has made its step begins anew; when all have, the next round is this round."""
+        """Reset the mean of a worker that has made its step; when all have, begin the next round."""
         stepped, pushes = read(state["stepped"], place), read(state["pushes"], place)
         stepped.add_(due)
         pushes.mul_(1.0 - due)

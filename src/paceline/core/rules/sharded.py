@@ -1,4 +1,4 @@
-"""A rule that keeps to one range of the weights: one server of several, which has memory for all of them."""
+"""A rule restricted to one range of the weights, for the first server of several, which has memory for all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from paceline.interfaces import Arrival, Rule, State
 
 
 class Ranged(Around):
-    """The rule `part`, made for `span` alone, on views of the whole weights and of a state that `whole` has started.
+    """Applies the rule `part`, made for `span` alone, to views of the whole weights and of the state of `whole`.
 
-    Rules are elementwise over their last axis, so a range has the bits that it has under `whole`.
+    Rules are elementwise over the last axis, so a range gets the same bits as under `whole`.
 
     >>> import torch
     >>> from paceline.core.optimizers import Sgd
@@ -29,7 +29,7 @@ class Ranged(Around):
         self.part, self.span = part, span
         started = part.start(weights[span])
         self.cut = frozenset(name for name, tensor in started.items() if tensor.shape != state[name].shape)
-        """The names of what is as long as the weights."""
+        """The names of the state tensors that are as long as the weights."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Ranged(Around):
         return self.rule.start(weights)
 
     def of_span(self, state: State, span: slice | None = None) -> State:
-        """Views of what belongs to a range (ours, unless said)."""
+        """Views of the state of a range (by default this rule's)."""
         span = span or self.span
         return {name: tensor[..., span] if name in self.cut else tensor for name, tensor in state.items()}
 

@@ -1,4 +1,7 @@
-"""Rule `damped`: a stale push makes a smaller step (arXiv 1511.05950)."""
+"""Rules that correct a stale gradient: `damped` (arXiv 1511.05950), `gap` and `compensated`.
+
+Gap-Aware (arXiv 1909.10802); DC-ASGD-a (arXiv 1609.08326), with the weights that each worker was sent.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from paceline.interfaces import Arrival, State
 class Damped(Live):
     """weights = optimizer(weights, g) with lr / max(1, staleness)
 
-    Any optimizer may be inside. Touches the tensors of that optimizer and no other.
+    A stale push makes a smaller step. Any optimizer fits. Touches no tensors but those of the optimizer.
 
     >>> from paceline.core.optimizers import Sgd
     >>> weights, rule = torch.zeros(1), Damped(Sgd())
@@ -36,18 +39,17 @@ class Damped(Live):
 
 
 REMEMBERED = 1000.0
-"""Steps the mean step size looks back over."""
-
-
+"""The running mean of step sizes spans about this many steps."""
 TINY = 1e-30
 
 
 class Gap(Sent):
     """weights = optimizer(weights, g / (|weights - sent_i|/C + 1))
 
-    sent_i is what worker i was sent last, C the running mean of |step| of each coordinate: of all steps, later of about
-    the last thousand. Any optimizer may be inside. Touches 6 tensors and the optimizer's: g, sent_i, C, the weights,
-    the scaled push, the step.
+    Scales each coordinate down by how far it has moved since the worker got its weights.
+    sent_i are the weights that worker i was sent last. C is the mean of |step| of each coordinate, over all steps at
+    first and about the last thousand later. Any optimizer fits. Touches 6 tensors and the optimizer's: g, sent_i, C,
+    the weights, the scaled push, the step.
 
     >>> from paceline.core.optimizers import Sgd
     >>> weights, rule = torch.zeros(1), Gap(Sgd(), places=2)
@@ -86,19 +88,16 @@ class Gap(Sent):
 
 
 STRENGTH = 2.0
-
-
 MEMORY = 0.95
-
-
 EPSILON = 1e-7
 
 
 class Compensated(Sent):
     """s = .95 s + .05 g^2;  weights = optimizer(weights, g + 2/sqrt(s + 1e-7) g^2 (weights - sent_i))
 
-    sent_i is what worker i was sent last; g^2 stands for the diagonal of the Hessian, the constants are the paper's.
-    Any optimizer may be inside. Touches 6 tensors and the optimizer's: g, s, sent_i, the weights, two for the sum.
+    Carries a stale gradient to the current weights, to first order.
+    sent_i are the weights that worker i was sent last; g^2 approximates the diagonal of the Hessian. The constants are
+    the paper's. Any optimizer fits. Touches 6 tensors and the optimizer's: g, s, sent_i, the weights, two for the sum.
 
     >>> from paceline.core.optimizers import Sgd
     >>> weights, rule = torch.zeros(1), Compensated(Sgd(), places=2)

@@ -1,6 +1,6 @@
-"""Tables with one row a worker, [..., places, P], and the live-weights half that most rules share.
+"""Tables with one row per worker, [..., places, P], and the defaults that most rules share.
 
-A worker is a number, or over many runs one number a run: then rows are gathered and put back, with no branch on them.
+A worker is an int, or over many runs a tensor with one number per run: then rows are gathered and scattered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def table(weights: Tensor, places: int) -> Tensor:
 
 
 def place_in(rows: Tensor, worker: int | Tensor) -> int | Tensor:
-    """Where a worker's rows lie, in every table of these places: its number, or over many runs one index a run."""
+    """The index of a worker's row in every table of this shape: its number, or over many runs one index per run."""
     if isinstance(worker, Tensor):
         runs, places = rows.shape[:2]
         return worker + arange(0, runs * places, places, device=rows.device)
@@ -29,7 +29,7 @@ def place_in(rows: Tensor, worker: int | Tensor) -> int | Tensor:
 
 
 def read(rows: Tensor, place: int | Tensor) -> Tensor:
-    """The row at a place: a view into the table, or over many runs a copy of each run's row.
+    """The row at `place`: a view into the table, or over many runs a copy of each run's row.
 
     >>> rows = arange(8.0).view(2, 2, 2)
     >>> read(rows[0], 1).tolist(), read(rows, place_in(rows, arange(2))).tolist()
@@ -39,7 +39,7 @@ def read(rows: Tensor, place: int | Tensor) -> Tensor:
 
 
 def write(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
-    """Copy `row` into its place."""
+    """Copy `row` into the table."""
     if isinstance(place, Tensor):
         rows.flatten(0, 1).index_copy_(0, place, row)
     else:
@@ -47,19 +47,19 @@ def write(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
 
 
 def put_back(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
-    """Keep what was read and then changed in place: a view needs nothing more."""
+    """Store a row that was read and changed in place; a view needs no copy."""
     if isinstance(place, Tensor):
         write(rows, place, row)
 
 
 def pushers_place(rows: Tensor, arrival: Arrival) -> int | Tensor:
-    """The place of who pushed; a rule with a row a worker is never handed the mean of a round."""
+    """The row of the worker that pushed; a rule with one row per worker never gets the mean of a round."""
     assert arrival.worker is not None, "a rule that knows its workers was handed the mean of several"
     return place_in(rows, arrival.worker)
 
 
 class Live:
-    """A rule's usual half: nothing to do for who comes or goes, plain copies handed out, the live weights scored."""
+    """Defaults of a rule: joins and leaves change nothing, workers get a copy of the weights, which are evaluated."""
 
     def join(self, state: State, worker: int) -> None:
         pass
@@ -78,26 +78,26 @@ class Live:
 
 
 class OwnMomentum(Live):
-    """The half of a rule that steps by a momentum of its own instead of an optimizer's."""
+    """Base class for rules with their own momentum instead of an optimizer."""
 
     def __init__(self, momentum: float | Tensor, prepared: Prepared | None = None) -> None:
         self.momentum = as_tensor(momentum, dtype=float32)
         self.prepared = prepared or Prepared()
 
     def move_to(self, weights: Tensor) -> None:
-        """Bring what every update needs to where the weights are."""
+        """Move the momentum and the decay to the device of the weights."""
         self.prepared.move_to(weights.device)
         self.momentum = self.momentum.to(weights.device)
 
 
 class Sent(Live):
-    """The half of a rule that remembers what each worker was sent last, one copy more a reply."""
+    """Base class for rules that remember the weights that each worker was sent; costs one more copy per reply."""
 
     def __init__(self, places: int) -> None:
         self.places = places
 
     def start_sent(self, weights: Tensor) -> State:
-        """Before anything was sent, everybody has the first weights."""
+        """The state at the start: every worker has the initial weights."""
         return {"sent": weights.unsqueeze(-2).repeat_interleave(self.places, -2)}
 
     def leave(self, state: State, worker: int) -> None:
@@ -109,30 +109,31 @@ class Sent(Live):
 
 
 Scalar: TypeAlias = float | Tensor
+"""A float for one run, a tensor [runs, 1] for many; a float costs the update of a small model far less."""
 
 
 def load(kept: Tensor) -> Scalar:
-    """A number of the state: [1] or [] is one run's, [runs, 1] stays where it is."""
+    """Read a number of the state: a float for one run ([1] or []), a tensor for many ([runs, 1])."""
     return float(kept.item()) if kept.dim() < 2 else kept
 
 
 def keep(place: Tensor, value: Scalar) -> None:
-    """Into the state."""
+    """Write a number of the state."""
     if isinstance(value, Tensor):
         place.copy_(value)
     elif place.is_cuda:
         place.fill_(value)
     else:
-        place.numpy()[...] = value  # the same memory, at a third of the price
+        place.numpy()[...] = value  # the same memory, at a third of the cost
 
 
 def load_all(kept: Tensor) -> list[Scalar]:
-    """Several numbers of the state at once: one run's row [K], or rows [runs, K] as K times [runs, 1]."""
+    """Read several numbers of the state: K floats for one run ([K]), K tensors [runs, 1] for many ([runs, K])."""
     return list(kept.tolist()) if kept.dim() == 1 else list(torch.split(kept, 1, -1))
 
 
 def keep_all(kept: Tensor, values: Sequence[Scalar]) -> None:
-    """The inverse of `load_all`.
+    """Write what `load_all` reads.
 
     >>> row = torch.zeros(2)
     >>> keep_all(row, [1.0, 2.0])

@@ -1,4 +1,4 @@
-"""The half of a rule around another that hands everything on; the other half is what it changes."""
+"""Base class for rules that wrap another rule: forwards every call that the subclass does not override."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from paceline.interfaces import Rule, State
 
 
 class Around:
-    """A rule that knows of the one inside."""
+    """Forwards to the wrapped rule."""
 
     suffix = ""
-    """What its name adds to that of the rule inside."""
+    """Added to the name of the wrapped rule."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule

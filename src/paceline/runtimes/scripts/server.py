@@ -14,8 +14,8 @@ from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Join
-from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Training
+from paceline.core.server import Roster, Server
 from paceline.core.worker import Seat
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
@@ -128,8 +128,7 @@ def learn(
         first.slot.weights.clone(),
         make_rule(config, model.layout),
         make_policy(config),
-        budget,
-        make_schedule(config),
-        config.workers or 1,
+        Training(budget, make_schedule(config)),
+        Roster(config.workers or 1),
     )
     return config, model, server

@@ -7,8 +7,8 @@ from typing import Any
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig
 from paceline.core.messages import Input, Join, Push, Rate, Reply, Stop
-from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Training
+from paceline.core.server import Roster, Server
 from paceline.errors import Diverged
 from paceline.interfaces import Layout
 from paceline.settings.stopping import goal_of
@@ -26,8 +26,8 @@ class OwnServer:
 
     def start(self, config: RunConfig, layout: Layout, slot: Slot, budget: Budget) -> None:
         """Take the model's weights as they are."""
-        rule, policy, schedule = make_rule(config, layout), make_policy(config), make_schedule(config)
-        self._server = Server(slot.weights.clone(), rule, policy, budget, schedule, 1)
+        rule, policy, training = make_rule(config, layout), make_policy(config), Training(budget, make_schedule(config))
+        self._server = Server(slot.weights.clone(), rule, policy, training, Roster(1))
         self._slot, self._goal = slot, goal_of(config)
 
     def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
@@ -48,7 +48,7 @@ class OwnServer:
         assert self._server is not None and self._slot is not None, "start() comes first"
         if self._server.divergence is not None:
             raise Diverged(f"training diverged at update {self._server.version}: a gradient holds a NaN or infinity")
-        self._server.weights_for(message.worker, self._slot.weights)
+        self._server.updater.weights_for(message.worker, self._slot.weights)
         return reply
 
     def report(self, figures: dict[str, float]) -> None:

@@ -19,6 +19,7 @@ from paceline.config import RunConfig, to_dict
 from paceline.core.compression import Opened
 from paceline.core.messages import Input
 from paceline.core.rules.sharded import Ranged
+from paceline.core.server import server_facts
 from paceline.errors import ProtocolError, RunFailed, ServerLost
 from paceline.interfaces import Layout
 from paceline.runtimes.server.host import Host
@@ -108,7 +109,7 @@ class Shards:
             self._begin(number, applicant, span, config, layout, host.work.skew)
             for number, (applicant, span) in enumerate(zip(applicants, spans, strict=True), start=1)
         ]
-        server.keep_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
+        server.updater.restrict_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
         self.heard: deque[tuple[Shard, Message]] = deque()
         """What came while something else was awaited."""
         self._changed = False
@@ -134,7 +135,7 @@ class Shards:
             "skew": skew,
             "budget": asdict(server.budget),
             "threads": server_threads(config, layout),
-            "facts": server.facts(),
+            "facts": server_facts(server),
         }
         state = self._ranged.of_span(server.rule_state, span)
         tensors = tensors_of(server.weights[span], state, [])

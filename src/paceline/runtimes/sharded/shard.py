@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.core import make_inside, make_policy, make_rule, make_schedule
-from paceline.assembly.run import key_of
+from paceline.assembly.core import make_policy, make_rule, make_training
+from paceline.assembly.run import key_of, make_roster
 from paceline.config import from_dict
 from paceline.core.buffers import Memory, Sizes
 from paceline.core.compression import Codecs, Opened
 from paceline.core.messages import Input, Join, Leave, Push, Verdict
 from paceline.core.schedules import Budget
-from paceline.core.server import Server
+from paceline.core.server import Exchange, Server, restore_server
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout
 from paceline.runtimes.sharded.channel import FILLED, Link, Message
@@ -34,23 +34,26 @@ LOOK_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 
 
-def make_part(order: Message) -> tuple[Server, Coding]:
-    """The server of a range, as the first one describes it, and how its parts are encoded; its tensors come after."""
+def make_part(order: Message) -> tuple[Server, Coding, Opened | None]:
+    """Build the server of a range as the first server describes it, its codecs, and the decoder of its pushes.
+
+    Its tensors arrive later.
+    """
     config, span, whole = from_dict(order["config"]), slice(*order["span"]), Layout.from_rows(order["layout"])
     layout, coding = part_of(whole, span), coding_of(config, whole, span)
     torch.set_num_threads(int(order["threads"]))
+    weights = torch.zeros(layout.size)
+    opened = Opened(coding.push, weights) if coding.push is not None else None
+    codecs = Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config))
     server = Server(
-        torch.zeros(layout.size),
+        weights,
         make_rule(config, layout, skew=order["skew"]),
         make_policy(config),
-        Budget(**order["budget"]),
-        make_schedule(config),
-        config.workers or 1,
-        codecs=Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config)),
-        inside=make_inside(config),
-        places=config.max_workers,
+        make_training(config, Budget(**order["budget"])),
+        make_roster(config),
+        Exchange(codecs, decoder=opened),
     )
-    return server, coding
+    return server, coding, opened
 
 
 class ShardService:
@@ -122,12 +125,12 @@ class ShardService:
         if "input" in message:
             self._handle(message["input"], message["finite"])
         elif "begin" in message:
-            self._begin(*make_part(message["begin"]))
+            self._server, self._coding, self._opened = make_part(message["begin"])
             self._facts = message["begin"]["facts"]
             self._link.expect(tensors_of(self._known.weights, self._known.rule_state, []))
         elif message is FILLED:
             server = self._known
-            server.restore(self._facts, server.weights, server.rule_state)
+            restore_server(server, self._facts, server.weights, server.rule_state)
         elif "gather" in message:
             server = self._known
             sent = sent_to(server, self._memories)
@@ -137,12 +140,6 @@ class ShardService:
             self._ended = time.monotonic()
             self._selector.unregister(self._link)
             self._link.close()
-
-    def _begin(self, server: Server, coding: Coding) -> None:
-        self._server, self._coding = server, coding
-        if coding.push is not None:
-            self._opened = Opened(coding.push, server.weights)
-            server.take_opened(self._opened)
 
     @property
     def _known(self) -> Server:

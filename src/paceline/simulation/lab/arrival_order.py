@@ -16,8 +16,9 @@ from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.work import Work
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
-from paceline.core.messages import Join, Reply
-from paceline.core.server import Server
+from paceline.core.messages import Input, Join, Verdict
+from paceline.core.schedules import Training
+from paceline.core.server import AppliedUpdate, Exchange, Roster, Server
 from paceline.core.worker import Seat
 from paceline.data.sampler import Batches
 from paceline.interfaces import Batch, Layout
@@ -48,33 +49,31 @@ class Trace:
         return len(self.workers)
 
 
-class _TracedServer(Server):
-    """Writes down every update and every answer."""
+class _TracingDriver(Unlogged):
+    """Records every update of the server and every reply to it."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        server.on_update = self._record
         self.rows: list[tuple[list[int], list[int], int, float, int]] = []
         self.released: list[list[int]] = [[]]
+        """By version, the workers that were sent on with its weights."""
         self.left: list[tuple[int, int]] = []
 
-    def _apply(self, workers: tuple[int, ...]) -> bool:
-        staleness = max(self.version - self.members[worker].version for worker in workers)
-        batches = [self.members[worker].accepted for worker in workers]
-        self.rows.append((list(workers), batches, staleness, self.lr, self.num_live))
+    def _record(self, update: AppliedUpdate) -> None:
+        workers = [push.worker for push in update.pushes]
+        batches = [self.server.members[worker].accepted - 1 for worker in workers]
+        self.rows.append((workers, batches, max(update.staleness), update.lr, update.num_live))
         self.released.append([])
-        return super()._apply(workers)
 
-    def _answer(self, worker: int, over: bool = False) -> Reply:
-        if not over:
-            self.released[-1].append(worker)
-        elif self.members[worker].done:
-            self.left.append((self.version - 1, worker))
-        return super()._answer(worker, over)
-
-    def emptied(self) -> Server:
-        """Without what was written down, which the trace has."""
-        self.rows, self.released, self.left = [], [], []
-        return self
+    def handle(self, message: Input) -> None:
+        outcome = self.server.handle(message)
+        for reply in outcome.replies if outcome.verdict != Verdict.REPEATED else ():
+            if not reply.over:
+                self.released[reply.version].append(reply.worker)
+            elif self.server.members[reply.worker].done:
+                self.left.append((reply.version - 1, reply.worker))
+        self.answer(outcome.replies)
 
 
 class _Counted:
@@ -91,30 +90,33 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
     """Simulate the run's times, and write down what made its updates."""
     num_workers = config.workers or 1
     model = TimingModel(num_floats, config.batch_size)
-    servers: list[_TracedServer] = []
+    drivers: list[_TracingDriver] = []
 
     def start() -> Unlogged:
-        parts = (make_rule(config, Layout((), 0)), make_policy(config), work.budget, make_schedule(config))
-        servers.append(_TracedServer(torch.empty(0), *parts, num_workers, nbytes=4 * num_floats))
-        return Unlogged(servers[-1])
+        rule, training = make_rule(config, Layout((), 0)), Training(work.budget, make_schedule(config))
+        exchange = Exchange(nbytes=4 * num_floats)
+        server = Server(torch.empty(0), rule, make_policy(config), training, Roster(num_workers), exchange)
+        drivers.append(_TracingDriver(server))
+        return drivers[-1]
 
     def come(worker: int, incarnation: int) -> Seat:
         return Seat(model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker]))
 
     agenda = Agenda()
     Simulation(agenda, cluster_of(config, num_floats), num_workers, come, start).run()
-    server = servers[-1]
-    workers, batches, staleness, lr, live = zip(*server.rows, strict=True)
+    trace = drivers[-1]
+    trace.server.on_update = None  # the trace outlives the driver
+    workers, batches, staleness, lr, live = zip(*trace.rows, strict=True)
     return Trace(
         _padded(workers),
         _padded(batches),
-        _padded(server.released[1:]),
+        _padded(trace.released[1:]),
         np.array(staleness, np.int32),
         np.array(lr, np.float32),
         np.array(live, np.int32),
-        np.array(server.left, np.int32).reshape(-1, 2),
+        np.array(trace.left, np.int32).reshape(-1, 2),
         agenda.now,
-        server.emptied(),
+        trace.server,
     )
 
 

@@ -41,13 +41,13 @@ def portrait(server: Server) -> Portrait:
         "over": server.over,
         "staleness": dict(server.staleness),
         "members": {worker: asdict(member) for worker, member in sorted(server.members.items())},
-        "awaited": set(server._awaited),
+        "awaited": server.awaited,
         "policy": server.policy.facts(),
-        "held": {worker: push[:6] for worker, push in sorted(server._held.items())},
+        "held": {worker: push[:6] for worker, push in sorted(server.held.items())},
         "deals": server.deals.facts() if server.deals is not None else None,
     }
     tensors = {"weights": server.weights, **server.rule_state}
-    tensors |= {f"update {worker}": push.update for worker, push in server._held.items()}
+    tensors |= {f"update {worker}": push.update for worker, push in server.held.items()}
     tensors |= {f"state {worker}": state for worker, state in server.worker_states.items()}
     return values, tensors
 
@@ -138,7 +138,7 @@ class Witness:
         version = len(self._weights) - 1
         require(server.version == version, "growth", "version {} after {} updates", server.version, version)
         require(server.samples == self._samples, "growth", "{} samples, not {}", server.samples, self._samples)
-        settled = self._accepted.total() + server.dropped + server.late + len(server._held)
+        settled = self._accepted.total() + server.dropped + server.late + len(server.held)
         if server.divergence is None:
             require(server.pushes == settled, "counts", "{} pushes, {} accounted for", server.pushes, settled)
         if outcome.verdict == Verdict.TAKEN:

@@ -11,8 +11,8 @@ import torch
 
 from paceline.core.buffers import Memory
 from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
-from paceline.core.schedules import Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Schedule, Training
+from paceline.core.server import Roster, Server
 from paceline.core.worker import Seat
 from paceline.runs.arrival_log import Record
 from paceline.runs.checkpoint import Cut, take_cut
@@ -38,19 +38,6 @@ class Limited(Agenda):
         if self._serial > MOST_PLANS:
             raise Broken("livelock", f"{MOST_PLANS} plans at {self.now:g} s, and training is not over")
         super().at(time, action, argument)
-
-
-class WatchedServer(Server):
-    """The server, telling a witness what it applies."""
-
-    witness: Witness | None = None
-
-    def _apply(self, workers: tuple[int, ...]) -> bool:
-        pushes = [self._held[worker] for worker in workers]
-        done = super()._apply(workers)
-        if done and self.witness is not None:
-            self.witness.applied(pushes, self)
-        return done
 
 
 @dataclass(frozen=True)
@@ -84,14 +71,14 @@ class Stage:
         self.server: Server = self._watched(self._new_server())
         self._begun = False
 
-    def _new_server(self) -> WatchedServer:
+    def _new_server(self) -> Server:
         trial = self.trial
         weights, rule = torch.zeros(len(ANSWER)), trial.make_rule()
-        parts = (rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
-        return WatchedServer(weights, *parts, places=trial.room)
+        training, roster = Training(trial.budget, Schedule(trial.lr)), Roster(trial.workers, trial.room)
+        return Server(weights, rule, trial.make_policy(), training, roster)
 
-    def _watched(self, server: WatchedServer) -> WatchedServer:
-        server.witness = self.witness
+    def _watched(self, server: Server) -> Server:
+        server.on_update = lambda update: self.witness.applied(update.pushes, server)
         return server
 
     def start(self) -> Stage:
@@ -107,7 +94,7 @@ class Stage:
         self.handle(Resume())
         return self
 
-    def rebuild(self, cut: Cut | None) -> WatchedServer:
+    def rebuild(self, cut: Cut | None) -> Server:
         """The server that a checkpoint and the log behind it make."""
         server = self._new_server()
         if cut is not None:

@@ -1,0 +1,18 @@
+"""The server as a pure state machine: inputs in, replies out. It owns the weights."""
+
+from paceline.core.server.checkpoint import restore_server, server_facts
+from paceline.core.server.roster import Roster
+from paceline.core.server.server import Server
+from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, Mean, Updater
+
+__all__ = [
+    "AppliedUpdate",
+    "Divergence",
+    "Exchange",
+    "Mean",
+    "Roster",
+    "Server",
+    "Updater",
+    "restore_server",
+    "server_facts",
+]

@@ -1,0 +1,62 @@
+"""Checkpoint and restore: everything a server knows besides tensors, as JSON values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from paceline.core.membership import Member
+from paceline.core.server.server import Server
+
+
+def server_facts(server: Server) -> dict[str, Any]:
+    """Collect what a checkpoint needs besides tensors; only between updates, when no push is held."""
+    assert server.can_be_cut, "a checkpoint is taken between updates, when no push is held"
+    roster = server.roster
+    return {
+        "rule": server.rule.name,
+        "version": server.version,
+        "samples": server.samples,
+        "dropped": server.dropped,
+        "late": server.late,
+        "lost": server.lost,
+        "pushes": server.pushes,
+        "replies": server.replies,
+        "bytes_pushed": server.bytes_pushed,
+        "bytes_pulled": server.bytes_pulled,
+        "codecs": server.codecs.names,
+        "over": server.over,
+        "staleness": sorted(server.staleness.items()),
+        "members": {str(worker): asdict(member) for worker, member in roster.members.items()},
+        "awaited": sorted(roster.pending),
+        "policy": server.policy.facts(),
+        "steps": sorted(roster.steps.items()),
+        **({"lr_factor": server.lr_factor} if server.lr_factor != 1.0 else {}),
+        **({"deals": roster.deals.facts()} if roster.deals is not None else {}),
+    }
+
+
+def restore_server(server: Server, facts: dict[str, Any], weights: Tensor, rule_state: dict[str, Tensor]) -> None:
+    """Put a new server into the state that `facts`, `weights` and `rule_state` were taken from."""
+    server.weights.copy_(weights)
+    for name, tensor in server.rule_state.items():
+        tensor.copy_(rule_state[name])
+    server.version, server.samples = facts["version"], facts["samples"]
+    server.dropped, server.late, server.over = facts["dropped"], facts["late"], facts["over"]
+    server.lost, server.pushes, server.replies = facts.get("lost", 0), facts["pushes"], facts["replies"]
+    server.bytes_pushed = facts.get("bytes_pushed", server.pushes * server.nbytes)
+    server.bytes_pulled = facts.get("bytes_pulled", server.replies * server.nbytes)
+    server.staleness = Counter({int(value): count for value, count in facts["staleness"]})
+    server.lr_factor = facts.get("lr_factor", 1.0)
+    roster = server.roster
+    roster.replace_members(
+        {int(worker): Member(**fields) for worker, fields in facts["members"].items()}, facts["awaited"]
+    )
+    roster.steps.clear()
+    roster.steps.update(facts.get("steps", ()))
+    if roster.deals is not None:
+        roster.deals.restore(facts["deals"])
+    server.policy.restore(facts["policy"])

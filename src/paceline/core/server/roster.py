@@ -1,0 +1,104 @@
+"""The workers of a run: which take part, which are still expected, what data each has, and what each is replied."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from paceline.core.membership import Deals, Member
+from paceline.core.messages import Join, Reply
+
+
+class Roster:
+    """Every worker that joined, the start barrier, and the bookkeeping behind each reply.
+
+    `Server` decides when a worker is replied to; the roster knows which batch comes next. With `places`, workers up to
+    that number may join and leave at any time, and the data is assigned again when they do.
+    """
+
+    def __init__(self, num_workers: int, places: int | None = None) -> None:
+        self.num_workers = num_workers
+        self.places = places or num_workers
+        self.deals = Deals(num_workers) if places is not None else None
+        self.members: dict[int, Member] = {}
+        self.pending = set(range(num_workers))
+        """Workers that the start barrier still waits for."""
+        self.order: list[int] = []
+        """The numbers of all members, sorted."""
+        self.steps: dict[int, int] = {}
+        """Local steps of the workers that make fewer than the others."""
+        self._num_live: int | None = None
+        self._is_dealt = True
+
+    @property
+    def num_live(self) -> int:
+        """How many workers are connected and have work left."""
+        if self._num_live is None:
+            self._num_live = sum(member.live and not member.done for member in self.members.values())
+        return self._num_live
+
+    def changed(self) -> None:
+        """Count live workers and assign the data again, when either is needed next."""
+        self._num_live = None
+        self._is_dealt = False
+
+    def admit(self, join: Join) -> Member | None:
+        """Make a worker, or its next incarnation, a member; None if it is not admitted."""
+        before = self.members.get(join.worker)
+        if before is not None and (before.live or join.incarnation <= before.incarnation):
+            return None
+        if join.worker >= self.places:
+            return None
+        member = Member(join.incarnation, join.quota, threads=join.threads)
+        if before is None:
+            insort(self.order, join.worker)
+        else:
+            member.accepted, member.pushes = before.accepted, before.pushes
+            member.dismissed = before.draining and not before.dismissed  # it was lost before it heard of its drain
+        self.members[join.worker] = member
+        self.pending.discard(join.worker)
+        self.changed()
+        return member
+
+    def expect_again(self) -> None:
+        """Set the start barrier for every worker of the start that has work left."""
+        known = self.members
+        self.pending = {w for w in range(self.num_workers) if w not in known or not known[w].done}
+
+    @property
+    def all_spent(self) -> bool:
+        """Whether every worker that the run started with has reached its quota."""
+        return all(worker in self.members and self.members[worker].spent for worker in range(self.num_workers))
+
+    def waiting(self) -> list[int]:
+        """Workers that wait for a reply, in worker order."""
+        return [worker for worker in self.order if self.members[worker].live and self.members[worker].waiting]
+
+    def reply(self, worker: int, over: bool) -> Reply:
+        """Build the newest reply to a worker; the same again if the first one was lost."""
+        member = self.members[worker]
+        deal, before = self.deals.told(worker) if self.deals is not None else (None, 0)
+        named = (worker, member.incarnation, member.serial, member.version)
+        return Reply(*named, member.accepted - before, over, member.steps, member.lr, deal)
+
+    def assign_data(self, worker: int, deals: Deals) -> None:
+        """Give a worker the newest assignment of the data; the first reply after a change of membership makes it."""
+        if not self._is_dealt:
+            deals.look(tuple(w for w in self.order if (m := self.members[w]).live and not (m.done or m.draining)))
+            self._is_dealt = True
+        deals.tell(worker, self.members[worker].accepted)
+
+    def set_local_steps(self, worker: int, steps: int, lr: float) -> None:
+        """Set what the next reply asks for: `steps` local steps, or fewer if the worker is slow or near its quota."""
+        member = self.members[worker]
+        left = steps if member.quota is None else member.quota - member.accepted
+        member.steps = max(0, min(self.steps.get(worker, steps), left))
+        member.lr = lr
+
+    def replace_members(self, members: dict[int, Member], pending: Iterable[int]) -> None:
+        """Become the roster of a checkpoint."""
+        self.members.clear()
+        self.members.update(members)
+        self.order[:] = sorted(members)
+        self.pending = set(pending)
+        self.changed()

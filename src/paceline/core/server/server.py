@@ -1,0 +1,301 @@
+"""The state machine: one input in, replies out. It decides which pushes count and when each worker goes on.
+
+It reads no clock, opens no socket and draws no random number: the same inputs give the same weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from paceline.core.buffers import Memory
+from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Resume, Steps, Stop, Verdict
+from paceline.core.schedules import Training
+from paceline.core.server.roster import Roster
+from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, Updater
+from paceline.interfaces import Decision, Policy, Rule
+
+
+class Server:
+    """Turns pushes into weights: the policy says when, the rule says how.
+
+    The `roster` knows the workers and builds their replies; the `updater` owns the weights and applies pushes to them.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        rule: Rule,
+        policy: Policy,
+        training: Training,
+        roster: Roster,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.policy, self.training, self.roster = policy, training, roster
+        self.budget, self.inside = training.budget, training.inner
+        self.num_workers, self.places = roster.num_workers, roster.places
+        self.members, self.deals, self.steps = roster.members, roster.deals, roster.steps
+        self.updater = Updater(weights, rule, exchange or Exchange(), roster.places)
+        self.weights, self.rule_state = self.updater.weights, self.updater.rule_state
+        self.codecs, self.nbytes, self.differences = self.updater.codecs, self.updater.nbytes, self.updater.differences
+        self.lr_factor = 1.0
+        """Multiplies the learning rate of the schedule."""
+        self.worker_states: dict[int, Tensor] = {}
+        self.version = self.samples = 0
+        self.pushes = self.replies = self.bytes_pushed = self.bytes_pulled = 0
+        self.dropped = self.late = self.lost = 0
+        """Pushes that were never applied; lost ones were taken before a crash and not computed again."""
+        self.staleness: Counter[int] = Counter()
+        self.over = False
+        self.divergence: Divergence | None = None
+        self.held: dict[int, Push] = {}
+        """By worker, pushes that were taken and wait for their round to close."""
+        self.on_update: Callable[[AppliedUpdate], None] | None = None
+        """Called after every update."""
+
+    @property
+    def rule(self) -> Rule:
+        return self.updater.rule
+
+    @property
+    def num_live(self) -> int:
+        """How many workers are connected and have work left."""
+        return self.roster.num_live
+
+    @property
+    def started(self) -> bool:
+        """Whether every expected worker has joined, or is known never to join."""
+        return not self.roster.pending
+
+    @property
+    def awaited(self) -> list[int]:
+        """Workers that the start barrier still waits for."""
+        return sorted(self.roster.pending)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a checkpoint can be taken now: no push is held that it would lose."""
+        return not self.held
+
+    @property
+    def evaluated(self) -> Tensor:
+        """The weights to evaluate and to save: the live ones, unless the rule averages."""
+        return self.rule.evaluated(self.weights, self.rule_state)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.training.lr(self.samples, self.version) * self.lr_factor
+
+    @property
+    def lr_inside(self) -> float:
+        """The learning rate of the batches that workers compute now: of local steps, if there are some."""
+        return self.training.lr(self.samples, self.version, local=True) * self.lr_factor
+
+    def steps_of(self, worker: int) -> int:
+        """How many local steps the worker's next push contains (at least 1)."""
+        member = self.members.get(worker)
+        return max(1, member.steps) if member is not None else 1
+
+    def last_answer(self, worker: int) -> Reply:
+        """Build the newest reply to a worker again."""
+        return self.roster.reply(worker, self.over or self.members[worker].done)
+
+    def hand_out(self, reply: Reply, memory: Memory) -> None:
+        """Write what a reply promises into its worker's memory; once per reply.
+
+        The first reply holds all weights. With a pull codec, each later one holds how the worker's weights change.
+        """
+        updater = self.updater
+        if reply.serial and updater.codecs.pull is not None:
+            memory.nbytes = updater.write_difference(reply.worker, memory)
+        else:
+            memory.nbytes = updater.nbytes
+            if self.weights.numel():
+                updater.rule.weights_for(self.weights, self.rule_state, reply.worker, memory.weights)
+            if updater.differences is not None:
+                updater.differences.begin(reply.worker, memory.weights)
+        self.bytes_pulled += memory.nbytes
+
+    def handle(self, message: Input) -> Outcome:
+        """Take one input; return what became of it and the replies to send, in order."""
+        match message:
+            case Push():
+                return self._push(message)
+            case Join():
+                return self._join(message)
+            case Leave():
+                return self._leave(message)
+            case Steps(worker, steps):
+                self.roster.steps[worker] = steps
+            case Rate(_, factor):
+                self.lr_factor = factor
+            case Drain(worker):
+                return self._drain(worker)
+            case Stop():
+                return Outcome(Verdict.TAKEN, self._finish())
+            case Resume(_, lost):
+                self._resume(lost)
+        return Outcome(Verdict.TAKEN)
+
+    def _push(self, push: Push) -> Outcome:
+        worker, updater, member = push.worker, self.updater, self.members.get(push.worker)
+        if member is None or not member.live or push.incarnation != member.incarnation:
+            return Outcome(Verdict.REJECTED)
+        if push.seq <= member.seq:
+            is_unanswered = member.waiting or push.seq < member.seq
+            return Outcome(Verdict.REPEATED, () if is_unanswered else (self.last_answer(worker),))
+        if member.waiting or push.reply != member.serial:
+            return Outcome(Verdict.REJECTED)  # one reply allows one push
+        nbytes = updater.push_nbytes if updater.decoder is None else updater.nbytes_of(push)
+        if updater.decoder is not None and not self.over:
+            push = push._replace(update=updater.decoder.decode(push.update))  # it may raise: change nothing before
+        self.pushes, self.bytes_pushed = self.pushes + 1, self.bytes_pushed + nbytes
+        member.heard(self.version)
+        member.seq, member.waiting, member.pushes = push.seq, True, member.pushes + 1
+        if push.state.numel():
+            self.worker_states[worker] = push.state.clone()
+        if self.over:
+            self.late += 1
+            return Outcome(Verdict.LATE, (self._reply(worker, over=True),))
+        decision = self.policy.push(worker, self.version - member.version)
+        self.held[worker] = push
+        if decision.dropped:
+            self._drop([worker])
+        replies = self._carry_out(decision)
+        if self.divergence is not None and self.divergence.worker == worker:
+            return Outcome(Verdict.REJECTED, replies)
+        return Outcome(Verdict.DROPPED if decision.dropped else Verdict.TAKEN, replies)
+
+    def _join(self, join: Join) -> Outcome:
+        was_started = self.started
+        member = self.roster.admit(join)
+        if member is None:
+            return Outcome(Verdict.REJECTED)
+        if not member.done:
+            self.rule.join(self.rule_state, join.worker)
+        if self.over or member.done:
+            return Outcome(Verdict.TAKEN, (self._reply(join.worker, over=True), *self._open_barrier(was_started)))
+        decision = self.policy.join(join.worker)
+        return Outcome(Verdict.TAKEN, self._carry_out(decision) if was_started else self._open_barrier(was_started))
+
+    def _open_barrier(self, was_started: bool) -> tuple[Reply, ...]:
+        """Reply to every worker, in worker order, once the last expected one has joined; to none before."""
+        if was_started or not self.started:
+            return ()
+        return tuple(self._reply(worker) for worker in self.roster.waiting())
+
+    def _leave(self, leave: Leave) -> Outcome:
+        worker, member = leave.worker, self.members.get(leave.worker)
+        if member is not None and leave.incarnation < member.incarnation + (not member.live):
+            return Outcome(Verdict.REJECTED)  # an earlier incarnation
+        was_started = self.started
+        self.roster.pending.discard(worker)
+        if member is None or not member.live:
+            return Outcome(Verdict.TAKEN, self._open_barrier(was_started))
+        had_work = not member.done
+        self._disconnect(worker)
+        if worker in self.held:
+            self._drop([worker])
+        if not had_work or self.over:
+            return Outcome(Verdict.TAKEN)
+        replies = self._carry_out(self.policy.leave(worker))
+        return Outcome(Verdict.TAKEN, (*replies, *self._open_barrier(was_started)))
+
+    def _disconnect(self, worker: int) -> None:
+        """Mark a worker as gone: the rule and the reply encoder forget it."""
+        member = self.members[worker]
+        if member.live and not member.done:
+            self.rule.leave(self.rule_state, worker)
+        member.live = member.waiting = False
+        self.roster.changed()
+        if self.updater.differences is not None:
+            self.updater.differences.forget(worker)
+
+    def _drain(self, worker: int) -> Outcome:
+        """Let `worker` finish: its next reply says that it is over, at once if it has nothing left to push."""
+        member = self.members.get(worker)
+        if self.over or member is None or not member.live or member.done or member.draining:
+            return Outcome(Verdict.REJECTED)
+        member.draining = True
+        self.roster.changed()
+        if not member.waiting or worker in self.held:
+            return Outcome(Verdict.TAKEN)
+        return Outcome(Verdict.TAKEN, self._carry_out(Decision(release=(worker,))))
+
+    def _resume(self, lost: int) -> None:
+        """Go on after a stop or a crash: every worker is gone, held pushes are dropped, the start barrier is back."""
+        self.lost += lost
+        for worker in self.members:
+            self._disconnect(worker)
+        self._drop(self.held)
+        self.policy.clear()
+        self.roster.expect_again()
+        self.over = self.budget.spent(self.samples, self.version) or self.roster.all_spent
+
+    def _drop(self, workers: Iterable[int]) -> None:
+        """Drop held pushes of `workers`: they are never applied, and no reply says that they count."""
+        for worker in tuple(workers):
+            self.dropped += 1
+            self.updater.free([self.held.pop(worker)])
+
+    def _carry_out(self, decision: Decision) -> tuple[Reply, ...]:
+        """Make the update, reply to the workers that are released, then dismiss those that have finished their work."""
+        if decision.apply and (not self._apply(decision.apply) or self.budget.spent(self.samples, self.version)):
+            return self._finish()
+        members = self.members
+        answered = dict.fromkeys((*decision.apply, *decision.release))
+        finished = [worker for worker in answered if members[worker].spent or members[worker].draining]
+        for worker in finished:
+            members[worker].dismissed = members[worker].draining
+            self.roster.changed()
+        replies = [self._reply(worker) for worker in decision.release if worker not in finished]
+        for worker in finished:
+            replies.append(self._reply(worker, over=True))
+            self.rule.leave(self.rule_state, worker)
+            replies.extend(self._carry_out(self.policy.leave(worker)))
+        if any(members[worker].spent for worker in finished) and not self.num_live and self.started:
+            self.over = True
+        return tuple(replies)
+
+    def _apply(self, workers: tuple[int, ...]) -> bool:
+        """Make one update of the held pushes of `workers`; False, and no change, if it diverged."""
+        pushes = [self.held.pop(worker) for worker in workers]
+        samples = sum(push.samples for push in pushes)
+        staleness = [self.version - self.members[worker].version for worker in workers]
+        lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, self.roster.num_live
+        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
+        if broken is not None:
+            self.divergence = Divergence(broken.worker, self.version, broken.loss)
+            return False
+        self.version += 1
+        self.samples += samples
+        for worker, age in zip(workers, staleness, strict=True):
+            self.staleness[age] += 1
+            self.members[worker].accepted += max(1, self.members[worker].steps)
+        if self.weights.numel():  # check one worker per update, round robin: if it is silent, its gradient expires
+            checked = self.roster.order[self.version % len(self.members)]
+            if self.members[checked].fell_silent(self.version, num_live):
+                self.rule.lapse(self.rule_state, checked)
+        if self.on_update is not None:
+            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live))
+        return True
+
+    def _finish(self) -> tuple[Reply, ...]:
+        """End training: drop held pushes and tell every waiting worker that it is over."""
+        self.over = True
+        self._drop(self.held)
+        return tuple(self._reply(worker, over=True) for worker in self.roster.waiting())
+
+    def _reply(self, worker: int, over: bool = False) -> Reply:
+        """Send a worker on, with the newest weights and its next batch; or tell it that it is over."""
+        member = self.members[worker]
+        member.waiting, member.serial, member.version = False, member.serial + 1, self.version
+        self.replies += 1
+        if self.deals is not None and not over:
+            self.roster.assign_data(worker, self.deals)
+        if self.inside is not None:
+            self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
+        return self.roster.reply(worker, over)

@@ -1,0 +1,142 @@
+"""Applying updates: decode a push, average the pushes of a round, and step the weights by the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from paceline.core.buffers import Memory
+from paceline.core.compression import DENSE, Codecs, Decoded, Differences
+from paceline.core.messages import Push
+from paceline.interfaces import Arrival, Codec, Rule
+
+Mean: TypeAlias = Callable[[list[Push], int], Tensor]
+"""Averages the pushes of a round over that many samples."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What crosses between the workers and the server; by default weights and gradients as they are."""
+
+    codecs: Codecs = DENSE
+    nbytes: int | None = None
+    """Bytes of all weights; None: of the weights that the server has. A timing-only server has none."""
+    mean: Mean | None = None
+    """Returns the mean of a round that a ring all-reduce has already computed."""
+    decoder: Decoded | None = None
+    """Takes the place of the push codec's decoder, if a shard decodes its part of a push on arrival."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The push that ended a run: it held a NaN or an infinity and was not applied."""
+
+    worker: int
+    version: int
+    loss: float
+
+
+class AppliedUpdate(NamedTuple):
+    """One update, as an observer of the server sees it."""
+
+    pushes: list[Push]
+    staleness: list[int]
+    lr: float
+    num_live: int
+
+
+class Updater:
+    """Owns the weights and every tensor of their size: the rule's state, the mean, decoded pushes, sent weights.
+
+    Weights without elements make a timing-only server: updates are counted and nothing is computed.
+    """
+
+    def __init__(self, weights: Tensor, rule: Rule, exchange: Exchange, places: int) -> None:
+        self.weights, self.rule, self.rule_state = weights, rule, rule.start(weights)
+        self.codecs = exchange.codecs
+        self.nbytes = exchange.nbytes if exchange.nbytes is not None else weights.nbytes
+        push, pull = self.codecs.push, self.codecs.pull
+        self.push_nbytes = push.capacity if push is not None else self.nbytes
+        """Bytes of a push that is not decoded here."""
+        self.encoded_nbytes = pull.capacity if pull is not None and not weights.numel() else None
+        """Bytes to count for an encoded reply; None: as many as the codec writes."""
+        self.decoder = Decoded(push, weights) if push is not None and weights.numel() else exchange.decoder
+        """Decodes pushes; None: they are gradients already, or the server is timing-only."""
+        self.differences = Differences(pull, self.codecs.key, weights) if pull is not None and weights.numel() else None
+        """Encodes replies as differences; None: replies are weights, or the server is timing-only."""
+        self._lr, self._lr_value = torch.zeros((), device=weights.device), 0.0
+        self._mean = torch.empty_like(weights) if places > 1 and exchange.mean is None else weights
+        self._mean_of = exchange.mean or self._weighted_mean
+
+    def restrict_to(self, rule: Rule, span: slice, decoder: Decoded | None, pull: Codec | None) -> None:
+        """Become the first of several servers: pushes, `rule` and the codec `pull` now cover `span` alone."""
+        self.rule, self.decoder = rule, decoder
+        self._mean = torch.empty_like(self.weights[span])
+        if self.differences is not None:
+            assert pull is not None and self.codecs.pull is not None and not self.differences.held
+            self.differences.keep_to(pull, span)
+            self.encoded_nbytes = self.codecs.pull.capacity  # other servers write the rest
+
+    def nbytes_of(self, push: Push) -> int:
+        """Return how many bytes a push takes on the wire."""
+        if self.codecs.push is None or self.decoder is None:
+            return self.push_nbytes
+        return self.decoder.nbytes_of(push.update)
+
+    def apply(self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int) -> Push | None:
+        """Make one update of one push or of the mean of several.
+
+        If a push holds a NaN or an infinity, return it and change nothing.
+        """
+        if not self.weights.numel():
+            return None
+        update = pushes[0].update if len(pushes) == 1 else self._mean_of(pushes, samples)
+        if not math.isfinite(update.sum().item()):
+            broken = [push for push in pushes if not torch.isfinite(push.update).all()]
+            if broken:
+                return next((push for push in broken if not math.isfinite(push.loss)), broken[0])
+        if lr != self._lr_value:
+            self._lr.fill_(lr)
+            self._lr_value = lr
+        worker = pushes[0].worker if len(pushes) == 1 else None
+        self.rule.apply(self.weights, self.rule_state, update, Arrival(worker, staleness, self._lr, num_live))
+        if self.decoder is not None:
+            self.free(pushes)
+        return None
+
+    def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
+        """Average over samples; the sum runs in worker order, so every process gets the same bits."""
+        first, *rest = pushes
+        if all(push.samples == first.samples for push in rest):
+            torch.add(first.update, rest[0].update, out=self._mean)
+            for push in rest[1:]:
+                self._mean.add_(push.update)
+            return self._mean.div_(len(pushes))
+        torch.mul(first.update, first.samples / samples, out=self._mean)
+        for push in rest:
+            self._mean.add_(push.update, alpha=push.samples / samples)
+        return self._mean
+
+    def free(self, pushes: Iterable[Push]) -> None:
+        """Reuse the memory that these pushes were decoded into."""
+        if self.decoder is not None:
+            for push in pushes:
+                self.decoder.free(push.update)
+
+    def weights_for(self, worker: int, out: Tensor) -> None:
+        """Write the weights that `worker` computes on next."""
+        if self.weights.numel():
+            self.rule.weights_for(self.weights, self.rule_state, worker, out)
+
+    def write_difference(self, worker: int, memory: Memory) -> int:
+        """Encode how the worker's weights change since its last reply; return the bytes to count."""
+        written = 0
+        if self.differences is not None:
+            written = self.differences.encode(worker, lambda out: self.weights_for(worker, out), memory.pulled)
+            memory.num_pulled = written
+        return written if self.encoded_nbytes is None else self.encoded_nbytes
