@@ -19,7 +19,7 @@ from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PR
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MOST_APPLY, VERSION, Kind, fields_frame, header
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpClient
 
 
 class Hall:
@@ -207,7 +207,7 @@ def test_one_who_hangs_up_is_forgotten() -> None:
 
 def test_a_recorded_conversation_replayed_is_turned_away() -> None:
     with Star() as star, Wire(star.listener.address, []) as wire:
-        door = TcpWorkerDoor(wire.address, TOKEN)
+        door = TcpClient(wire.address, TOKEN)
         door.apply({})
         work(door, DENSE)
         door.close()
@@ -241,7 +241,7 @@ def test_complaints_of_a_flood_are_few_and_count_all(monkeypatch: pytest.MonkeyP
 def test_a_worker_is_told_in_one_line_what_is_wrong() -> None:
     with Star() as star:
         with pytest.raises(UserError, match="does not accept our token: give the one"):
-            TcpWorkerDoor(star.listener.address, b"a guess").apply({})
+            TcpClient(star.listener.address, b"a guess").apply({})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reas
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(UserError, match=reason):
-            TcpWorkerDoor(f"127.0.0.1:{other.getsockname()[1]}", TOKEN).apply({})
+            TcpClient(f"127.0.0.1:{other.getsockname()[1]}", TOKEN).apply({})
         thread.join(5)
 
 
@@ -272,7 +272,7 @@ def test_without_a_token_both_ends_keep_to_this_machine() -> None:
     with pytest.raises(UserError, match="there is no token"):
         Listener("0.0.0.0:0", b"")
     with pytest.raises(UserError, match="there is no token"):
-        TcpWorkerDoor("192.0.2.7:7000", b"").apply({})
+        TcpClient("192.0.2.7:7000", b"").apply({})
     with Hall(token=b"") as hall:
         assert hall.knock()
 

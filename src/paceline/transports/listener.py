@@ -37,7 +37,7 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.tcp_server import TcpServerDoor
+from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
 MOST_STRANGERS = 256
@@ -69,16 +69,16 @@ class Applicant:
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
 
-    def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpServerDoor:
+    def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpPeer:
         """Take it on: `fields` name its worker number, its incarnation and all it must know to begin.
 
         `largest` bounds the memory that its hello may ask for.
         """
-        door = TcpServerDoor(self.connection, fields["worker"], fields["incarnation"], largest)
+        door = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
         door.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
         return door
 
-    def welcome_back(self, door: TcpServerDoor, fields: dict[str, Any]) -> None:
+    def welcome_back(self, door: TcpPeer, fields: dict[str, Any]) -> None:
         """It was here before, as `door` remembers: go on from there, on this connection."""
         door.attach(self.connection)
         known = {"worker": door.worker, "incarnation": door.incarnation}

@@ -34,7 +34,7 @@ from paceline.transports.frames import (
     read_header,
 )
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
-from paceline.transports.protocol import MEMBER_NBYTES, Timing, unpack_members
+from paceline.transports.protocol import MEMBER_NBYTES, Timing, Transport, unpack_members
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
@@ -61,7 +61,7 @@ class BackOff:
         return seconds if now + seconds < self._since + self._patience else None
 
 
-class TcpWorkerDoor:
+class TcpClient(Transport):
     """The worker's only door: apply, say hello, then exchange pushes for weights.
 
     A connection that breaks is opened again for up to `patience` seconds, and what was not answered is sent again. A

@@ -29,16 +29,9 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.protocol import Figures, Hello, Timing, pack_members
+from paceline.transports.protocol import HEARD, Figures, Heard, Hello, Peer, Timing, pack_members
 
 _SCRATCH = 1 << 18
-
-
-class Heard:
-    """Something came (a sign of life, or a piece of a message), and nothing is to be done about it."""
-
-
-HEARD = Heard()
 
 
 class Views:
@@ -75,7 +68,7 @@ def parse_sizes(asked: Any, most: Sizes) -> Sizes:
     return sizes
 
 
-class TcpServerDoor:
+class TcpPeer(Peer):
     """One worker's connection, and its memory, which outlives a connection that breaks."""
 
     def __init__(self, connection: Connection, worker: int, incarnation: int, largest: Sizes) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -19,26 +18,24 @@ import torch
 
 from paceline.assembly.run import make_join, make_seat, work_of
 from paceline.assembly.task import identity_of, make_task, prepare_device
-from paceline.config import RunConfig, from_dict, places_of
+from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import Forgotten
-from paceline.runtimes.server.timing import Stopwatch
 from paceline.runtimes.server.worker_hosts import own_place
-from paceline.runtimes.sharded.client import ShardDoors
+from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
-from paceline.settings.durations import parse_delays
+from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
 KNOCKING_SECONDS = 30.0
 """A server that is started at the same time needs a while, and one that scores its model opens to nobody."""
-Say: TypeAlias = Callable[[str], None]
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 Errand: TypeAlias = Callable[[], None]
 Errands: TypeAlias = "queue.SimpleQueue[Errand | None]"
@@ -54,14 +51,14 @@ class Connection:
     patience: float
     """Seconds to go on trying while it cannot be reached."""
 
-    def door(self) -> ShardDoors:
+    def open(self) -> ShardedClient:
         """To its server; and to the others of the run, which that one will name."""
 
-        def open_door(address: str, fingerprint: str | None) -> TcpWorkerDoor:
+        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
             tls = worker_tls(fingerprint, None) if fingerprint is not None else None
-            return TcpWorkerDoor(address, self.token, tls, self.patience)
+            return TcpClient(address, self.token, tls, self.patience)
 
-        return ShardDoors(self.address, open_door, TcpWorkerDoor(self.address, self.token, self.tls, self.patience))
+        return ShardedClient(self.address, open_shard, TcpClient(self.address, self.token, self.tls, self.patience))
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Own:
     device: str = "cpu"
 
 
-def work(connection: Connection, own: Own, load: Load, say: Say) -> bool:
+def work(connection: Connection, own: Own, load: Load, say: Callable[[str], None]) -> bool:
     """Work until it is over; False where the server went away before."""
     keep_freed_memory()
     if ":" in own.device:
@@ -144,15 +141,15 @@ def _runner(lane: Lane, turns: queue.SimpleQueue[tuple[Lane, BaseException | Non
 class Workbench:
     """The data, loaded once, and everything that is made from it for each incarnation of each worker here."""
 
-    def __init__(self, own: Own, load: Load, say: Say) -> None:
+    def __init__(self, own: Own, load: Load, say: Callable[[str], None]) -> None:
         self.own, self._load, self._say = own, load, say
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
-    def apply(self, door: ShardDoors, number: int) -> dict[str, Any]:
+    def apply(self, client: ShardedClient, number: int) -> dict[str, Any]:
         """Ask to work; the `number`-th worker of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
         words = {"worker": wanted, "version": package_version("paceline"), "device": self.own.device}
-        return door.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
+        return client.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
 
     @property
     def _threads(self) -> int:
@@ -185,23 +182,22 @@ class Lane:
         self._bench = bench
         self.was_told = False
         """Whether the server said that it is over."""
-        self._door = stack.enter_context(contextlib.closing(connection.door()))
-        self._begin(bench.apply(self._door, number))
+        self._transport = stack.enter_context(contextlib.closing(connection.open()))
+        self._begin(bench.apply(self._transport, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """A new incarnation: everything but the data is made anew."""
         config, dataset = self._bench.prepare(from_dict(welcome["config"]))
-        self._config, worker = config, int(welcome["worker"])
+        worker = int(welcome["worker"])
         device = prepare_device(config)
         task = make_task(config, dataset).to(device)
-        self._door.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
+        self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
-        self._seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
-        self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
+        seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
+        self._loop = WorkerLoop(seat, config)
         self._bench.say(worker, config)
         self._identity = identity_of(task)
-        self._stopwatch = Stopwatch()
         self._reply: Reply | None = None
         self._push: tuple[Push, Timing] | None = None
         self._welcome: dict[str, Any] | None = None
@@ -215,30 +211,21 @@ class Lane:
         if self._reply is None or self._reply.over:
             self.was_told = self._reply is not None
             return None
-        self._compute(self._reply)
+        self._push = self._loop.step(self._reply)
         return self.exchange
-
-    def _compute(self, reply: Reply) -> None:
-        self._stopwatch.replied()
-        self._seat.pending = reply
-        push = self._seat.push()
-        assert push is not None, "a reply that was not the last is worth a push"
-        if self._delay is not None:
-            seconds = self._delay.seconds(self._config.seed, self._seat.join.worker, push.seq)
-            time.sleep((reply.steps or 1) * seconds)
-        self._push = push, self._stopwatch.step()
 
     def greet(self) -> None:
         """Errand: say hello, and wait until everybody is here."""
         with self._being_forgotten():
-            self._reply = self._door.hello(self._seat.join, self._seat.memory, self._identity)
+            seat = self._loop.seat
+            self._reply = self._transport.hello(seat.join, seat.memory, self._identity)
 
     def exchange(self) -> None:
         """Errand: send the push, and wait for its reply."""
         assert self._push is not None
         with self._being_forgotten():
-            self._reply = self._door.exchange(*self._push)
-            self._stopwatch.arrived()
+            self._reply = self._transport.exchange(*self._push)
+            self._loop.timer.arrived()
 
     @contextlib.contextmanager
     def _being_forgotten(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ and nobody has to send them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -20,8 +19,8 @@ from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.interfaces import Loader
 from paceline.runtimes.ring.shared_memory import Round
-from paceline.runtimes.server.timing import Stopwatch, Timekeeper
-from paceline.settings.durations import parse_delays
+from paceline.runtimes.server.timing import Timekeeper
+from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.protocol import Timing
 
@@ -101,10 +100,9 @@ class Replica:
         config: RunConfig,
         timekeeper: Timekeeper | None = None,
     ) -> None:
-        self._driver, self._seat, self._ring, self._config = driver, seat, ring, config
-        self._join = seat.join
+        self._driver, self._ring, self._join = driver, ring, seat.join
+        self._loop = WorkerLoop(seat, config)
         self._timekeeper = timekeeper
-        self._delay = parse_delays(config.delay or [], config.workers or 1).get(seat.join.worker)
         self._reply: Reply | None = None
         driver.send = self._take
 
@@ -119,12 +117,11 @@ class Replica:
 
     def run(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Round after round until the budget is spent, or the first worker ends it; `stopping` is asked in between."""
-        server, stopwatch = self._driver.server, Stopwatch()
+        server = self._driver.server
+        self._loop.timer.restart()
         while self._reply is not None and not self._reply.over and not server.over and not stopping():
             self._ring.ready()
-            stopwatch.replied()
-            push = self._compute(self._reply)
-            rounds = self._ring.exchange(push, stopwatch.step())
+            rounds = self._ring.exchange(*self._loop.step(self._reply))
             if rounds.stop:
                 return
             for worker in rounds.gone:
@@ -139,12 +136,4 @@ class Replica:
         """One round more that nobody applies, where the others cannot be told otherwise that this was the end."""
         steps = 1 if self._driver.server.inside is not None else 0
         reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0, steps=steps)
-        self._ring.exchange(self._compute(reply), Timing(0.0, 0.0, 0.0))
-
-    def _compute(self, reply: Reply) -> Push:
-        self._seat.pending = reply
-        push = self._seat.push()
-        assert push is not None, "a reply that was not the last is worth a push"
-        if self._delay is not None:
-            time.sleep((reply.steps or 1) * self._delay.seconds(self._config.seed, self._join.worker, push.seq))
-        return push
+        self._ring.exchange(*self._loop.step(reply))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,30 +38,15 @@ from paceline.runtimes.scripts.adopt import (
     take_over,
 )
 from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
-from paceline.runtimes.scripts.standalone import OwnServer
-from paceline.runtimes.server.timing import Stopwatch
-from paceline.settings.durations import parse_delays
+from paceline.runtimes.scripts.standalone import InProcessClient
+from paceline.runtimes.worker_loop import StepTimer
 from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
 from paceline.settings.strategies import require_gradients
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_kept
-from paceline.transports.protocol import Timing
-from paceline.transports.shared_memory import Slot, WorkerDoor
-
-
-class Door(Protocol):
-    """A worker's way to the server."""
-
-    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None: ...
-
-    def exchange(self, push: Push, timing: Timing) -> Reply | None: ...
-
-    def set_rate(self, rate: Rate) -> None: ...
-
-    def report(self, figures: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+from paceline.transports.protocol import ScriptTransport
+from paceline.transports.shared_memory import Slot
 
 
 @dataclass(frozen=True)
@@ -72,7 +56,7 @@ class Inherited:
     config: RunConfig
     worker: int
     incarnation: int
-    door: WorkerDoor
+    transport: ScriptTransport
     typed: frozenset[str] = frozenset()
     folder: Path | None = None
 
@@ -113,7 +97,7 @@ class Session:
         config: RunConfig,
         worker: int,
         incarnation: int,
-        door: Door,
+        transport: ScriptTransport,
         typed: frozenset[str] = frozenset(),
         folder: Path | None = None,
     ) -> None:
@@ -121,7 +105,7 @@ class Session:
         self.num_workers = config.workers or 1
         self.over = False
         self.stepped = True
-        self._incarnation, self._door = incarnation, door
+        self._incarnation, self._transport = incarnation, transport
         self._typed, self._folder = typed, folder
         self._bound: Bound | None = None
         self._handed: Handed | None = None
@@ -129,7 +113,7 @@ class Session:
         self._samples = self._parts_left = 0
         self._loss = math.nan
         self._factor = 1.0 if not incarnation else math.nan  # where others were before, nobody knows what they told
-        self._delays = parse_delays(config.delay or [], self.num_workers)
+        self._timer = StepTimer(config, worker)
 
     def __enter__(self) -> Session:
         return self
@@ -137,7 +121,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._door.close()
+        self._transport.close()
 
     def prepare(
         self,
@@ -196,8 +180,8 @@ class Session:
             handed.model, decay, (lambda p: id(p) in handed.parameters) if optimizer is not None else None
         )
         bound = self._bound = Bound(flat, next(handed.model.parameters()).device)
-        if isinstance(self._door, OwnServer):
-            self._door.start(self.config, flat.layout, bound.slot, work.budget)
+        if isinstance(self._transport, InProcessClient):
+            self._transport.start(self.config, flat.layout, bound.slot, work.budget)
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
         sources, names = (
@@ -214,8 +198,8 @@ class Session:
             "sources": None if sources == {name: name for name in names} else sources,
         }
         join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
-        self._take(self._door.hello(join, bound.slot, facts))
-        self._stopwatch = Stopwatch()
+        self._take(self._transport.hello(join, bound.slot, facts))
+        self._timer.restart()
         bound.renew()
 
     @staticmethod
@@ -244,13 +228,11 @@ class Session:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         bound.collect()
         self._tell_rate()
-        delay, serial, slot = self._delays.get(self.worker), reply.serial, bound.slot
-        if delay is not None:
-            time.sleep(delay.seconds(self.config.seed, self.worker, serial))
-        named = (self.worker, self._incarnation, serial, serial, self._samples, c_float(self._loss).value)
+        seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
+        push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
         self.stepped, self._loss = True, math.nan
-        self._take(self._door.exchange(Push(*named, slot.update, slot.state), self._stopwatch.step()))
-        self._stopwatch.replied()
+        self._take(self._transport.exchange(push, self._timer.end(seq, reply.steps)))
+        self._timer.begin()
         bound.renew()
 
     def _require_batch(self) -> None:
@@ -276,11 +258,11 @@ class Session:
         factor = lr_of(optimizer) / (self.config.lr or 1.0)
         if factor != self._factor:
             self._factor = factor
-            self._door.set_rate(Rate(self.worker, factor))
+            self._transport.set_rate(Rate(self.worker, factor))
 
     def report(self, **figures: float) -> None:
         """Figures you measured (an accuracy, say), for the run's result; `--target` looks at them too."""
-        self._door.report({name: float(value) for name, value in figures.items()})
+        self._transport.report({name: float(value) for name, value in figures.items()})
 
     def _take(self, reply: Reply | None) -> None:
         if reply is None:
@@ -310,7 +292,7 @@ class Session:
 def join(config: RunConfig | None = None) -> Session:
     """This process as a worker of the run that `paceline run` started; alone, a run of one with `config`'s settings."""
     if inherited is not None:
-        known = inherited.config, inherited.worker, inherited.incarnation, inherited.door
+        known = inherited.config, inherited.worker, inherited.incarnation, inherited.transport
         return Session(*known, inherited.typed, inherited.folder)
     asked = config if config is not None else RunConfig(strategy="classic")
     typed = frozenset(given(asked, SCRIPT_MAY_DECIDE))
@@ -320,4 +302,4 @@ def join(config: RunConfig | None = None) -> Session:
     refuse_newcomers(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
-    return Session(alone, 0, 0, OwnServer(), typed)
+    return Session(alone, 0, 0, InProcessClient(), typed)

@@ -15,10 +15,10 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.errors import Forgotten, PacelineError, ProtocolError, UserError
 from paceline.runtimes.sharded.spans import Coding
 from paceline.transports.connection import ANYWHERE, parse_address
-from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.protocol import Timing, Transport
+from paceline.transports.tcp_client import TcpClient
 
-OpenDoor: TypeAlias = Callable[[str, str | None], TcpWorkerDoor]
+OpenClient: TypeAlias = Callable[[str, str | None], TcpClient]
 """To a server at an address, with a certificate of this fingerprint."""
 CodingOf: TypeAlias = Callable[[slice], Coding]
 """How the parts of pushes and replies of a range are encoded."""
@@ -32,7 +32,7 @@ FORGOTTEN_SECONDS = 90.0
 class _Part:
     """One server: the door to it, its range of the weights, and what crosses there."""
 
-    door: TcpWorkerDoor
+    client: TcpClient
     span: slice
     coding: Coding
     memory: Memory = field(default_factory=lambda: Memory.private(Sizes(0)))
@@ -56,11 +56,11 @@ class _Part:
             whole.num_pulled, self.memory.num_pulled = whole.sizes.pulled, 0
 
 
-class ShardDoors:
+class ShardedClient(Transport):
     """The worker's only door, whatever the number of servers. The first alone decides; the others have parts."""
 
-    def __init__(self, address: str, open_door: OpenDoor, first: TcpWorkerDoor) -> None:
-        self._host, self._open = parse_address(address)[0], open_door
+    def __init__(self, address: str, open_client: OpenClient, first: TcpClient) -> None:
+        self._host, self._open = parse_address(address)[0], open_client
         self._first = first
         self._own: _Part | None = None
         """Of the first server, where it is not the only one."""
@@ -91,9 +91,9 @@ class ShardDoors:
         for shard, span in zip(shards[1:], spans[1:], strict=True):
             host, port = parse_address(shard["address"])
             host = self._host if host in ANYWHERE else host
-            door = self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", shard["fingerprint"])
-            self._others.append(_Part(door, span, coding_of(span)))
-            door.apply(who)
+            client = self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", shard["fingerprint"])
+            self._others.append(_Part(client, span, coding_of(span)))
+            client.apply(who)
         self._pool = ThreadPoolExecutor(len(self._others), "paceline-shard")
 
     def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
@@ -103,7 +103,7 @@ class ShardDoors:
             return self._first.hello(join, memory, facts)
 
         def ask(part: _Part) -> Reply | None:
-            return part.door.hello(join, part.of(memory, with_rest=False), {})
+            return part.client.hello(join, part.of(memory, with_rest=False), {})
 
         return self._together(lambda: self._first.hello(join, own.of(memory, with_rest=True), facts), ask)
 
@@ -114,13 +114,17 @@ class ShardDoors:
             return self._first.exchange(push, timing)
 
         def ask(part: _Part) -> Reply | None:
-            return part.door.exchange(push._replace(update=part.cut(push.update), state=push.state[:0]), timing)
+            return part.client.exchange(push._replace(update=part.cut(push.update), state=push.state[:0]), timing)
 
         reply = self._together(lambda: self._first.exchange(push._replace(update=own.cut(push.update)), timing), ask)
         assert self._memory is not None
         for part in (own, *self._others):
             part.paste(self._memory)
         return reply
+
+    def report(self, figures: dict[str, float]) -> None:
+        """Send metrics that belong in the run's result to the first server, which keeps the run's folder."""
+        self._first.report(figures)
 
     def _together(self, ask_first: Callable[[], Reply | None], ask: Callable[[_Part], Reply | None]) -> Reply | None:
         assert self._pool is not None
@@ -166,18 +170,18 @@ class ShardDoors:
     def _forsake_others(self) -> None:
         """They are of a run that has forgotten us, or is over."""
         for part in self._others:
-            part.door.abandon()
+            part.client.abandon()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
         for part in self._others:
-            part.door.close()
+            part.client.close()
         self._others = []
 
     def close(self) -> None:
         """Say good-bye to all."""
         for part in self._others:
-            part.door.close()
+            part.client.close()
         self._first.close()
         self._others = []
         if self._pool is not None:

@@ -121,7 +121,7 @@ def serve_part(
     from paceline.runtimes.sharded.shard import ShardService
     from paceline.system.memory import allow_many_files, keep_freed_memory
     from paceline.transports.listener import Listener
-    from paceline.transports.tcp_client import TcpWorkerDoor
+    from paceline.transports.tcp_client import TcpClient
 
     keep_freed_memory()
     allow_many_files()
@@ -134,7 +134,7 @@ def serve_part(
             "pid": os.getpid(),
         }
         while True:
-            door = TcpWorkerDoor(connect, token, tls)
+            door = TcpClient(connect, token, tls)
             door.apply(words, patience, beats=False)
             with torch.inference_mode():
                 ended = ShardService(Link(door.detach()), listener, console.note).run()
