@@ -16,7 +16,7 @@ from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply, Steps
 from paceline.core.server import Server
-from paceline.core.worker import Seat, dealt
+from paceline.core.worker import Seat, Stretch
 from paceline.data.datasets import Dataset
 from paceline.settings.resolve import resolve
 
@@ -149,15 +149,15 @@ def test_what_was_sent_stays_as_it_was_and_own_state_changes_in_place(make_datas
     weights, drift = task.initial(), torch.zeros(task.layout.size)
     computing.bind(weights, drift, torch.zeros(task.state_size))
     before, velocity = weights.clone(), computing.own["velocity"]
-    stretch = dealt(loader, Reply(0, 0, 0, 0, 0, steps=2, lr=LR))
+    stretch = Stretch(loader, 0, 2, LR)
     computing.gradient(stretch)
     assert stretch.samples == 16
     assert torch.equal(weights, before) and drift.any() and velocity.any()
     first, kept = drift.clone(), velocity.clone()
-    computing.gradient(dealt(loader, Reply(0, 0, 0, 0, 0, steps=2, lr=LR)))
+    computing.gradient(Stretch(loader, 0, 2, LR))
     assert not torch.equal(drift, first), "the momentum of the first push is still there"
     velocity.zero_()
-    computing.gradient(dealt(loader, Reply(0, 0, 0, 0, 0, steps=2, lr=LR)))
+    computing.gradient(Stretch(loader, 0, 2, LR))
     assert torch.equal(drift, first) and torch.equal(velocity, kept), "a push is a function of what `own` holds"
 
 

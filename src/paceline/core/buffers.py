@@ -94,8 +94,7 @@ class Memory:
 
     def keep(self, own: State, seq: int) -> None:
         """The worker's own state as push number `seq` leaves it."""
-        if self.sizes.own:
-            save_own(own, self._own[seq % 2])
+        save_own(own, self._own[seq % 2])
 
     def kept(self, seq: int) -> Tensor:
         """The bytes of the worker's own state as push number `seq` left it."""

@@ -49,9 +49,13 @@ class WorkerEnd:
 
     def __init__(self, codecs: Codecs, worker: int, task: Task, device: torch.device | None = None) -> None:
         self._codecs, self._device = codecs, device
+        self.decodes = codecs.pull is not None
+        """Whether replies are encoded: then `receive` is called for each."""
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
         self.own: State = {**task.own, **{f"codec.{name}": tensor for name, tensor in self._left_out.items()}}
         self.sizes = Sizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes(self.own))
+        self.encodes = codecs.push is not None or self.sizes.own > 0
+        """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
 
     def bind(self, memory: Memory, task: Task) -> None:
         """Use this memory from now on; with a codec the gradient itself is private."""
@@ -64,9 +68,9 @@ class WorkerEnd:
     def receive(self) -> None:
         """Bring the weights to where the reply wants them; the gradient's memory is free meanwhile."""
         memory, codec = self._memory, self._codecs.pull
-        nbytes = memory.num_pulled if codec is not None else 0
+        assert codec is not None
+        nbytes = memory.num_pulled
         if nbytes:
-            assert codec is not None
             codec.decode(memory.pulled[:nbytes], self._gradient)
             memory.weights.add_(self._gradient)
             memory.num_pulled = 0
@@ -77,7 +81,8 @@ class WorkerEnd:
         update = memory.update
         if codec is not None:
             update = update[: codec.encode(self._gradient, self._left_out, update)]
-        memory.keep(self.own, seq)
+        if self.sizes.own:
+            memory.keep(self.own, seq)
         return update
 
 

@@ -37,29 +37,32 @@ class Stretch(Batch):
             yield batch
 
 
-def dealt(loader: Loader, reply: Reply) -> Batch:
-    """What a reply asks to compute: one batch, or several to step on."""
-    return Stretch(loader, reply.batch, reply.steps, reply.lr) if reply.steps else loader.batch(reply.batch)
-
-
 def work(
-    task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor, redeal: Redeal | None = None
+    task: Task,
+    loader: Loader,
+    join: Join,
+    end: WorkerEnd,
+    gradient: Tensor,
+    state: Tensor,
+    redeal: Redeal | None = None,
 ) -> Generator[Join | Push, Reply, None]:
     """Join, then push the gradient of each batch dealt, until told that it is over.
 
-    `end` and `state` are bound to the memory that `task` is bound to; whoever drives this generator sends the reply
-    only after what it speaks of lies in that memory.
+    `end`, `gradient` and `state` are bound to the memory that `task` is bound to. The caller sends a reply only after
+    its weights are in that memory.
     """
     reply, deal = (yield join), None
     while not reply.over:
-        end.receive()
+        if end.decodes:
+            end.receive()
         if reply.deal != deal and redeal is not None:
             assert reply.deal is not None, "a run that was dealt anew is not dealt as at first again"
             deal, loader = reply.deal, redeal(reply.deal)
-        batch = dealt(loader, reply)
+        first, steps = reply.batch, reply.steps
+        batch = Stretch(loader, first, steps, reply.lr) if steps else loader.batch(first)
         loss = c_float(task.gradient(batch)).value  # as the log keeps it; one that is too large becomes infinite
         seq = reply.serial  # one push a reply, so the reply's number names the push too
-        update = end.send(seq)
+        update = end.send(seq) if end.encodes else gradient
         reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
 
 
@@ -82,7 +85,7 @@ class Seat:
         self.memory = Memory.private(sizes, device) if make_memory is None else make_memory(sizes)
         self._end.bind(self.memory, task)
         self.pending: Reply | None = None
-        self._generator = work(task, loader, join, self._end, self.memory.state, redeal)
+        self._generator = work(task, loader, join, self._end, self.memory.update, self.memory.state, redeal)
         next(self._generator)
 
     def recall(self, own: Tensor) -> None:

@@ -17,7 +17,7 @@ from paceline.errors import ProtocolError, UserError
 from paceline.transports.frames import MAGIC, VERSION
 from paceline.transports.tls import Tls, worker_tls
 
-VARIABLE = "PACELINE_TOKEN"
+TOKEN_VARIABLE = "PACELINE_TOKEN"
 _NONCE_NBYTES = 32
 _CHALLENGE = struct.Struct("<4sB11x32s")
 _ANSWER = struct.Struct("<4sB11x32s32s")
@@ -111,9 +111,9 @@ def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
     whoever has the token can push into the run. A group may share one.
     """
     if file is None:
-        text = environ.get(VARIABLE)
+        text = environ.get(TOKEN_VARIABLE)
         if text is not None and not text.strip():
-            raise UserError(f"the variable {VARIABLE} is empty: put the token into it, or unset it")
+            raise UserError(f"the variable {TOKEN_VARIABLE} is empty: put the token into it, or unset it")
         return text.strip().encode() if text is not None else None
     try:
         mode, token = file.stat().st_mode, file.read_bytes().strip()
