@@ -92,7 +92,7 @@ def test_another_protocol_is_told_from_a_wrong_token() -> None:
     gatekeeper = Gatekeeper(b"token")
     answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
     answer[4] += 1
-    with pytest.raises(OtherVersion, match="protocol 3, where 2 is spoken"):
+    with pytest.raises(OtherVersion, match="protocol 3, not 2"):
         gatekeeper.check(answer)
 
 

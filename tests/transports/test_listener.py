@@ -185,8 +185,8 @@ def test_noise_is_turned_away(noise: bytes) -> None:
     ("frame", "reason"),
     [
         (header(Kind.APPLY, MOST_APPLY + 1), "at most 65536"),
-        (header(Kind.PUSH, 10), "where apply is awaited"),
-        (header(Kind.APPLY, 2) + b"[]", "no JSON object"),
+        (header(Kind.PUSH, 10), "instead of apply"),
+        (header(Kind.APPLY, 2) + b"[]", "not a JSON object"),
     ],
 )
 def test_one_who_knows_the_token_still_says_one_small_frame(frame: bytes, reason: str) -> None:
@@ -247,7 +247,7 @@ def test_a_worker_is_told_in_one_line_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("greeting", "reason"),
     [
-        (b"220 mail.example.org ESMTP, what can we do for you?", "is no Paceline server"),
+        (b"220 mail.example.org ESMTP, what can we do for you?", "is not a Paceline server"),
         (b"PACE" + bytes([VERSION + 1]) + bytes(CHALLENGE_NBYTES - 5), "speaks protocol 3, .*install the same version"),
     ],
 )

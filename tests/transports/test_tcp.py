@@ -202,7 +202,7 @@ def test_a_worker_that_is_sent_away_knows_why() -> None:
             TcpClient(star.listener.address, TOKEN).apply({"unwanted": "green"})
         door = TcpClient(star.listener.address, TOKEN)
         door.apply({})
-        with pytest.raises(UserError, match="worker 0 sent a memory whose weights are 4000000000"):
+        with pytest.raises(UserError, match="worker 0 sent buffers with weights of 4000000000"):
             door.hello(Join(0, 0), Memory(Sizes(4_000_000_000), Memory.private(Sizes(1)).__dict__ | PARTS), {})
         assert star.doors[0].slot is None, "no memory was taken"
         door.close()
@@ -369,7 +369,7 @@ def test_a_door_that_is_dropped_gives_its_memory_back_at_once(said: bytes) -> No
 def test_a_push_before_the_hello_is_refused() -> None:
     with Pair(SIZES) as pair:
         pair.raw.sendall(push_bytes(0))
-        with pytest.raises(ProtocolError, match="'push', where"):
+        with pytest.raises(ProtocolError, match="'push' instead of"):
             pair.door.receive()
 
 
@@ -460,7 +460,7 @@ def test_tls_at_one_end_alone_is_one_clear_line(certificate: tuple[Path, Path], 
 
 
 def test_bad_certificates_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no certificate and its key"):
+    with pytest.raises(UserError, match="not a certificate and its key"):
         server_tls(tmp_path / "nowhere", tmp_path / "nowhere")
     with pytest.raises(UserError, match="holds no certificates"):
         worker_tls(authorities=tmp_path / "nowhere")

@@ -46,7 +46,7 @@ def _run(command: list[str]) -> int:
 
 
 def _run_again(spec: dict[str, Any]) -> int:
-    """For a replay: from the folder it was first run in; where the run lost this worker, it ends without a word."""
+    """Run the script again for a replay, in its original folder. If the run lost this worker, end silently."""
     os.chdir(spec["cwd"])
     try:
         return _run(spec["script"])

@@ -51,7 +51,7 @@ from paceline.transports.shared_memory import Slot
 
 @dataclass(frozen=True)
 class Inherited:
-    """What `paceline run` gave this process: its config, its number, its door, and where the run lies."""
+    """What `paceline run` gave this process: its config, its number, its transport, and the run folder."""
 
     config: RunConfig
     worker: int
@@ -65,7 +65,7 @@ inherited: Inherited | None = None
 
 
 class Bound:
-    """A model on memory that the server shares: where the model is on a GPU, on a copy of it there."""
+    """A model bound to shared buffers, or to a copy of them on the GPU if the model is there."""
 
     def __init__(self, flat: FlatModule, device: torch.device) -> None:
         self.flat = flat
@@ -76,7 +76,7 @@ class Bound:
         flat.bind(*self._own)
 
     def collect(self) -> None:
-        """After backward: gradient and running statistics to where the server reads them."""
+        """After backward: copy gradient and running statistics to where the server reads them."""
         self.flat.collect()
         if self._own[0] is not self.slot.weights:
             self.slot.update.copy_(self._own[1])
@@ -112,7 +112,7 @@ class Session:
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
         self._loss = math.nan
-        self._factor = 1.0 if not incarnation else math.nan  # where others were before, nobody knows what they told
+        self._factor = 1.0 if not incarnation else math.nan  # NaN: an earlier incarnation may have set another factor
         self._timer = StepTimer(config, worker)
 
     def __enter__(self) -> Session:
@@ -131,7 +131,7 @@ class Session:
         epochs: float | None = None,
         accumulate: int = 1,
     ) -> tuple[Any, ...]:
-        """Bind the model to memory the server shares, and deal this worker its batches.
+        """Bind the model to memory shared with the server, and give this worker its batches.
 
         `things` are the data (a data set, tensors, or the loader you had), and if you like your optimizer, whose
         settings become the run's and whose `step()` then pushes, and its schedule. They come back in the same order,
@@ -164,7 +164,7 @@ class Session:
             raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
 
     def _settle(self, handed: Handed, epochs: float | None, accumulate: int) -> tuple[RunConfig, dict[str, Any]]:
-        """The run's config with what the script says, and that alone."""
+        """Return the run's config with the script's settings, and those settings alone."""
         settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
         if epochs is not None:
             settings |= {"epochs": float(epochs), "epoch_mode": "own"}
@@ -173,7 +173,7 @@ class Session:
         return dataclasses.replace(self.config, batch_size=size, **settings), settings
 
     def _join(self, handed: Handed, work: Work, settings: dict[str, Any]) -> None:
-        """Bind the model and say hello."""
+        """Bind the model and join the run."""
         optimizer = handed.optimizer
         decay = decay_of(optimizer) if optimizer is not None else None
         flat = FlatModule(
@@ -204,21 +204,21 @@ class Session:
 
     @staticmethod
     def _keep_frozen(flat: FlatModule, folder: RunFolder) -> None:
-        """What no push brings belongs to the saved weights too."""
+        """Save the tensors that no push brings: they belong to the saved weights too."""
         kept = save_kept(flat) if not folder.frozen_file.exists() else None
         if kept is not None:
             write_atomically(folder.frozen_file, kept)
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`, and the loss is shown while the run goes on."""
+        """Call `loss.backward()`, and show the loss in the run's progress."""
         value = float(loss.detach())
         self._loss = value if math.isnan(self._loss) else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Push the gradients of the last backward and take the next weights; `loss` is only shown.
+        """Push the gradients of the last backward and load the next weights. `loss` is only shown.
 
-        Survives `zero_grad()`: gradients are copied from wherever they are. They are cleared afterwards.
+        Works with `zero_grad()`, which replaces gradients. Gradients are cleared afterwards.
         """
         bound, reply = self._bound, self._reply
         if bound is None or reply is None:
@@ -227,7 +227,7 @@ class Session:
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         bound.collect()
-        self._tell_rate()
+        self._send_rate()
         seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
         push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
         self.stepped, self._loss = True, math.nan
@@ -236,7 +236,7 @@ class Session:
         bound.renew()
 
     def _require_batch(self) -> None:
-        """One step for every batch, none before it is whole."""
+        """Raise UserError unless this is the only step for the current batch, and all its parts were taken."""
         if self.stepped:
             raise UserError(
                 "session.step() was called twice for one batch, or before the first: call it once for each batch of "
@@ -250,8 +250,8 @@ class Session:
     def _step_of_optimizer(self, loss: Any) -> None:
         self.step(loss if isinstance(loss, Tensor | float) else None)
 
-    def _tell_rate(self) -> None:
-        """Where the script's own schedule has moved on: worker 0's is everybody's."""
+    def _send_rate(self) -> None:
+        """Send the learning rate if the script's schedule changed it. Worker 0's schedule counts for all."""
         optimizer = self._handed.optimizer if self._handed is not None else None
         if optimizer is None or self.worker != 0:
             return
@@ -261,7 +261,7 @@ class Session:
             self._transport.set_rate(Rate(self.worker, factor))
 
     def report(self, **figures: float) -> None:
-        """Figures you measured (an accuracy, say), for the run's result; `--target` looks at them too."""
+        """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
         self._transport.report({name: float(value) for name, value in figures.items()})
 
     def _take(self, reply: Reply | None) -> None:
@@ -271,7 +271,7 @@ class Session:
         self.over = reply.over
 
     def next_batch(self, number: int, samples: int, parts: int) -> None:
-        """The batch about to be computed: how many samples it has, in how many parts."""
+        """Begin a batch of `samples` samples in `parts` parts: seed all randomness by its number."""
         self._samples, self._parts_left, self.stepped = samples, parts, False
         key = mix64(self.config.seed, self.worker, number)
         seed_generators(key)
@@ -279,18 +279,18 @@ class Session:
         address_dropout(self._handed.model, key)
 
     def next_part(self) -> None:
-        """A part of it is handed out."""
+        """Count a part of the batch as taken."""
         self._parts_left -= 1
 
     @property
     def batch_number(self) -> int:
-        """The number of the batch this worker is to compute next."""
+        """The number of the batch that this worker computes next."""
         assert self._reply is not None
         return self._reply.batch
 
 
 def join(config: RunConfig | None = None) -> Session:
-    """This process as a worker of the run that `paceline run` started; alone, a run of one with `config`'s settings."""
+    """Join the run that `paceline run` started. Without one, start a run of one worker with `config`'s settings."""
     if inherited is not None:
         known = inherited.config, inherited.worker, inherited.incarnation, inherited.transport
         return Session(*known, inherited.typed, inherited.folder)

@@ -1,4 +1,4 @@
-"""The server of a script that was started alone: in the same process, with no folder and no log."""
+"""The transport of a script that runs alone: the server is in the same process, without a run folder or a log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.transports.protocol import ScriptTransport, Timing
 
 
 class InProcessClient(ScriptTransport):
-    """A worker's door to a server that is here."""
+    """A worker's connection to a server in the same process."""
 
     def __init__(self) -> None:
         self._server: Server | None = None
@@ -25,7 +25,7 @@ class InProcessClient(ScriptTransport):
         self.figures: dict[str, float] = {}
 
     def start(self, config: RunConfig, layout: Layout, memory: Memory, budget: Budget) -> None:
-        """Take the model's weights as they are."""
+        """Start the server from the model's current weights."""
         rule, policy, schedule = make_rule(config, layout), make_policy(config), make_schedule(config)
         self._server = Server(memory.weights.clone(), rule, policy, budget, schedule, 1)
         self._memory, self._goal = memory, goal_of(config)
