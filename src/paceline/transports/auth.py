@@ -120,7 +120,7 @@ def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
     except OSError as error:
         raise UserError(f"token file {file} cannot be read ({error.strerror}): copy it from the server") from None
     if mode & 0o006:
-        raise UserError(f"token file {file} can be read by everybody (mode {mode & 0o777:o}): chmod 600 {file}")
+        raise UserError(f"token file {file} can be read by every user (mode {mode & 0o777:o}): chmod 600 {file}")
     if not token:
         raise UserError(f"token file {file} is empty: write the token that the server showed into it")
     return token

@@ -74,15 +74,15 @@ class Applicant:
 
         `largest` limits the buffers that its hello may ask for.
         """
-        door = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
-        door.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
-        return door
+        peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
+        peer.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
+        return peer
 
-    def welcome_back(self, door: TcpPeer, fields: dict[str, Any]) -> None:
-        """Accept a worker that reconnects: `door` continues on this connection."""
-        door.attach(self.connection)
-        known = {"worker": door.worker, "incarnation": door.incarnation}
-        door.send(fields_frame(Kind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
+    def welcome_back(self, peer: TcpPeer, fields: dict[str, Any]) -> None:
+        """Accept a worker that reconnects: `peer` continues on this connection."""
+        peer.attach(self.connection)
+        known = {"worker": peer.worker, "incarnation": peer.incarnation}
+        peer.send(fields_frame(Kind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
 
 
 class Stranger:

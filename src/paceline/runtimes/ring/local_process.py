@@ -40,7 +40,7 @@ class Gathering:
 
     def __init__(self, place: Place, control: Control) -> None:
         self.place, self.control = place, control
-        self.doors: dict[int, socket.socket] = {}
+        self.connections: dict[int, socket.socket] = {}
         self.missing: list[int] = []
         self.stop_reason: str | None = None
         size, num = place.task.layout.size, place.num_workers
@@ -60,29 +60,31 @@ class Gathering:
         """Send the ring's memory to all workers that came."""
         facts = {"missing": self.missing, "resumed": resumed}
         for worker in sorted(self._hellos):
-            socket.send_fds(self.doors[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells])
+            socket.send_fds(
+                self.connections[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells]
+            )
 
     def _order(self) -> None:
         order, fds = self.control.receive()
         if order["kind"] == "worker":
-            door = self.doors[order["worker"]] = socket.socket(fileno=fds[0])
-            self.ring.listen(door, lambda: self._hear(order["worker"]))
+            connection = self.connections[order["worker"]] = socket.socket(fileno=fds[0])
+            self.ring.listen(connection, lambda: self._hear(order["worker"]))
         elif order["kind"] == "stop":
             self.stop_reason = order["reason"]
         elif order["kind"] == "fault":
             self.note_fault(order["fault"])
 
     def _hear(self, worker: int) -> None:
-        door = self.doors[worker]
+        connection = self.connections[worker]
         try:
-            packet = door.recv(_LARGEST)
+            packet = connection.recv(_LARGEST)
         except ConnectionResetError:
             packet = b""
         if packet:
             self._admit(worker, json.loads(packet))
             return
-        self.ring.forget(door)
-        door.close()
+        self.ring.forget(connection)
+        connection.close()
         if worker in self._hellos:
             self.ring.lose(worker)
         else:
@@ -162,9 +164,9 @@ def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, cont
 def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Run any other worker until training is over or worker 0 is gone."""
     place = _place(spec, _dataset(spec, fds), spec["worker"])
-    door = socket.socket(fileno=fds[0])
-    door.send(json.dumps(identity_of(place.task)).encode())
-    packet, passed, _, _ = socket.recv_fds(door, _LARGEST, place.num_workers + 1)
+    connection = socket.socket(fileno=fds[0])
+    connection.send(json.dumps(identity_of(place.task)).encode())
+    packet, passed, _, _ = socket.recv_fds(connection, _LARGEST, place.num_workers + 1)
     if not packet:
         return 0  # worker 0 is gone, which the supervisor reports
     welcome = json.loads(packet)
@@ -172,7 +174,7 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     segment = Segment.attach(passed[0], RingMemory.nbytes(place.num_workers, size, state_size))
     memory = RingMemory(segment, place.num_workers, size, state_size)
     ring = SharedRing(memory, spec["worker"], passed[1:], polls_before_sleep(place.config))
-    ring.listen(door, lambda: os._exit(0))
+    ring.listen(connection, lambda: os._exit(0))
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
     seat = place.seat(ring)

@@ -177,7 +177,7 @@ class CollectiveRing:
 
 
 @contextmanager
-def losing_nobody(rank: Rank, version: Callable[[], int]) -> Iterator[None]:
+def failing_on_lost_rank(rank: Rank, version: Callable[[], int]) -> Iterator[None]:
     """End this rank with one line if an exchange fails, in backward or after it."""
     try:
         yield

@@ -19,7 +19,7 @@ from paceline.randomness import mix64
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import EvenShares, make_parallel
-from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, losing_nobody
+from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, failing_on_lost_rank
 from paceline.runtimes.ring.replica import Place, Replica
 from paceline.runtimes.server.host import Host
 from paceline.settings.codecs import build_codec, parse_codec
@@ -88,7 +88,7 @@ class Member:
             host.look_at_the_clock()
             return host.server.over
 
-        with losing_nobody(self.rank, lambda: host.server.version):
+        with failing_on_lost_rank(self.rank, lambda: host.server.version):
             replica.run(stopping)
             if host.stop_reason is not None:
                 self.ring.stop()
@@ -104,7 +104,7 @@ class Member:
         driver.memories = self.place.memories(self.seat.memory)
         replica = Replica(driver, self.seat, self.ring, self.config)
         replica.start(self.place.roll())
-        with losing_nobody(self.rank, lambda: self.place.server.version):
+        with failing_on_lost_rank(self.rank, lambda: self.place.server.version):
             replica.run()
             return self.meeting.hear("result")
 
