@@ -122,10 +122,10 @@ def work(address: str, floats: int) -> None:
     from paceline.core.buffers import Memory, Sizes
     from paceline.core.messages import Join, Push
     from paceline.transports.protocol import Timing
-    from paceline.transports.tcp_client import TcpWorkerDoor
+    from paceline.transports.tcp_client import TcpClient
 
     torch.set_num_threads(1)
-    door, memory = TcpWorkerDoor(address, TOKEN), Memory.private(Sizes(floats))
+    door, memory = TcpClient(address, TOKEN), Memory.private(Sizes(floats))
     done = 0
 
     def tell() -> None:

@@ -93,12 +93,12 @@ class Working:
 
     def __init__(self, address: str, floats: int, folder: str | None) -> None:
         from paceline.core.buffers import Memory, Sizes
-        from paceline.transports.tcp_client import TcpWorkerDoor
+        from paceline.transports.tcp_client import TcpClient
         from paceline.transports.tls import worker_tls
 
         self.memory = Memory.private(Sizes(floats))
         self.memory.update.fill_(1.0)
-        self.door = TcpWorkerDoor(address, TOKEN, worker_tls() if folder is not None else None)
+        self.door = TcpClient(address, TOKEN, worker_tls() if folder is not None else None)
         self.seq = 0
 
     def meet(self) -> None:

@@ -33,6 +33,7 @@ LAYERS = {
     "assembly": 4,
     "tracking": 4,
     "runtimes.server": 5,
+    "runtimes.worker_loop": 5,
     "reports": 6,
     "runtimes.local": 6,
     "runtimes.ring": 6,

@@ -1,6 +1,6 @@
-"""The shapes everything else is built from; read this file first.
+"""The types everything else is built from; read this file first, then `core/messages.py` and `transports/protocol.py`.
 
-A worker turns weights into a push. A server turns pushes into weights. A reply withheld is a worker held back.
+A worker turns weights into a push. The server turns pushes into weights. A worker waits until the server replies.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 State: TypeAlias = "dict[str, Tensor]"
-"""Named tensors and nothing else, so that it can be saved, restored and batched."""
+"""Named tensors and nothing else, so that a state can be saved, restored and batched."""
 
 Report: TypeAlias = Callable[[dict[str, Any]], None]
 """Takes one row of progress, for the console or a tracker."""
 
 ALIGNMENT = 16
-"""Parameters start at multiples of this many floats (one cache line), in every process alike."""
+"""Parameters start at multiples of this many floats (one cache line), in every process."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where one named parameter lies in the flat vector."""
+    """The place of one named parameter in the flat vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every parameter of a model in one flat vector of `size` floats; gaps hold zeros and stay zero."""
+    """All parameters of a model in one flat vector of `size` floats. Gaps between them are always zero."""
 
     parameters: tuple[Parameter, ...]
     size: int
@@ -53,17 +53,17 @@ class Layout:
         return {p.name: flat[p.offset : p.offset + p.size].view(p.shape) for p in self.parameters}
 
     def to_rows(self) -> list[list[Any]]:
-        """The layout as plain lists, for JSON."""
+        """Convert the layout to plain lists, for JSON."""
         return [[p.name, list(p.shape), p.offset, p.decay] for p in self.parameters]
 
     @staticmethod
     def from_rows(rows: list[list[Any]]) -> Layout:
-        """The inverse of `to_rows`."""
+        """Build a layout from the lists of `to_rows`."""
         return pack([(name, tuple(shape), bool(decay)) for name, shape, _, decay in rows])
 
 
 def pack(parameters: Sequence[tuple[str, tuple[int, ...], bool]]) -> Layout:
-    """Lay (name, shape, decay) triples one after another, each at an aligned offset.
+    """Place (name, shape, decay) triples one after another, each at an aligned offset.
 
     >>> pack([("a", (3,), True), ("b", (2, 2), True)]).parameters[1].offset
     16
@@ -77,7 +77,7 @@ def pack(parameters: Sequence[tuple[str, tuple[int, ...], bool]]) -> Layout:
 
 @dataclass(slots=True)
 class Batch:
-    """One batch: what is in it, how many samples it counts for, and the 64-bit key all its randomness comes from."""
+    """One batch: its data, the number of samples it counts for, and the 64-bit key of all its randomness."""
 
     inputs: Any
     targets: Any
@@ -87,194 +87,194 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scores:
-    """How good some weights are on some data."""
+    """The evaluation of some weights on some data."""
 
     loss: float
     correct: int
     total: int
     per_class: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else the task measures, by name."""
+    """Other metrics of the task, by name."""
 
     def value(self, metric: str) -> float | None:
-        """Of a metric, the loss or the accuracy, by name; None where it was not measured."""
+        """The value of a metric, the loss or the accuracy, by name. None if it was not measured."""
         if metric == "accuracy":
             return self.accuracy if self.per_class else None
         return self.loss if metric == "loss" else self.metrics.get(metric)
 
     @property
     def accuracy(self) -> float:
-        """In percent."""
+        """The accuracy in percent."""
         return 100.0 * self.correct / self.total if self.total else math.nan
 
 
 class Loader(Protocol):
-    """A worker's data: batch `number` is a function of (seed, worker, number) alone."""
+    """A worker's data: batch `number` depends on (seed, worker, number) only."""
 
     def batch(self, number: int) -> Batch:
-        """Batch `number`, counted from 0; asked for again it is the same."""
+        """Return batch `number`, counted from 0. A second call returns the same batch."""
         ...
 
 
 class Task(Protocol):
-    """A model and a loss over one flat vector; what `paceline.Task` is made into for a worker."""
+    """A model and a loss over one flat vector. A worker builds it from the user's `paceline.Task`."""
 
     layout: Layout
-    """Where each parameter lies in that vector."""
+    """The place of each parameter in that vector."""
     state_size: int
-    """Floats of a worker's own state that ride behind each push (running statistics)."""
+    """The number of floats sent with each push besides the gradient (running statistics)."""
     own: State
-    """What outlives a push and the server never needs (an inner optimizer's state); changed in place, often empty."""
+    """State that stays in the worker between pushes (an inner optimizer's state). Changed in place, often empty."""
 
     def initial(self) -> Tensor:
-        """The weights training starts from, flat."""
+        """Return the initial weights, flat."""
         ...
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
-        """Once a worker: use these memories from now on; their addresses never change."""
+        """Use these buffers from now on. Called once per worker; their addresses never change."""
         ...
 
     def gradient(self, batch: Batch) -> float:
-        """Fill the bound gradient (and state) from the bound weights; return the loss."""
+        """Fill the bound gradient (and state) from the bound weights. Return the loss."""
         ...
 
 
 class Arrival(NamedTuple):
-    """What a rule may know of the update it applies; `worker` is None for the mean of a round.
+    """What a rule knows about the update it applies. `worker` is None for the mean of a round.
 
-    Over many runs at once (weights [runs, P]) `worker` is an int64 tensor [runs], the others are tensors [runs, 1].
+    For many runs at once (weights [runs, P]), `worker` is an int64 tensor [runs] and the others are tensors [runs, 1].
     """
 
     worker: int | Tensor | None
     staleness: int | Tensor
-    """Updates made since the weights that it was computed from."""
+    """The number of updates made since the weights that it was computed from."""
     lr: Tensor
     num_live: int | Tensor
-    """Workers that are taking part now."""
+    """The number of live workers."""
 
 
 class Rule(Protocol):
-    """How an update changes the weights: in place, elementwise over [..., P], no branch on an arrival's numbers.
+    """How an update changes the weights: in place, elementwise over [..., P], without branching on an arrival's values.
 
-    State has one leading axis a leading axis of the weights, so run r of many is `{k: t[r] for k, t in state.items()}`,
-    a state of its own: that is how `join`, `leave` and `lapse`, which name one worker of one run, are called for it.
+    State tensors have the leading axes of the weights, so the state of run r of many is
+    `{k: t[r] for k, t in state.items()}`. `join`, `leave` and `lapse` name a worker of one run and get such a state.
     """
 
     @property
     def name(self) -> str:
-        """As the user writes it; a checkpoint says whose state it holds."""
+        """The name as the user writes it. A checkpoint stores it with the state."""
         ...
 
     def start(self, weights: Tensor) -> State:
-        """The state before the first update, for weights of this shape."""
+        """Return the state before the first update, for weights of this shape."""
         ...
 
     def join(self, state: State, worker: int) -> None:
-        """Make room for `worker`, who starts from nothing."""
+        """Add `worker`, with an empty row."""
         ...
 
     def leave(self, state: State, worker: int) -> None:
-        """Forget `worker`: its rows are zeros again, and what was summed over all no longer counts it."""
+        """Remove `worker`: set its rows to zero and subtract them from sums over all workers."""
         ...
 
     def lapse(self, state: State, worker: int) -> None:
-        """Go on without what `worker` last pushed, if that still moves the weights: it is silent, and may yet push."""
+        """Discard the worker's cached gradient because it has gone silent. It stays a member and may push again."""
         ...
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        """Make one update of `update` (a gradient, a mean of some, or a drift), which is only read."""
+        """Make one update from `update` (a gradient, a mean of several, or a drift), which is only read."""
         ...
 
     def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        """What `worker` computes on next: a plain copy, unless the rule looks ahead; called once a reply."""
+        """Write the weights of the worker's next step to `out`, once per reply: a copy, unless the rule looks ahead."""
         ...
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
-        """The weights that are scored and saved: the live ones, unless the rule averages."""
+        """Return the weights to evaluate and save: the live ones, unless the rule averages."""
         ...
 
 
 Primitive: TypeAlias = Literal["reduce", "gather"]
-"""How payloads meet on a ring: added up on the way round, or each carried to everybody."""
+"""How payloads are combined on a ring: by all-reduce, or by all-gather."""
 
 
 class Codec(Protocol):
-    """How an update becomes fewer bytes; built for one layout. Decoded + new memory = update + old memory, to rounding.
+    """How an update is compressed; built for one layout. Decoded + new memory = update + old memory, up to rounding.
 
-    Nothing is drawn: the same update, memory and key give the same bytes. An update with a NaN or an infinity (or a
-    value beyond 2^100) decodes to one with a NaN, and leaves the memory as it was. `none` sends what it is given.
+    Deterministic: the same update, memory and key give the same bytes. An update with a NaN or an infinity (or a value
+    beyond 2^100) decodes to one with a NaN and leaves the memory unchanged. `none` sends its input.
     """
 
     @property
     def name(self) -> str:
-        """As the user writes it; a checkpoint says whose memory it holds."""
+        """The name as the user writes it. A checkpoint stores it with the memory."""
         ...
 
     @property
     def primitive(self) -> Primitive:
-        """Whether payloads of several workers can be added up, or have to be carried to everybody."""
+        """Whether payloads of several workers can be summed, or must be gathered."""
         ...
 
     @property
     def capacity(self) -> int:
-        """The most bytes that a payload takes."""
+        """The largest size of a payload, in bytes."""
         ...
 
     def ring_nbytes(self, num_workers: int) -> int:
-        """The most bytes that one worker sends for one exchange among `num_workers` on a ring."""
+        """The most bytes that one worker sends in one exchange of `num_workers` on a ring."""
         ...
 
     def start(self, key: int = 0) -> State:
-        """The memory of a worker that has not pushed yet: `error` is what was left out so far; `key` is its address."""
+        """Return a new worker's memory: `error` holds what was left out (error feedback), `key` seeds the rounding."""
         ...
 
     def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
-        """Write the payload into the bytes of `out` (`capacity` or more, from a multiple of 8 on); how many."""
+        """Encode into `out` (uint8, at least `capacity` bytes, 8-byte aligned). Return the number of bytes written."""
         ...
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Fill `out`, gaps with zeros; ProtocolError for bytes that no encoder wrote."""
+        """Decode into `out`, with zeros in gaps. Raise ProtocolError if the payload is malformed."""
         ...
 
 
 class Decision(NamedTuple):
-    """A policy's answer: which held pushes become one update now, and who is answered after it."""
+    """A policy's answer: which held pushes become one update now, and which workers get a reply after it."""
 
     apply: tuple[int, ...] = ()
-    """Workers whose pushes are averaged into one update; none: no update now."""
+    """Workers whose pushes are averaged into one update. Empty: no update now."""
     release: tuple[int, ...] = ()
-    """Workers that are answered, in this order."""
+    """Workers that get a reply, in this order."""
     dropped: bool = False
-    """Whether the push that was asked about is thrown away, and its batch dealt again."""
+    """Whether the push is discarded and its batch assigned again."""
 
 
 class Policy(Protocol):
-    """When the server replies: what tells the strategies apart. Worker numbers alone, no tensors, no clock."""
+    """When the server replies, which is how strategies differ. It sees worker numbers only, no tensors and no clock."""
 
     def join(self, worker: int) -> Decision:
-        """Somebody new, who is answered if the decision says so (at the starting line: with everybody else)."""
+        """A worker joins. The decision says whether it gets a reply now or waits at the start barrier."""
         ...
 
     def push(self, worker: int, staleness: int) -> Decision:
-        """`worker` has pushed, computed from weights `staleness` updates old; it waits until somebody releases it."""
+        """`worker` has pushed a gradient of weights `staleness` updates old, and waits until a decision releases it."""
         ...
 
     def leave(self, worker: int) -> Decision:
-        """`worker` is gone; perhaps others only waited for it."""
+        """`worker` is gone. The decision releases workers that waited only for it."""
         ...
 
     def clear(self) -> None:
-        """Forget everybody: the run starts again from where it is."""
+        """Remove all workers, because the run restarts from its current state."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Everything needed to go on from here, as JSON values."""
+        """Return everything needed to continue from here, as JSON values."""
         ...
 
     def restore(self, facts: dict[str, Any]) -> None:
-        """Go on from what `facts` told."""
+        """Continue from the result of `facts`."""
         ...
 
 
 MOST_WORKERS = 65_535
-"""The log gives a worker's number two bytes."""
+"""The log stores a worker's number in two bytes."""

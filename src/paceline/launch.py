@@ -24,7 +24,6 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_life
 from paceline.runs.folder import RunFolder, holding, is_script, require_survivors
-from paceline.settings.durations import parse_delays
 from paceline.settings.fault_table import Fault
 from paceline.settings.ranks import Rank, config_of, rank_here
 from paceline.settings.resolve import check_names, resolve
@@ -168,8 +167,7 @@ def _train_here(
         host.go_on(rebuilt)
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with stop_signals(console.report) as reason:
-        delays = parse_delays(config.delay or [], config.workers or 1)
-        run_inline(host, seats, lambda: reason[0] if reason else None, delays)
+        run_inline(host, seats, lambda: reason[0] if reason else None)
         result = host.finish()
     host.close()
     return result

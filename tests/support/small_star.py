@@ -26,10 +26,9 @@ from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, State, pack
 from paceline.settings.codecs import build_codec
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.protocol import Figures, Hello, Timing
-from paceline.transports.shared_memory import ServerDoor, WorkerDoor
-from paceline.transports.tcp_client import TcpWorkerDoor
-from paceline.transports.tcp_server import TcpServerDoor
+from paceline.transports.protocol import Figures, Hello, Timing, Transport
+from paceline.transports.shared_memory import SharedMemoryPeer
+from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
 LAYOUT = pack([("matrix", (12, 9), True), ("bias", (7,), True)])
@@ -81,7 +80,7 @@ class Star:
     ) -> None:
         self.server = make_server(used, updates)
         self.listener = listener or Listener("127.0.0.1:0", TOKEN, tls)
-        self.doors: dict[int, TcpServerDoor] = {}
+        self.doors: dict[int, TcpPeer] = {}
         self.verdicts: list[Verdict] = []
         self.figures: list[Figures] = []
         self.errors: list[str] = []
@@ -139,7 +138,7 @@ class Star:
             door.connection.close()
         self.doors.clear()
 
-    def _take(self, door: TcpServerDoor) -> None:
+    def _take(self, door: TcpPeer) -> None:
         try:
             message = door.receive()
         except ProtocolError as error:
@@ -158,23 +157,23 @@ class Star:
         elif isinstance(message, Figures):
             self.figures.append(message)
 
-    def handle(self, message: Join | Push, door: TcpServerDoor) -> None:
+    def handle(self, message: Join | Push, door: TcpPeer) -> None:
         door.wants_own = self.want_own
         answer(self.server, message, door, self.verdicts)
 
 
 def answer(
-    server: Server, message: Join | Push, door: TcpServerDoor | ServerDoor, verdicts: list[Verdict] | None = None
+    server: Server, message: Join | Push, peer: TcpPeer | SharedMemoryPeer, verdicts: list[Verdict] | None = None
 ) -> None:
     """What a host does with one message."""
     outcome = server.handle(message)
     if verdicts is not None:
         verdicts.append(outcome.verdict)
     for reply in outcome.replies:
-        assert door.slot is not None
+        assert peer.slot is not None
         if outcome.verdict != Verdict.REPEATED:
-            server.hand_out(reply, door.slot)
-        door.answer(reply)
+            server.hand_out(reply, peer.slot)
+        peer.answer(reply)
 
 
 class Told:
@@ -196,12 +195,12 @@ class Told:
         )
 
 
-def work(door: TcpWorkerDoor | WorkerDoor, used: Codecs, make_memory: Callable[[Sizes], Any] | None = None) -> Told:
+def work(transport: Transport, used: Codecs, make_memory: Callable[[Sizes], Any] | None = None) -> Told:
     """A worker's loop, as in its process."""
     task, told = Slopes(), Told()
     seat = Seat(task, task, Join(0, 0), codecs=used, make_memory=make_memory)
     memory: Any = seat.memory
-    reply = door.hello(seat.join, memory, {"model": "slopes"})
+    reply = transport.hello(seat.join, memory, {"model": "slopes"})
     while reply is not None:
         told.note(reply, memory)
         if reply.over:
@@ -210,7 +209,7 @@ def work(door: TcpWorkerDoor | WorkerDoor, used: Codecs, make_memory: Callable[[
         push = seat.push()
         assert push is not None
         told.own.append(memory.kept(push.seq).clone())
-        reply = door.exchange(push, TIMING)
+        reply = transport.exchange(push, TIMING)
     return told
 
 

@@ -13,7 +13,7 @@ from paceline.transports.auth import (
     ANSWER_NBYTES,
     CHALLENGE_NBYTES,
     PROOF_NBYTES,
-    VARIABLE,
+    TOKEN_VARIABLE,
     Gatekeeper,
     OtherVersion,
     Visitor,
@@ -92,7 +92,7 @@ def test_another_protocol_is_told_from_a_wrong_token() -> None:
     gatekeeper = Gatekeeper(b"token")
     answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
     answer[4] += 1
-    with pytest.raises(OtherVersion, match="protocol 3, where 2 is spoken"):
+    with pytest.raises(OtherVersion, match="protocol 3, not 2"):
         gatekeeper.check(answer)
 
 
@@ -109,8 +109,8 @@ def write(path: Path, text: str, mode: int = 0o600) -> Path:
 
 def test_a_token_comes_from_the_file_before_the_variable(tmp_path: Path) -> None:
     file = write(tmp_path / "token", "from the file\n")
-    assert read_token(file, {VARIABLE: "from the variable"}) == b"from the file"
-    assert read_token(None, {VARIABLE: " from the variable\n"}) == b"from the variable"
+    assert read_token(file, {TOKEN_VARIABLE: "from the variable"}) == b"from the file"
+    assert read_token(None, {TOKEN_VARIABLE: " from the variable\n"}) == b"from the variable"
     assert read_token(None, {}) is None
     assert read_token(write(tmp_path / "shared", "group", 0o640), {}) == b"group"
 
@@ -123,4 +123,4 @@ def test_a_token_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is empty"):
         read_token(write(tmp_path / "empty", "\n"), {})
     with pytest.raises(UserError, match="is empty"):
-        read_token(None, {VARIABLE: " "})
+        read_token(None, {TOKEN_VARIABLE: " "})

@@ -123,7 +123,7 @@ def test_a_header_with_a_flipped_bit_is_refused_or_harmless(bit: int, kind: Kind
 @given(st.binary(min_size=HEADER_NBYTES, max_size=HEADER_NBYTES))
 def test_random_bytes_are_no_header(noise: bytes) -> None:
     if noise[:4] != MAGIC:
-        with pytest.raises(ProtocolError, match="no frame"):
+        with pytest.raises(ProtocolError, match="not a frame"):
             parse_header(noise, MOST)
 
 
@@ -138,10 +138,10 @@ def test_a_truncated_frame_is_no_message(cut: int) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (header(Kind.WELCOME, 5), "'welcome', where hello or push"),
-        (header(Kind.HELLO, 5001), "5001 bytes, where at most 5000"),
+        (header(Kind.WELCOME, 5), "'welcome' instead of hello or push"),
+        (header(Kind.HELLO, 5001), "5001 bytes, which may have at most 5000"),
         (header(Kind.PUSH, (1 << 64) - 1), "at most 300"),
-        (MAGIC + bytes([VERSION + 1]) + header(Kind.HELLO, 5)[5:], "protocol 3, where 2"),
+        (MAGIC + bytes([VERSION + 1]) + header(Kind.HELLO, 5)[5:], "protocol 3, not 2"),
         (MAGIC + bytes([VERSION, 77]) + header(Kind.HELLO, 5)[6:], "unknown kind 77"),
     ],
 )
@@ -156,7 +156,7 @@ def test_what_is_not_awaited_is_refused_with_its_reason(bad: bytes, reason: str)
 def test_a_body_that_is_no_object_is_refused(text: bytes) -> None:
     source = Source(text, [])
     source.next_piece()
-    with pytest.raises(ProtocolError, match="no JSON object"):
+    with pytest.raises(ProtocolError, match="not a JSON object"):
         Filler(read_fields(len(text))).fill(source.receive_into)
 
 

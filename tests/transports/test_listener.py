@@ -18,7 +18,7 @@ from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PR
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MOST_APPLY, VERSION, Kind, fields_frame, header
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpClient
 from tests.support.small_star import TOKEN, Star, Wire, work
 
 
@@ -185,8 +185,8 @@ def test_noise_is_turned_away(noise: bytes) -> None:
     ("frame", "reason"),
     [
         (header(Kind.APPLY, MOST_APPLY + 1), "at most 65536"),
-        (header(Kind.PUSH, 10), "where apply is awaited"),
-        (header(Kind.APPLY, 2) + b"[]", "no JSON object"),
+        (header(Kind.PUSH, 10), "instead of apply"),
+        (header(Kind.APPLY, 2) + b"[]", "not a JSON object"),
     ],
 )
 def test_one_who_knows_the_token_still_says_one_small_frame(frame: bytes, reason: str) -> None:
@@ -207,7 +207,7 @@ def test_one_who_hangs_up_is_forgotten() -> None:
 
 def test_a_recorded_conversation_replayed_is_turned_away() -> None:
     with Star() as star, Wire(star.listener.address, []) as wire:
-        door = TcpWorkerDoor(wire.address, TOKEN)
+        door = TcpClient(wire.address, TOKEN)
         door.apply({})
         work(door, DENSE)
         door.close()
@@ -241,13 +241,13 @@ def test_complaints_of_a_flood_are_few_and_count_all(monkeypatch: pytest.MonkeyP
 def test_a_worker_is_told_in_one_line_what_is_wrong() -> None:
     with Star() as star:
         with pytest.raises(UserError, match="does not accept our token: give the one"):
-            TcpWorkerDoor(star.listener.address, b"a guess").apply({})
+            TcpClient(star.listener.address, b"a guess").apply({})
 
 
 @pytest.mark.parametrize(
     ("greeting", "reason"),
     [
-        (b"220 mail.example.org ESMTP, what can we do for you?", "is no Paceline server"),
+        (b"220 mail.example.org ESMTP, what can we do for you?", "is not a Paceline server"),
         (b"PACE" + bytes([VERSION + 1]) + bytes(CHALLENGE_NBYTES - 5), "speaks protocol 3, .*install the same version"),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reas
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(UserError, match=reason):
-            TcpWorkerDoor(f"127.0.0.1:{other.getsockname()[1]}", TOKEN).apply({})
+            TcpClient(f"127.0.0.1:{other.getsockname()[1]}", TOKEN).apply({})
         thread.join(5)
 
 
@@ -272,7 +272,7 @@ def test_without_a_token_both_ends_keep_to_this_machine() -> None:
     with pytest.raises(UserError, match="there is no token"):
         Listener("0.0.0.0:0", b"")
     with pytest.raises(UserError, match="there is no token"):
-        TcpWorkerDoor("192.0.2.7:7000", b"").apply({})
+        TcpClient("192.0.2.7:7000", b"").apply({})
     with Hall(token=b"") as hall:
         assert hall.knock()
 

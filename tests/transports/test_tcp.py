@@ -26,10 +26,10 @@ from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header, padding
-from paceline.transports.protocol import Figures, Hello
-from paceline.transports.shared_memory import ServerDoor, Slot, WorkerDoor, channel
-from paceline.transports.tcp_client import TcpWorkerDoor
-from paceline.transports.tcp_server import HEARD, TcpServerDoor, parse_sizes
+from paceline.transports.protocol import HEARD, Figures, Hello
+from paceline.transports.shared_memory import SharedMemoryClient, SharedMemoryPeer, Slot, channel
+from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tcp_server import TcpPeer, parse_sizes
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
 from tests.support.small_star import (
     LAYOUT,
@@ -58,7 +58,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[Told, torch.Tensor]:
     """The same exchange on one machine."""
     server, (ours, theirs) = server or make_server(used, UPDATES), channel()
-    door = ServerDoor(ours, 0, 0)
+    door = SharedMemoryPeer(ours, 0, 0)
 
     def serve() -> None:
         while (message := door.receive()) is not None:
@@ -67,7 +67,7 @@ def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[T
 
     thread = threading.Thread(target=serve)
     thread.start()
-    worker = WorkerDoor(theirs, places=server.places)
+    worker = SharedMemoryClient(theirs, places=server.places)
     told = work(worker, used, Slot.create)
     worker.close()
     thread.join(10)
@@ -76,7 +76,7 @@ def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[T
 
 
 def through_tcp(star: Star, used: Codecs, address: str | None = None, **given: Any) -> Told:
-    door = TcpWorkerDoor(address or star.listener.address, TOKEN, **given)
+    door = TcpClient(address or star.listener.address, TOKEN, **given)
     assert door.apply({"who": "a worker"})["worker"] == 0
     told = work(door, used)
     door.report({"seconds": 1.5})
@@ -179,7 +179,7 @@ def test_a_push_that_was_taken_is_answered_again_and_not_applied_again() -> None
 def test_a_server_that_was_started_anew_is_told_from_one_that_remembers() -> None:
     with Star(DENSE, UPDATES) as star:
         address = star.listener.address
-        door = TcpWorkerDoor(address, TOKEN)
+        door = TcpClient(address, TOKEN)
         door.apply({})
         memory = Memory.private(Sizes(star.server.weights.numel(), 3))
         reply = door.hello(Join(0, 0), memory, {})
@@ -198,7 +198,7 @@ def test_a_server_that_was_started_anew_is_told_from_one_that_remembers() -> Non
 
 def test_patience_ends() -> None:
     with Star(DENSE, UPDATES) as star:
-        door = TcpWorkerDoor(star.listener.address, TOKEN, patience=0.05)
+        door = TcpClient(star.listener.address, TOKEN, patience=0.05)
         door.apply({})
         memory = Memory.private(Sizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
@@ -210,10 +210,10 @@ def test_patience_ends() -> None:
 def test_a_worker_that_is_sent_away_knows_why() -> None:
     with Star(DENSE, UPDATES) as star:
         with pytest.raises(UserError, match="nobody wants green"):
-            TcpWorkerDoor(star.listener.address, TOKEN).apply({"unwanted": "green"})
-        door = TcpWorkerDoor(star.listener.address, TOKEN)
+            TcpClient(star.listener.address, TOKEN).apply({"unwanted": "green"})
+        door = TcpClient(star.listener.address, TOKEN)
         door.apply({})
-        with pytest.raises(UserError, match="worker 0 sent a memory whose weights are 4000000000"):
+        with pytest.raises(UserError, match="worker 0 sent buffers with weights of 4000000000"):
             door.hello(Join(0, 0), Memory(Sizes(4_000_000_000), Memory.private(Sizes(1)).__dict__ | PARTS), {})
         assert star.doors[0].slot is None, "no memory was taken"
         door.close()
@@ -224,7 +224,7 @@ PARTS = {"pulled": torch.empty(0, dtype=torch.uint8), "own": torch.empty(0, dtyp
 
 def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with Star(DENSE, UPDATES) as star:
-        door = TcpWorkerDoor(star.listener.address, TOKEN, beat=0.01)
+        door = TcpClient(star.listener.address, TOKEN, beat=0.01)
         door.apply({})
         memory = Memory.private(Sizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
@@ -232,7 +232,7 @@ def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.M
         until(lambda: star.doors[0].last_heard != first, "a heartbeat")
         held, take = threading.Event(), star.handle
 
-        def hold(message: Join | Push, theirs: TcpServerDoor) -> None:
+        def hold(message: Join | Push, theirs: TcpPeer) -> None:
             """Answer only after two heartbeats have come behind the push."""
             for _ in range(2):
                 before = theirs.last_heard
@@ -249,7 +249,7 @@ def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.M
 
 def test_a_broken_connection_is_opened_again_while_the_worker_computes() -> None:
     with Star(DENSE, UPDATES) as star:
-        door = TcpWorkerDoor(star.listener.address, TOKEN, beat=0.01)
+        door = TcpClient(star.listener.address, TOKEN, beat=0.01)
         door.apply({})
         memory = Memory.private(Sizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
@@ -265,7 +265,7 @@ def test_an_address_where_nobody_listens_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(UserError, match="cannot be reached"):
-        TcpWorkerDoor(address, TOKEN).apply({}, patience=0.01)
+        TcpClient(address, TOKEN).apply({}, patience=0.01)
 
 
 class Pair:
@@ -274,7 +274,7 @@ class Pair:
     def __init__(self, largest: Sizes) -> None:
         ours, self.raw = socket.socketpair()
         ours.setblocking(False)
-        self.door = TcpServerDoor(Connection(ours, "a test", waits=False), 0, 0, largest)
+        self.door = TcpPeer(Connection(ours, "a test", waits=False), 0, 0, largest)
 
     def __enter__(self) -> Pair:
         return self
@@ -360,7 +360,7 @@ def test_a_malformed_message_is_its_workers_fault_and_changes_nothing(bad: bytes
 def test_a_door_that_is_dropped_gives_its_memory_back_at_once(said: bytes) -> None:
     with Pair(SIZES) as pair:
         pair.greet(SIZES)
-        door, pair.door = pair.door, TcpServerDoor(pair.door.connection, 0, 0, SIZES)
+        door, pair.door = pair.door, TcpPeer(pair.door.connection, 0, 0, SIZES)
         assert door.slot is not None
         memory = weakref.ref(door.slot)
         pair.raw.sendall(said)
@@ -377,7 +377,7 @@ def test_a_door_that_is_dropped_gives_its_memory_back_at_once(said: bytes) -> No
 def test_a_push_before_the_hello_is_refused() -> None:
     with Pair(SIZES) as pair:
         pair.raw.sendall(push_bytes(0))
-        with pytest.raises(ProtocolError, match="'push', where"):
+        with pytest.raises(ProtocolError, match="'push' instead of"):
             pair.door.receive()
 
 
@@ -429,7 +429,7 @@ def test_the_same_over_tls(certificate: tuple[Path, Path]) -> None:
 def test_a_large_reply_crosses_tls(certificate: tuple[Path, Path]) -> None:
     with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
         star.largest = Sizes(1_000_000)
-        door = TcpWorkerDoor(star.listener.address, TOKEN, worker_tls())
+        door = TcpClient(star.listener.address, TOKEN, worker_tls())
         door.apply({})
         star.server.weights = torch.arange(1_000_000.0)
         memory = Memory.private(Sizes(1_000_000))
@@ -441,9 +441,9 @@ def test_a_large_reply_crosses_tls(certificate: tuple[Path, Path]) -> None:
 def test_another_certificate_is_refused(certificate: tuple[Path, Path]) -> None:
     with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
         with pytest.raises(UserError, match="is it the right server"):
-            TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(fingerprint(b"other"))).apply({})
+            TcpClient(star.listener.address, TOKEN, worker_tls(fingerprint(b"other"))).apply({})
         with pytest.raises(UserError, match="not trusted"):
-            TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(authorities=certificate[0])).apply({})
+            TcpClient(star.listener.address, TOKEN, worker_tls(authorities=certificate[0])).apply({})
 
 
 def test_a_certificate_of_another_time_is_refused_with_the_time_here(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_a_certificate_of_another_time_is_refused_with_the_time_here(tmp_path: P
         subprocess.run(command.split(), check=True, capture_output=True)
     message = r"not trusted \(certificate has expired; here it is \d{4}-"
     with Star(DENSE, UPDATES, server_tls(expired, key)) as star, pytest.raises(UserError, match=message):
-        TcpWorkerDoor(star.listener.address, TOKEN, worker_tls(authorities=expired)).apply({})
+        TcpClient(star.listener.address, TOKEN, worker_tls(authorities=expired)).apply({})
 
 
 @pytest.mark.parametrize("at_the_server", [True, False])
@@ -464,11 +464,11 @@ def test_tls_at_one_end_alone_is_one_clear_line(certificate: tuple[Path, Path], 
     ours, theirs = (None, server_tls(*certificate)) if at_the_server else (worker_tls(), None)
     message = "speaks TLS, and we do not" if at_the_server else "does not speak TLS: leave --tls out"
     with Star(DENSE, UPDATES, theirs) as star, pytest.raises(UserError, match=message):
-        TcpWorkerDoor(star.listener.address, TOKEN, ours).apply({}, patience=0.5)
+        TcpClient(star.listener.address, TOKEN, ours).apply({}, patience=0.5)
 
 
 def test_bad_certificates_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no certificate and its key"):
+    with pytest.raises(UserError, match="not a certificate and its key"):
         server_tls(tmp_path / "nowhere", tmp_path / "nowhere")
     with pytest.raises(UserError, match="holds no certificates"):
         worker_tls(authorities=tmp_path / "nowhere")

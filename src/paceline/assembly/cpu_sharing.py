@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable
 
 from paceline.config import RunConfig
 from paceline.interfaces import Layout
@@ -49,23 +50,23 @@ def yield_to_server() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-class CoreLender:
-    """Lends the server the core that its worker leaves idle while it waits.
+def core_lender(config: RunConfig, layout: Layout, server: int | None) -> Callable[[], None] | None:
+    """A call that lets the server (a process id) run on this worker's core next, or None if that does not pay.
 
-    Where workers fill all cores, the server would otherwise interrupt one worker while another one's core stands idle:
-    with two workers on two cores, 5 % of all time. Where cores are spare, or the server uses several, nothing is done.
+    If workers fill all cores, the server would otherwise interrupt one worker while another one's core is idle: with
+    two workers on two cores, 5 % of all time. If cores are spare, or the server uses several, there is no call.
     """
+    full = (config.workers or 1) * (config.threads or 1) >= cores()
+    current_cpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+    if server is None or current_cpu is None or not full or server_threads(config, layout) != 1:
+        return None
 
-    def __init__(self, config: RunConfig, layout: Layout, server: int | None) -> None:
-        full = (config.workers or 1) * (config.threads or 1) >= cores()
-        self._server = server if full and server_threads(config, layout) == 1 else None
-        self._here = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+    def lend() -> None:
+        nonlocal server
+        if server is not None:
+            try:
+                os.sched_setaffinity(server, (current_cpu(),))
+            except OSError:
+                server = None  # it is gone, or this process may not move it
 
-    def lend(self) -> None:
-        """Before a push: let the server run here next."""
-        if self._server is None or self._here is None:
-            return
-        try:
-            os.sched_setaffinity(self._server, (self._here(),))
-        except OSError:
-            self._server = None  # gone, or not ours to move: it runs wherever the system puts it
+    return lend

@@ -13,8 +13,8 @@ import threading
 import time
 
 from paceline.cli.main import main
+from paceline.transports.auth import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "PACELINE_TOKEN"
 ENDING_SECONDS = 5.0
 
 

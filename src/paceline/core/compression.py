@@ -52,6 +52,8 @@ class WorkerEnd:
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
         self.own: State = {**task.own, **{f"codec.{name}": tensor for name, tensor in self._left_out.items()}}
         self.sizes = Sizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes(self.own))
+        self.encodes = codecs.push is not None or self.sizes.own > 0
+        """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
 
     def bind(self, memory: Memory, task: Task) -> None:
         """Use this memory from now on; with a push codec, the gradient gets a private buffer."""

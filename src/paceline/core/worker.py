@@ -38,12 +38,18 @@ class Stretch(Batch):
 
 
 def work(
-    task: Task, loader: Loader, join: Join, end: WorkerEnd, state: Tensor, redeal: Redeal | None = None
+    task: Task,
+    loader: Loader,
+    join: Join,
+    end: WorkerEnd,
+    gradient: Tensor,
+    state: Tensor,
+    redeal: Redeal | None = None,
 ) -> Generator[Join | Push, Reply, None]:
     """Join, then push the gradient of each batch that a reply names, until a reply says that it is over.
 
-    `end`, `state` and `task` are bound to the same memory. The driver sends a reply only after it has written the
-    weights of that reply into the memory.
+    `end`, `gradient`, `state` and `task` are bound to the same memory. The driver writes the weights of a reply into
+    that memory before it sends the reply.
     """
     reply, deal = (yield join), None
     while not reply.over:
@@ -56,7 +62,7 @@ def work(
         batch = Stretch(loader, first, steps, reply.lr) if steps else loader.batch(first)
         loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
         seq = reply.serial  # one push per reply, so both have the same number
-        update = end.send(seq)
+        update = end.send(seq) if end.encodes else gradient
         reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
 
 
@@ -79,7 +85,7 @@ class Seat:
         self.memory = Memory.private(sizes, device) if make_memory is None else make_memory(sizes)
         self._end.bind(self.memory, task)
         self.pending: Reply | None = None
-        self._generator = work(task, loader, join, self._end, self.memory.state, redeal)
+        self._generator = work(task, loader, join, self._end, self.memory.update, self.memory.state, redeal)
         next(self._generator)
 
     def recall(self, own: Tensor) -> None:

@@ -138,9 +138,6 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     )
 
 
-Say = Callable[[str], None]
-
-
 @dataclass(frozen=True)
 class DatasetStatus:
     """One row of `paceline data list`."""
@@ -162,7 +159,7 @@ def get(name: str, destination: Path | None = None, mirror: str | None = None, p
     """Fetch and check what is missing of `name`; returns the folder that holds it (the cache's, unless given)."""
     if name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
-    say: Say = _say if progress else lambda line: None
+    say: Callable[[str], None] = _say if progress else lambda line: None
     if name == SAMPLE:
         say(f"{name} comes with Paceline: {BUILTIN_FOLDER}")
         return BUILTIN_FOLDER

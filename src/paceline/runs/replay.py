@@ -86,10 +86,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.cpu().view(torch.int32), other.cpu().view(torch.int32))
 
 
-def _nobody(reply: Reply) -> None:
-    """A seat in this process finds its reply in `pending`."""
-
-
 class Replay:
     """Feeds logged inputs to a server; pushes are computed again by `make_seat`'s seats.
 
@@ -103,7 +99,7 @@ class Replay:
         make_seat: MakeSeat,
         cut: Cut | None = None,
         threads: Threads | None = None,
-        send: Callable[[Reply], None] = _nobody,
+        send: Callable[[Reply], None] = lambda reply: None,  # a worker of this process has it in `pending`
         marks: Mapping[int, Cut] | None = None,
     ) -> None:
         self.server = server

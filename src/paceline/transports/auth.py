@@ -1,6 +1,6 @@
-"""Both ends prove that they know the token before anything else is read: HMAC-SHA256 over fresh nonces.
+"""Mutual authentication by token, before anything else is read: HMAC-SHA256 over fresh nonces.
 
-Pure: bytes of fixed sizes in and out. The server sends a challenge, a worker answers, the server proves itself in turn.
+Pure: bytes of fixed sizes in and out. The server sends a challenge, the worker answers, the server proves itself too.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from paceline.errors import ProtocolError, UserError
 from paceline.transports.frames import MAGIC, VERSION
 from paceline.transports.tls import Tls, worker_tls
 
-VARIABLE = "PACELINE_TOKEN"
+TOKEN_VARIABLE = "PACELINE_TOKEN"
 _NONCE_NBYTES = 32
 _CHALLENGE = struct.Struct("<4sB11x32s")
 _ANSWER = struct.Struct("<4sB11x32s32s")
 CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = _CHALLENGE.size, _ANSWER.size, 32
 DENIAL = bytes(PROOF_NBYTES)
-"""In place of a proof: so that a wrong token is told from a connection that broke."""
+"""Sent instead of a proof, so that the worker can tell a wrong token from a broken connection."""
 
 
 class OtherVersion(ProtocolError):
-    """The other end speaks another protocol: both must be of the same version of Paceline."""
+    """The other end has another protocol version: install the same version of Paceline on both."""
 
 
 class WrongToken(ProtocolError):
-    """The two ends do not have the same token."""
+    """The two ends have different tokens."""
 
 
 def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes, binding: bytes) -> bytes:
-    """Nobody without the token can make it, nobody can use it for another connection, role or certificate."""
+    """Compute a proof of the token that is valid for this connection, role and certificate only."""
     said = b"paceline %d %s" % (VERSION, role) + server_nonce + client_nonce + binding
     return hmac.digest(token, said, "sha256")
 
 
 def _require_protocol(magic: bytes, version: int) -> None:
     if magic != MAGIC:
-        raise ProtocolError("bytes that are no handshake")
+        raise ProtocolError("bytes that are not a handshake")
     if version != VERSION:
-        raise OtherVersion(f"protocol {version}, where {VERSION} is spoken")
+        raise OtherVersion(f"protocol {version}, not {VERSION}")
 
 
 class Gatekeeper:
-    """The server's part of one handshake. `binding` is what both know of the connection (the server's certificate).
+    """The server's side of one handshake. `binding` identifies the connection (the server's certificate) on both sides.
 
     >>> gatekeeper, visitor = Gatekeeper(b"token"), Visitor(b"token")
     >>> visitor.check(gatekeeper.check(visitor.answer(gatekeeper.challenge)))
@@ -63,7 +63,7 @@ class Gatekeeper:
         self.challenge = _CHALLENGE.pack(MAGIC, VERSION, self._nonce)
 
     def check(self, answer: bytes | bytearray) -> bytes:
-        """Our own proof, when theirs is right; else a ProtocolError."""
+        """Return the server's proof if the worker's is right, else raise ProtocolError."""
         magic, version, nonce, proof = _ANSWER.unpack(answer)
         _require_protocol(magic, version)
         if not hmac.compare_digest(proof, _proof(self._token, b"worker", self._nonce, nonce, self._binding)):
@@ -72,7 +72,7 @@ class Gatekeeper:
 
 
 class Visitor:
-    """The worker's part of one handshake."""
+    """The worker's side of one handshake."""
 
     def __init__(self, token: bytes, binding: bytes = b"") -> None:
         self._token, self._binding = token, binding
@@ -80,7 +80,7 @@ class Visitor:
         self._expected = b""
 
     def answer(self, challenge: bytes | bytearray) -> bytes:
-        """What proves that we know the token, to this server on this connection alone."""
+        """Prove the token to this server, on this connection only."""
         magic, version, nonce = _CHALLENGE.unpack(challenge)
         _require_protocol(magic, version)
         self._expected = _proof(self._token, b"server", nonce, self._nonce, self._binding)
@@ -88,7 +88,7 @@ class Visitor:
         return _ANSWER.pack(MAGIC, VERSION, self._nonce, proof)
 
     def check(self, proof: bytes | bytearray) -> None:
-        """WrongToken unless the server accepts ours and knows it too."""
+        """Raise WrongToken unless the server accepts the worker's token and proves that it has it too."""
         if proof == DENIAL:
             raise WrongToken("does not accept our token")
         if not self._expected or not hmac.compare_digest(bytes(proof), self._expected):
@@ -96,7 +96,7 @@ class Visitor:
 
 
 def make_token() -> bytes:
-    """A new token, in letters that can be copied by hand.
+    """Create a token of letters, digits, `-` and `_`.
 
     >>> len(make_token())
     32
@@ -105,22 +105,22 @@ def make_token() -> bytes:
 
 
 def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
-    """The token in `file`, else in the variable PACELINE_TOKEN; None where there is neither. White space around is cut.
+    """Read the token from `file`, else from the variable PACELINE_TOKEN. Return None if there is neither.
 
-    A file that any user of the machine can read is refused, as ssh refuses such a key: a warning would scroll by, and
-    whoever has the token can push into the run. A group may share one.
+    Refuse a file that any user of the machine can read, as ssh refuses such a key: everyone with the token can push
+    into the run, and a warning would be overlooked. A group may share one. Surrounding white space is ignored.
     """
     if file is None:
-        text = environ.get(VARIABLE)
+        text = environ.get(TOKEN_VARIABLE)
         if text is not None and not text.strip():
-            raise UserError(f"the variable {VARIABLE} is empty: put the token into it, or unset it")
+            raise UserError(f"the variable {TOKEN_VARIABLE} is empty: put the token into it, or unset it")
         return text.strip().encode() if text is not None else None
     try:
         mode, token = file.stat().st_mode, file.read_bytes().strip()
     except OSError as error:
         raise UserError(f"token file {file} cannot be read ({error.strerror}): copy it from the server") from None
     if mode & 0o006:
-        raise UserError(f"token file {file} can be read by everybody (mode {mode & 0o777:o}): chmod 600 {file}")
+        raise UserError(f"token file {file} can be read by every user (mode {mode & 0o777:o}): chmod 600 {file}")
     if not token:
         raise UserError(f"token file {file} is empty: write the token that the server showed into it")
     return token
@@ -132,7 +132,7 @@ def _read_token(file: str | None) -> bytes | None:
 
 @dataclass(frozen=True)
 class ConnectOptions:
-    """How a worker finds its server and shows that it may come, and what it decides itself."""
+    """How a worker reaches its server and authenticates, and the settings of its own machine."""
 
     connect: str
     token_file: str | None = None
@@ -148,12 +148,12 @@ class ConnectOptions:
 
 
 def token_of(visitor: ConnectOptions) -> bytes:
-    """What it shows: from its file, or the variable; nothing where there is neither."""
+    """Read the token from the file or the variable. Empty if there is neither."""
     return _read_token(visitor.token_file) or b""
 
 
 def tls_of(visitor: ConnectOptions) -> Tls | None:
-    """How it encrypts, if it was asked to."""
+    """The TLS settings, or None without TLS."""
     authorities = Path(visitor.ca) if visitor.ca is not None else None
     asked = visitor.tls or visitor.fingerprint or authorities
     return worker_tls(visitor.fingerprint, authorities) if asked else None

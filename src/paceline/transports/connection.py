@@ -1,4 +1,4 @@
-"""One TCP connection, plain or TLS, blocking or not: how it is opened, pieces of frames in and out. No torch here."""
+"""One TCP connection, plain or TLS, blocking or not: opening it, sending and receiving parts of frames. No torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from paceline.transports.frames import MAGIC, Filler, Outbox, Reading
 from paceline.transports.tls import Tls, fingerprint
 
 SILENT_MILLISECONDS = 20_000
-"""Bytes that nobody acknowledges for so long: the other machine is gone."""
+"""If sent bytes stay unacknowledged for so long, the other machine is gone."""
 ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 _PIECE = 1 << 30
-"""More bytes are not received or handed to TLS at once: lengths are C integers there."""
+"""The most bytes per call: TLS takes lengths as C integers."""
 
 
 _DATES = (9, 10)
-"""How TLS numbers certificates that are not valid yet, or no longer: it may be our clock that is wrong."""
+"""TLS error codes of certificates that are not valid yet or have expired: the clock here may be wrong."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """`HOST:PORT`, an IPv6 address in brackets.
+    """Parse `HOST:PORT`; an IPv6 address stands in brackets.
 
     >>> parse_address("[::1]:7000"), parse_address("localhost:0")
     (('::1', 7000), ('localhost', 0))
@@ -38,7 +38,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def format_address(address: Sequence[object]) -> str:
-    """The inverse of `parse_address`, of what a socket says.
+    """Format a socket's address; the inverse of `parse_address`.
 
     >>> format_address(("::1", 7000, 0, 0))
     '[::1]:7000'
@@ -48,7 +48,7 @@ def format_address(address: Sequence[object]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can speak to `host`."""
+    """Whether only this machine can reach `host`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -57,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_token(host: str, token: bytes) -> None:
-    """Who can be reached by others, or reaches out to them, needs one: a server tells its workers what to run."""
+    """Require a token for every address that other machines can reach: a server tells its workers what to run."""
     if not token and not is_loopback(host):
         raise UserError(
             f"{host} is not this machine alone, and there is no token: give one by --token-file or in PACELINE_TOKEN"
@@ -65,7 +65,7 @@ def require_token(host: str, token: bytes) -> None:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Small frames go at once; a machine that vanished is noticed within half a minute, idle or not."""
+    """Send small frames at once, and notice a vanished machine within half a minute, idle or not."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
@@ -75,20 +75,20 @@ def prepare(sock: socket.socket) -> None:
 
 
 class Connection:
-    """Sends and receives what it can; every way that a connection can end is a ConnectionError."""
+    """Sends and receives as much as it can. Whatever ends the connection raises ConnectionError."""
 
     def __init__(self, sock: socket.socket, peer: str, waits: bool) -> None:
         self.sock, self.peer = sock, peer
         self.wants_write = False
-        """TLS, while hands are shaken: it goes on as soon as bytes can be sent."""
+        """Whether the TLS handshake waits until bytes can be sent."""
         self._flags = socket.MSG_WAITALL if waits else 0
 
     def fileno(self) -> int:
-        """Of its socket; -1 when it is closed."""
+        """The socket's descriptor, or -1 if it is closed."""
         return self.sock.fileno()
 
     def receive_into(self, place: memoryview) -> int | None:
-        """How many bytes came, at least one; None when there are none for now."""
+        """Receive into `place`. Return the number of bytes (at least 1), or None if there are none yet."""
         try:
             count = self.sock.recv_into(place[:_PIECE], 0, self._flags)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -100,7 +100,7 @@ class Connection:
         return count
 
     def send(self, parts: list[memoryview]) -> int | None:
-        """How many bytes went; None when there is no room for now."""
+        """Send from `parts`. Return the number of bytes sent, or None if the socket's buffer is full."""
         try:
             return self.sock.sendmsg(parts)
         except BlockingIOError:
@@ -109,7 +109,7 @@ class Connection:
             raise ConnectionError(str(error)) from None
 
     def is_closed(self) -> bool:
-        """Whether the other end has hung up, without reading what it said before; TLS cannot tell."""
+        """Whether the other end has closed, without consuming unread bytes. Always False over TLS."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except (BlockingIOError, ValueError):
@@ -118,22 +118,22 @@ class Connection:
             return True
 
     def stop_waiting(self) -> None:
-        """From now on nothing is waited for."""
+        """Make it non-blocking."""
         self.sock.setblocking(False)
         self._flags = 0
 
     def shut_down(self) -> None:
-        """Wake up whoever waits for bytes; may be called by another thread."""
+        """Wake a thread that is waiting for bytes. Callable from any thread."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Be gone for the other end too."""
+        """Close the socket."""
         self.sock.close()
 
 
 class TlsConnection(Connection):
-    """The same over TLS, which takes one place at a time."""
+    """A connection over TLS, which sends one buffer at a time."""
 
     sock: ssl.SSLSocket
 
@@ -141,7 +141,7 @@ class TlsConnection(Connection):
         super().__init__(sock, peer, waits=False)
 
     def shake_hands(self) -> bool:
-        """Go on with the TLS handshake; True when it is done."""
+        """Continue the TLS handshake. Return True when it is done."""
         self.wants_write = False
         try:
             self.sock.do_handshake()
@@ -155,7 +155,7 @@ class TlsConnection(Connection):
         return True
 
     def send(self, parts: list[memoryview]) -> int | None:
-        """How many bytes of the first place went."""
+        """Send from the first part only. Return the number of bytes sent, or None if the socket's buffer is full."""
         try:
             return self.sock.send(parts[0][:_PIECE])
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
@@ -165,7 +165,7 @@ class TlsConnection(Connection):
 
 
 def accepted(sock: socket.socket, peer: str, tls: Tls | None) -> Connection:
-    """The server's end, which never waits; over TLS, hands are not shaken yet."""
+    """Wrap an accepted socket, non-blocking. Over TLS the handshake is still to be done."""
     sock.setblocking(False)
     if tls is None:
         return Connection(sock, peer, waits=False)
@@ -174,9 +174,9 @@ def accepted(sock: socket.socket, peer: str, tls: Tls | None) -> Connection:
 
 
 def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection, bytes]:
-    """The worker's end, and what binds its proof to it. It waits `seconds` at most, until told otherwise.
+    """Connect to a server, with a timeout of `seconds`. Return the connection and its binding for the handshake.
 
-    A certificate that is not the expected one is a UserError, anything else that goes wrong a ConnectionError.
+    Raise UserError if the certificate is not the expected one, ConnectionError for every other failure.
     """
     host, port = parse_address(address)
     try:
@@ -205,7 +205,7 @@ def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection
 
 
 def _speaks_plainly(place: tuple[str, int], seconds: float) -> bool:
-    """Whether a server of ours is there that speaks first, as it does without TLS."""
+    """Whether a Paceline server without TLS is there: it sends first."""
     try:
         with socket.create_connection(place, seconds) as sock:
             return sock.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
@@ -217,18 +217,18 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The server sent us away, with its reason."""
+    """The server refused the worker; the message is its reason."""
 
 
 def send(connection: Connection, *parts: bytes | memoryview) -> None:
-    """Send all of it, on a connection that waits."""
+    """Send all parts on a blocking connection."""
     outbox = Outbox()
     outbox.add(*parts)
     outbox.flush(connection.send)
 
 
 def read(connection: Connection, reading: Reading[T]) -> T:
-    """Read all of it, on a connection that waits."""
+    """Read to the end of `reading` on a blocking connection."""
     whole = Filler(reading).fill(connection.receive_into)
-    assert whole is not None, "a connection that waits never has nothing for now"
+    assert whole is not None, "a blocking connection never returns early"
     return whole[0]

@@ -1,6 +1,6 @@
-"""A run seen from afar: its server hands out the files of its folder, piece by piece, to whoever knows the token.
+"""Read a remote run's files: the server sends parts of its run folder to every client that has the token.
 
-An observer is no worker: it costs the server a thread that sleeps. No torch here.
+An observer is not a worker: it costs the server one sleeping thread. No torch here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.transports.tls import Tls
 
 ANSWER_SECONDS = 30.0
 SHOWN = ("config.toml", "events.jsonl", "arrivals.log", "result.json")
-"""The files of a run's folder that observers may see; the token is none of them."""
+"""The files of a run folder that observers may read. The token is not one of them."""
 
 
 class Piece(NamedTuple):
@@ -34,16 +34,16 @@ class Piece(NamedTuple):
 
     offset: int
     size: int
-    """Of the whole file, when it was read."""
+    """The size of the whole file when it was read."""
     age: float
-    """Seconds since it was last written."""
+    """Seconds since the file was last written."""
     data: bytes
 
 
 class Observer:
-    """A connection to a run's server, for looking at its folder; every way that it can end is a ConnectionError.
+    """A connection for reading the files of a remote run. Whatever ends it raises ConnectionError.
 
-    To make one raises a UserError where there is no server, or none that lets us in: it is tried once.
+    The constructor tries once and raises UserError if no server answers or the server refuses.
     """
 
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
@@ -59,15 +59,15 @@ class Observer:
             self.close()
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{address}: {error}; no server of a run there lets us look at it") from None
+            raise UserError(f"{address}: {error}; no server there lets this machine look at its run") from None
         self._connection.sock.settimeout(ANSWER_SECONDS)
         self.run = str(welcome.get("run", ""))
-        """The run's folder, as its server calls it."""
+        """The run folder's path on the server."""
 
     def read(self, name: str, offset: int = 0, most: int = MOST_PIECE) -> Piece | None:
-        """At most so many bytes of a file from `offset` on, counted from its end where that is negative.
+        """Read at most `most` bytes of a file from `offset` on; a negative offset counts from the end.
 
-        None where there is no such file (yet). A file that grew meanwhile is read on with the next call.
+        Return None if there is no such file (yet). The next call reads what was appended meanwhile.
         """
         send(self._connection, fields_frame(Kind.LOOK, {"file": name, "offset": offset, "most": most}, MOST_LOOK))
         try:
@@ -76,7 +76,7 @@ class Observer:
             raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -92,11 +92,11 @@ def _piece(most: int) -> Reading[Piece | None]:
     try:
         return Piece(int(fields["offset"]), int(fields["size"]), float(fields["age"]), data)
     except (KeyError, TypeError, ValueError):
-        raise ProtocolError("a piece of a file that is none") from None
+        raise ProtocolError("a malformed part of a file") from None
 
 
 def read_look(connection: Connection) -> dict[str, Any]:
-    """The server's end: what is asked for next."""
+    """On the server: read the next request."""
 
     def reading() -> Reading[dict[str, Any]]:
         _, nbytes = yield from read_header({Kind.LOOK: MOST_LOOK})

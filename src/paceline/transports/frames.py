@@ -1,6 +1,6 @@
-"""What crosses a TCP connection: a fixed header, then as many raw bytes as it says. No pickle, no torch here.
+"""The frames of a TCP connection: a fixed header, then as many raw bytes as it says. No pickle, no torch here.
 
-A reader is a generator of the places to fill next, so that one flow serves a blocking and a non-blocking connection.
+A reader is a generator of buffers to fill, so that the same code serves blocking and non-blocking connections.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ VERSION = 2
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
-"""Frames are multiples of it, so that tensors lie in the system's buffers as in ours: copies are a fifth cheaper."""
+"""Frames are multiples of it, so that tensors are aligned in the kernel's buffers too: copies are a fifth cheaper."""
 PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff8x")
-"""seq, reply, samples, bytes of update, of state, of the worker's own state, loss, seconds: cpu, wall, waited."""
+"""seq, reply, samples, bytes of update, of state, of the worker's local state, loss, seconds: cpu, wall, waited."""
 REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ8x")
-"""over, encoded, asks for the own state, serial, version, batch, lr, steps, generation of the deal, bytes of its
-members (none if the worker knows them), bytes of the weights or of the encoded reply."""
+"""over, encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
+of its members (0 if the worker knows them), bytes of the weights or of the encoded reply."""
 MOST_AT_ONCE = 64
-"""Places that one call sends from: the system takes no more than 1,024."""
+"""The most buffers per send: the system's limit is 1,024."""
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[memoryview, None, T]
-"""Yields each place when it is next to be filled, and goes on when it is full."""
+"""Yields each buffer to fill next, and continues when it is full."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     APPLY = 1
     WELCOME = 2
@@ -58,11 +58,11 @@ MOST_FIGURES = 1 << 16
 MOST_SHARD = 1 << 24
 MOST_LOOK = MOST_SEEN = 1 << 12
 MOST_PIECE = 1 << 20
-"""Of a file, at once."""
+"""The most bytes of a file in one frame."""
 
 
 def padding(nbytes: int) -> bytes:
-    """What follows so many bytes up to the next multiple of the alignment.
+    """The zero bytes that follow `nbytes` bytes up to the next multiple of the alignment.
 
     >>> len(padding(0)), len(padding(1)), len(padding(16))
     (0, 15, 0)
@@ -71,7 +71,7 @@ def padding(nbytes: int) -> bytes:
 
 
 def header(kind: Kind, nbytes: int) -> bytes:
-    """The first bytes of a frame.
+    """Pack the first bytes of a frame.
 
     >>> header(Kind.BEAT, 0).hex(" ", 4)
     '50414345 02080000 00000000 00000000'
@@ -80,52 +80,52 @@ def header(kind: Kind, nbytes: int) -> bytes:
 
 
 def parse_header(packed: bytes | bytearray, most: Mapping[Kind, int]) -> tuple[Kind, int]:
-    """Kind and size of a frame; ProtocolError unless it is one of `most`, and no larger than that says.
+    """Return kind and size of a frame. Raise ProtocolError unless `most` has the kind and allows the size.
 
     >>> parse_header(header(Kind.APPLY, 100), {Kind.APPLY: 99})
     Traceback (most recent call last):
-    paceline.errors.ProtocolError: a frame 'apply' of 100 bytes, where at most 99 are taken
+    paceline.errors.ProtocolError: a frame 'apply' of 100 bytes, which may have at most 99
     """
     magic, version, number, nbytes = _HEADER.unpack(packed)
     if magic != MAGIC:
-        raise ProtocolError("bytes that are no frame")
+        raise ProtocolError("bytes that are not a frame")
     if version != VERSION:
-        raise ProtocolError(f"a frame of protocol {version}, where {VERSION} is spoken")
+        raise ProtocolError(f"a frame of protocol {version}, not {VERSION}")
     if number not in most:
         name = f"'{Kind(number).name.lower()}'" if number in set(Kind) else f"of unknown kind {number}"
-        raise ProtocolError(f"a frame {name}, where {' or '.join(kind.name.lower() for kind in most)} is awaited")
+        raise ProtocolError(f"a frame {name} instead of {' or '.join(kind.name.lower() for kind in most)}")
     kind = Kind(number)
     if nbytes > most[kind]:
-        raise ProtocolError(f"a frame '{kind.name.lower()}' of {nbytes} bytes, where at most {most[kind]} are taken")
+        raise ProtocolError(f"a frame '{kind.name.lower()}' of {nbytes} bytes, which may have at most {most[kind]}")
     return kind, nbytes
 
 
 def read_bytes(nbytes: int) -> Reading[bytearray]:
-    """So many bytes."""
+    """Read `nbytes` bytes."""
     place = bytearray(nbytes)
     yield memoryview(place)
     return place
 
 
 def read_header(most: Mapping[Kind, int]) -> Reading[tuple[Kind, int]]:
-    """Wait for a frame: its kind and size."""
+    """Read a frame's header. Return its kind and size."""
     return parse_header((yield from read_bytes(HEADER_NBYTES)), most)
 
 
 def read_fields(nbytes: int) -> Reading[dict[str, Any]]:
-    """The body of a frame that holds a JSON object; `nbytes` was checked with its header."""
+    """Read the body of a frame as a JSON object. The size was checked with the header."""
     text = yield from read_bytes(nbytes)
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise ProtocolError(f"a frame of {nbytes} bytes that hold no JSON object")
+        raise ProtocolError(f"a frame of {nbytes} bytes that are not a JSON object")
     return fields
 
 
 def fields_frame(kind: Kind, fields: Mapping[str, Any], most: int) -> bytes:
-    """A frame of JSON; larger than the other side will take is our own mistake."""
+    """Build a frame of JSON. The caller keeps to the size that the other side accepts."""
     text = json.dumps(fields).encode()
     text += b" " * len(padding(len(text)))
     assert len(text) <= most, f"{len(text)} bytes for a frame '{kind.name.lower()}' of at most {most}"
@@ -133,19 +133,19 @@ def fields_frame(kind: Kind, fields: Mapping[str, Any], most: int) -> bytes:
 
 
 def refusal_frame(reason: str) -> bytes:
-    """A frame that says why not, cut to the size that is taken."""
+    """Build a refusal with its reason, shortened to the size that the other side accepts."""
     return fields_frame(Kind.REFUSED, {"reason": reason[: MOST_REFUSED // 8]}, MOST_REFUSED)
 
 
 class Filler(Generic[T]):
-    """Drives a reader over bytes that come in pieces of any size."""
+    """Drives a reader over bytes that arrive in pieces of any size."""
 
     def __init__(self, reading: Reading[T]) -> None:
         self._reading = reading
         self._place: memoryview | None = None
 
     def fill(self, receive_into: Callable[[memoryview], int | None]) -> tuple[T] | None:
-        """Read until all is there: (what was read,). None when `receive_into` has nothing more for now.
+        """Read on. Return (result,) when the reader is done, or None if `receive_into` has no more bytes yet.
 
         >>> left = [b"ab", None, b"cd"]
         >>> def receive_into(place):
@@ -173,7 +173,7 @@ class Filler(Generic[T]):
 
 
 class Outbox:
-    """What is still to be sent, without a copy: the memory must stay as it is until it is gone."""
+    """Bytes still to be sent, not copied: the memory must not change until they are sent."""
 
     def __init__(self) -> None:
         self._parts: deque[memoryview] = deque()
@@ -188,7 +188,7 @@ class Outbox:
         self.nbytes += sum(map(len, parts))
 
     def flush(self, send: Callable[[list[memoryview]], int | None]) -> bool:
-        """Send until all is gone (True), or until `send` takes no more for now (False)."""
+        """Send until the queue is empty (True) or `send` accepts no more for now (False)."""
         while self._parts:
             count = send([self._parts[n] for n in range(min(len(self._parts), MOST_AT_ONCE))])
             if count is None:

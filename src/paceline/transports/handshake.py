@@ -1,4 +1,4 @@
-"""How one comes in at a server: both ends prove that they know the token, one frame says who we are. No torch here."""
+"""The client's side of the handshake: both ends prove the token, then one frame says who asks to join. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, OtherVersion, Visitor, WrongToken
+from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, TOKEN_VARIABLE, OtherVersion, Visitor, WrongToken
 from paceline.transports.connection import Connection, Refused, TlsConnection, connected, read, send
 from paceline.transports.frames import (
     MOST_APPLY,
@@ -25,9 +25,9 @@ from paceline.transports.tls import worker_tls
 
 CONNECT_SECONDS = 5.0
 HANDSHAKE_SECONDS = 30.0
-"""A server that scores its model answers nobody meanwhile."""
+"""A server that evaluates its model does not answer meanwhile."""
 WONDER_SECONDS = 2.0
-"""A server that says nothing for so long may be waiting for TLS."""
+"""A server that sends nothing for so long may be waiting for TLS."""
 
 
 def introduce(
@@ -38,9 +38,9 @@ def introduce(
     seconds: float,
     is_known: bool = False,
 ) -> dict[str, Any]:
-    """The server's welcome. A ConnectionError can be tried again, a UserError or a refusal cannot; then hang up.
+    """Return the server's welcome. The caller may retry after ConnectionError, not after UserError or Refused.
 
-    A server that is not known yet and says nothing is looked at: it may want TLS.
+    If the server is not known yet (`is_known`) and sends nothing, check whether it expects TLS.
     """
     address = connection.peer
     connection.sock.settimeout(seconds)
@@ -54,10 +54,10 @@ def introduce(
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None
     except WrongToken as error:
         raise UserError(
-            f"{address} {error}: give the one that it showed, by --token-file or in PACELINE_TOKEN"
+            f"{address} {error}: give the one that it showed, by --token-file or in {TOKEN_VARIABLE}"
         ) from None
     except ProtocolError as error:
-        raise UserError(f"{address} is no Paceline server of ours: it sent {error}") from None
+        raise UserError(f"{address} is not a Paceline server: it sent {error}") from None
     connection.sock.settimeout(None)
     return welcome
 
@@ -77,7 +77,7 @@ def _welcome() -> Reading[dict[str, Any]]:
 
 
 def _require_speech(connection: Connection, seconds: float) -> None:
-    """A server speaks first; with TLS it waits for us to do so, and both would wait until one gives up."""
+    """Raise UserError if the server expects TLS: it would then wait for the client, and the client for the server."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if not poll.poll(1000 * seconds) and _speaks_tls(connection.peer, seconds):

@@ -1,6 +1,6 @@
-"""Where workers knock: strangers prove that they know the token, say in one frame who they are, and become applicants.
+"""The server's side of the handshake: accept connections, check the token, read one frame that asks to join.
 
-A stranger costs a socket and a few bytes for a few seconds, and only so many are let in at once.
+An unauthenticated connection costs a socket and a few bytes for a few seconds, and their number is limited.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.tcp_server import TcpServerDoor
+from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
 MOST_STRANGERS = 256
@@ -49,13 +49,13 @@ _QUIET_SECONDS = 1.0
 
 
 class Applicant:
-    """Somebody who knows the token and asks to work here; he waits for `welcome`, `welcome_back` or `refuse`."""
+    """An authenticated request to join, which waits for `welcome`, `welcome_back` or `refuse`."""
 
     def __init__(self, connection: Connection, fields: dict[str, Any]) -> None:
         self.connection, self.peer, self.fields = connection, connection.peer, fields
 
     def refuse(self, reason: str) -> None:
-        """Send it away, with a reason that it shows its user."""
+        """Refuse the request, with a reason that the client shows its user."""
         outbox = Outbox()
         outbox.add(refusal_frame(reason))
         with contextlib.suppress(ConnectionError):
@@ -63,30 +63,30 @@ class Applicant:
         self.connection.close()
 
     def take_on(self, fields: dict[str, Any]) -> None:
-        """Take it on as something else than a worker: what follows on its connection is the caller's."""
+        """Accept it as something other than a worker. The caller then owns the connection."""
         outbox = Outbox()
         outbox.add(fields_frame(Kind.WELCOME, fields, MOST_WELCOME))
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
 
-    def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpServerDoor:
-        """Take it on: `fields` name its worker number, its incarnation and all it must know to begin.
+    def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpPeer:
+        """Accept it as a worker: `fields` holds its number, its incarnation and everything it needs to start.
 
-        `largest` bounds the memory that its hello may ask for.
+        `largest` limits the buffers that its hello may ask for.
         """
-        door = TcpServerDoor(self.connection, fields["worker"], fields["incarnation"], largest)
-        door.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
-        return door
+        peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
+        peer.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
+        return peer
 
-    def welcome_back(self, door: TcpServerDoor, fields: dict[str, Any]) -> None:
-        """It was here before, as `door` remembers: go on from there, on this connection."""
-        door.attach(self.connection)
-        known = {"worker": door.worker, "incarnation": door.incarnation}
-        door.send(fields_frame(Kind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
+    def welcome_back(self, peer: TcpPeer, fields: dict[str, Any]) -> None:
+        """Accept a worker that reconnects: `peer` continues on this connection."""
+        peer.attach(self.connection)
+        known = {"worker": peer.worker, "incarnation": peer.incarnation}
+        peer.send(fields_frame(Kind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
 
 
 class Stranger:
-    """A connection that has proved nothing yet."""
+    """A connection that is not authenticated yet."""
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
@@ -95,16 +95,16 @@ class Stranger:
         self._filler = Filler(_application(connection, self._outbox, Gatekeeper(token, binding)))
 
     def fileno(self) -> int:
-        """Of its connection."""
+        """The connection's descriptor."""
         return self.connection.fileno()
 
     @property
     def wants_write(self) -> bool:
-        """Whether it is to be stepped when its connection takes bytes."""
+        """Whether to call `step` when the connection accepts bytes."""
         return bool(self._outbox) or self.connection.wants_write
 
     def step(self) -> Applicant | None:
-        """Go as far as the bytes that are there; a ProtocolError, and the end of it, for any that are wrong."""
+        """Continue with the bytes that have arrived. If they are wrong, close it and raise ProtocolError."""
         try:
             whole = self._go_on()
         except (ProtocolError, ConnectionError) as error:
@@ -125,7 +125,7 @@ class Stranger:
 
 
 def _application(connection: Connection, outbox: Outbox, gatekeeper: Gatekeeper) -> Reading[dict[str, Any]]:
-    """All that a stranger may say. It knows no Stranger: a circle would stay until the garbage is collected."""
+    """Read the handshake and the request. Holds no reference to the Stranger, to avoid a reference cycle."""
     outbox.add(gatekeeper.challenge)
     answer = yield from read_bytes(ANSWER_NBYTES)
     try:
@@ -139,7 +139,7 @@ def _application(connection: Connection, outbox: Outbox, gatekeeper: Gatekeeper)
 
 
 class Listener:
-    """Listens at one address. To be polled by its `fileno()`; `serve` then does all that needs no waiting."""
+    """Listens at one address. Poll its `fileno()`; `serve` then does everything that does not block."""
 
     def __init__(
         self,
@@ -154,9 +154,9 @@ class Listener:
         require_token(parse_address(address)[0], token)
         self._socket = _listen(address)
         self.address = format_address(self._socket.getsockname())
-        """Where it really listens, its port chosen."""
+        """The address with the port that the system chose."""
         self.strangers: dict[int, Stranger] = {}
-        """By descriptor, the oldest first."""
+        """By descriptor, oldest first."""
         self.num_refused = 0
         self._complaints: list[str] = []
         self._quiet_until = 0.0
@@ -164,13 +164,13 @@ class Listener:
         self._poll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when there is something to serve."""
+        """Readable when `serve` has something to do."""
         return self._poll.fileno()
 
     def serve(self, now: float | None = None) -> list[Applicant]:
-        """Let strangers in and on, see those off whose time is over; those who have proved and said who they are.
+        """Accept connections, continue handshakes, close expired ones. Return the requests that are complete.
 
-        To be called when `fileno()` is readable, and once a second or so when there are strangers.
+        Call it when `fileno()` is readable, and about once a second while there are strangers.
         """
         now = time.monotonic() if now is None else now
         applicants = []
@@ -184,7 +184,7 @@ class Listener:
         return applicants
 
     def accept(self, now: float) -> None:
-        """Let in those who knock, and challenge them; where there are too many, the oldest stranger goes."""
+        """Accept waiting connections and send the challenge. If there are too many, close the oldest stranger."""
         for _ in range(_AT_ONCE):
             try:
                 sock, address = self._socket.accept()
@@ -197,18 +197,20 @@ class Listener:
                 self._drop(next(iter(self.strangers.values())), "no descriptors are left")
                 continue
             if len(self.strangers) >= self._most:
-                self._drop(next(iter(self.strangers.values())), f"more than {self._most} strangers at once")
+                self._drop(
+                    next(iter(self.strangers.values())), f"more than {self._most} unauthenticated connections at once"
+                )
             stranger = Stranger(accepted(sock, format_address(address), self._tls), self._token, self._binding, now)
             self.strangers[stranger.fileno()] = stranger
             self._poll.register(stranger.fileno(), select.EPOLLIN)
-            self._step(stranger)  # sends the challenge; nobody can have answered it yet
+            self._step(stranger)  # sends the challenge, which has no answer yet
 
     def _step(self, stranger: Stranger) -> Applicant | None:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             applicant = stranger.step()
         except ProtocolError as error:
-            del self.strangers[number]  # closing took it off the poll
+            del self.strangers[number]  # closing it removed it from the poll
             self._complain(str(error))
             return None
         if applicant is not None:
@@ -219,7 +221,7 @@ class Listener:
         return applicant
 
     def expire(self, now: float) -> None:
-        """See those off who have had their time. It counts from when they came: to drip bytes gains nothing."""
+        """Close strangers that are too slow. Their time counts from the start: sending single bytes gains nothing."""
         while self.strangers:
             oldest = next(iter(self.strangers.values()))
             if now - oldest.since < self._seconds:
@@ -239,7 +241,7 @@ class Listener:
             self._complaints[-1] = f"and others were turned away ({self.num_refused} so far), the last: {text}"
 
     def complaints(self) -> list[str]:
-        """For the log: who was turned away since the last time, and why; of very many, a few each second."""
+        """For the log: connections refused since the last call, with reasons; at most a few per second."""
         now = time.monotonic()
         if not self._complaints or now < self._quiet_until:
             return []
@@ -248,7 +250,7 @@ class Listener:
         return found
 
     def close(self) -> None:
-        """Let nobody in any more; strangers are sent away."""
+        """Stop listening and close all strangers."""
         for stranger in self.strangers.values():
             stranger.connection.close()
         self.strangers.clear()
@@ -265,7 +267,7 @@ def _listen(address: str) -> socket.socket:
         raise UserError(f"cannot listen at {address}: {error.strerror}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        prepare(sock)  # whom it accepts inherits all that
+        prepare(sock)  # accepted sockets inherit these options
         sock.bind(place)
         sock.listen(BACKLOG)
         sock.setblocking(False)

@@ -1,38 +1,31 @@
-"""The messages of every transport besides the core's: timings, the hello of a worker, its figures and its members."""
+"""The two sides of every transport, and what they exchange besides the core's messages.
+
+A worker holds a `Transport`, the server one `Peer` per worker. Read it after `interfaces.py` and `core/messages.py`.
+"""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from paceline.core.buffers import Memory
-from paceline.core.messages import Join
+from paceline.core.messages import Join, Push, Rate, Reply
 
 MEMBER_NBYTES = 2
 
 
 class Timing(NamedTuple):
-    """Seconds of a worker's step: on a processor, by the clock, and waiting for the reply before it."""
+    """Seconds of one worker step: CPU time, wall time, and the wait for the reply before it."""
 
     cpu: float
     wall: float
     waited: float
 
 
-def pack_members(members: tuple[int, ...]) -> bytes:
-    """Two bytes a worker."""
-    return struct.pack(f"<{len(members)}H", *members)
-
-
-def unpack_members(packed: bytes | bytearray) -> tuple[int, ...]:
-    """The inverse of `pack_members`."""
-    return struct.unpack(f"<{len(packed) // MEMBER_NBYTES}H", packed)
-
-
 @dataclass(frozen=True)
 class Hello:
-    """A worker's first words: its join, its memory, and what it says of itself."""
+    """A worker's first message: its join, its buffers, and facts that must match the server's."""
 
     join: Join
     slot: Memory
@@ -41,7 +34,83 @@ class Hello:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a script measured itself, for the result."""
+    """Metrics that a script measured itself, for the run's result."""
 
     worker: int
     values: dict[str, float]
+
+
+class Heard:
+    """A heartbeat, or a part of a message: the worker is alive, and the server has nothing to do."""
+
+
+HEARD = Heard()
+
+Message: TypeAlias = Hello | Push | Rate | Figures | Heard
+"""Everything that a server receives from a worker."""
+
+
+class Transport(Protocol):
+    """The client side: how a worker reaches its server, or all servers of a sharded run."""
+
+    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+        """Join the run with these buffers. Return the first reply, or None if the server is gone."""
+        ...
+
+    def exchange(self, push: Push, timing: Timing) -> Reply | None:
+        """Send a push and wait for its reply. Return None if the server is gone.
+
+        When it returns, the reply's weights (or the encoded difference to them) are in the buffers given to `hello`.
+        """
+        ...
+
+    def report(self, figures: dict[str, float]) -> None:
+        """Send metrics that belong in the run's result."""
+        ...
+
+    def close(self) -> None:
+        """Leave the run."""
+        ...
+
+
+class ScriptTransport(Transport, Protocol):
+    """What a user's own loop needs besides: its learning rate schedule runs in the worker."""
+
+    def set_rate(self, rate: Rate) -> None:
+        """Change the learning rate from the next push on."""
+        ...
+
+
+class Peer(Protocol):
+    """The server side: the connection to one worker."""
+
+    worker: int
+    incarnation: int
+    timing: Timing
+    """Of the last push."""
+
+    def fileno(self) -> int:
+        """The descriptor to poll, or -1 if the connection is closed."""
+        ...
+
+    def receive(self) -> Message | None:
+        """Read the next message. Return None if the worker is gone; raise ProtocolError if the bytes are malformed."""
+        ...
+
+    def answer(self, reply: Reply) -> None:
+        """Send a reply. If the worker is gone, the next `receive` says so."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+def pack_members(members: tuple[int, ...]) -> bytes:
+    """Encode worker numbers, two bytes each."""
+    return struct.pack(f"<{len(members)}H", *members)
+
+
+def unpack_members(packed: bytes | bytearray) -> tuple[int, ...]:
+    """Decode what `pack_members` encoded."""
+    return struct.unpack(f"<{len(packed) // MEMBER_NBYTES}H", packed)

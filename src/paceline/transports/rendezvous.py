@@ -1,4 +1,4 @@
-"""Where processes that a launcher started leave word for each other: files that only their user can read."""
+"""How processes that a launcher started find each other: rows by name, in files that only their user can read."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ LOOK_SECONDS = 0.05
 
 
 class Noticeboard(Protocol):
-    """Rows by name, told by one process and heard by the others."""
+    """A store of rows by name, written by one process and read by the others."""
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
-        """Let the others have `row`."""
+        """Publish `row`."""
         ...
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
-        """What one of the others tells; None when it has not within `seconds`."""
+        """Wait for a row that another process publishes. Return None after `seconds`."""
         ...
 
     def close(self) -> None: ...
 
 
 class FileBoard:
-    """A noticeboard in a folder of a file system that all machines share; nobody else can read it."""
+    """A store in a folder of a file system that all machines share, of mode 700."""
 
     def __init__(self, folder: Path, step: str, keeper: bool) -> None:
         self.path = folder / f".step-{step}"
@@ -37,14 +37,14 @@ class FileBoard:
             self.path.mkdir(mode=0o700, exist_ok=True)
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
-        """Let the others have `row`: they see all of it or nothing."""
+        """Publish `row` atomically."""
         temporary = self.path / f".{name.replace('/', '-')}.{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(row, file)
         temporary.replace(self._file(name))
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
-        """What one of the others tells; listed anew each time, so that a network file system asks its server."""
+        """Wait for a row. The folder is listed each time, because that makes a network file system ask its server."""
         file, deadline = self._file(name), time.monotonic() + seconds
         while True:
             with contextlib.suppress(FileNotFoundError):
@@ -59,7 +59,7 @@ class FileBoard:
         return self.path / f"{name.replace('/', '-')}.json"
 
     def close(self) -> None:
-        """The keeper takes it down."""
+        """Remove the folder, in the process that keeps it."""
         if self._keeper:
             with contextlib.suppress(OSError):
                 for file in self.path.iterdir():

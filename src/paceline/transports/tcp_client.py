@@ -1,4 +1,4 @@
-"""The worker's end of the star over TCP: the door of shared memory, and what networks add: knocking, beats, reconnects.
+"""The worker's side of TCP: what shared memory does, and what a network adds: handshake, heartbeats, reconnects.
 
 Gradients are sent from where they were computed; weights are received where the model reads them.
 """
@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.core.buffers import Memory, view
 from paceline.core.messages import Deal, Join, Push, Reply
@@ -34,17 +34,16 @@ from paceline.transports.frames import (
     read_header,
 )
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
-from paceline.transports.protocol import MEMBER_NBYTES, Timing, unpack_members
+from paceline.transports.protocol import MEMBER_NBYTES, Timing, Transport, unpack_members
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
 FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
-T = TypeVar("T")
 
 
 class BackOff:
-    """How long to wait before the next attempt, twice as long each time, with jitter; and when to give up."""
+    """Exponential backoff with jitter, until `patience` seconds have passed."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -52,7 +51,7 @@ class BackOff:
         self._since: float | None = None
 
     def pause(self, lived: float) -> float | None:
-        """Seconds to wait after a connection broke that had lived so long; None: patience is over."""
+        """Seconds to wait after a connection broke that had lasted `lived` seconds, or None to give up."""
         now = time.monotonic()
         if self._since is None or lived > LONGEST_PAUSE:
             self._since, self._pause = now, FIRST_PAUSE
@@ -61,11 +60,11 @@ class BackOff:
         return seconds if now + seconds < self._since + self._patience else None
 
 
-class TcpWorkerDoor:
-    """The worker's only door: apply, say hello, then exchange pushes for weights.
+class TcpClient(Transport):
+    """A worker's connection to one server: `apply`, `hello`, then exchange pushes for weights.
 
-    A connection that breaks is opened again for up to `patience` seconds, and what was not answered is sent again. A
-    server that does not know us any more raises `Forgotten`: then join anew, on this same door.
+    If the connection breaks, it reconnects for up to `patience` seconds and sends again what has no reply. If the
+    server does not know the worker any more, it raises `Forgotten`: the worker then joins again on the same client.
     """
 
     def __init__(
@@ -86,23 +85,23 @@ class TcpWorkerDoor:
         self._deal: Deal | None = None
         self._forgotten: dict[str, Any] | None = None
         self._busy = threading.Lock()
-        """Held while frames are exchanged, so that no beat falls into one."""
+        """Held while frames are exchanged, so that no heartbeat is sent in the middle of one."""
         self._closed = threading.Event()
         self._beating: threading.Thread | None = None
         self.farewell: str | None = None
-        """Why the server sent us away, where `exchange` gave None for that."""
+        """Why the server refused the worker, if `exchange` returned None because of that."""
 
     def apply(
         self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
     ) -> dict[str, Any]:
-        """Knock, prove, say who we are: the server's welcome. A UserError with the reason when it wants none of us."""
+        """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses."""
         require_token(parse_address(self._address)[0], self._token)
         self._fields = dict(fields)
         back_off = BackOff(patience)
         with self._busy:
             while True:
                 try:
-                    welcome = self._knock(patience)
+                    welcome = self._connect(patience)
                     break
                 except ConnectionError as error:
                     seconds = back_off.pause(0.0)
@@ -113,19 +112,19 @@ class TcpWorkerDoor:
                 except Refused as reason:
                     raise UserError(f"{self._address}: {reason}") from None
         if beats:
-            self._beating = threading.Thread(target=self._keep_beating, name="paceline-beat", daemon=True)
+            self._beating = threading.Thread(target=self._send_heartbeats, name="paceline-heartbeat", daemon=True)
             self._beating.start()
         return welcome
 
     def detach(self) -> Connection:
-        """The connection itself, for something else than exchanges; it never waits from now on."""
+        """Return the connection, now non-blocking, for something other than exchanges."""
         assert self._connection is not None and self._beating is None
         connection, self._connection = self._connection, None
         connection.stop_waiting()
         return connection
 
     def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
-        """Say what we bring and wait for the first weights; a UserError when it is not what the server wants."""
+        """Join and wait for the first weights. Raise UserError if the worker's facts do not match the server's."""
         self._memory, self._ship_own, self._forgotten = memory, False, None
         self._deal = None
         known = {"worker": join.worker, "incarnation": join.incarnation}
@@ -137,7 +136,7 @@ class TcpWorkerDoor:
         return reply
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
-        """Send a push and wait for its reply; None when the server is gone for good."""
+        """Send a push and wait for its reply. Return None if the server is gone for good."""
         assert self._memory is not None
         bodies = [view(push.update), view(push.state)]
         own = view(self._memory.kept(push.seq)) if self._ship_own else memoryview(b"")
@@ -148,25 +147,25 @@ class TcpWorkerDoor:
         return self._ask(push, [memoryview(first), *bodies, own, memoryview(pad)])
 
     def report(self, figures: dict[str, float]) -> None:
-        """Tell the server figures that belong into the result."""
+        """Send metrics that belong in the run's result."""
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
                 self._send([memoryview(fields_frame(Kind.FIGURES, figures, MOST_FIGURES))])
 
     @property
     def forgotten(self) -> dict[str, Any] | None:
-        """The welcome of a server that took us for somebody new, found out by a beat."""
+        """The welcome of a server that took the reconnecting worker for a new one; a heartbeat found that out."""
         return self._forgotten
 
     def abandon(self) -> None:
-        """From another thread: whoever waits for a reply gets None."""
+        """From another thread: make an exchange that waits for its reply return None."""
         self._closed.set()
         connection = self._connection
         if connection is not None:
             connection.shut_down()
 
     def close(self) -> None:
-        """Say good-bye: we are not coming back."""
+        """Leave the run for good."""
         self._closed.set()
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
@@ -176,7 +175,7 @@ class TcpWorkerDoor:
             self._beating.join()
 
     def _ask(self, who: Join | Push, parts: list[memoryview]) -> Reply | None:
-        """Send a frame until its reply has come."""
+        """Send a frame, again after each reconnect, until its reply has come."""
         back_off = BackOff(self._patience)
         with self._busy:
             while not self._closed.is_set():
@@ -187,7 +186,8 @@ class TcpWorkerDoor:
                         raise Forgotten(self._forgotten)
                     self._send(parts)
                     self._await_reply()
-                    return self._read(self._reply(who.worker, who.incarnation))
+                    assert self._connection is not None
+                    return read(self._connection, self._reply(who.worker, who.incarnation))
                 except ConnectionError:
                     self._drop()
                 except Refused as reason:
@@ -200,7 +200,7 @@ class TcpWorkerDoor:
         return None
 
     def _reply(self, worker: int, incarnation: int) -> Reading[Reply]:
-        """A reply, and what it speaks of in its place in memory."""
+        """Read a reply, and its weights into the worker's buffers."""
         memory = self._memory
         assert memory is not None
         most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
@@ -212,33 +212,33 @@ class TcpWorkerDoor:
         over, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
         pad = len(padding(named + count))
-        yield from self._hear_of_deal(generation, named, nbytes - len(packed) - count - pad)
+        yield from self._read_members(generation, named, nbytes - len(packed) - count - pad)
         place = memory.pulled[:count] if encoded else memory.weights
         if count != place.nbytes:
-            raise ProtocolError(f"the server sent {count} bytes for a memory of {place.nbytes}")
+            raise ProtocolError(f"the server sent {count} bytes for buffers of {place.nbytes}")
         yield view(place)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
         self._ship_own = bool(ship_own)
         return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
 
-    def _hear_of_deal(self, generation: int, nbytes: int, left: int) -> Reading[None]:
-        """The members of a new deal, which take all that is left of a reply beside its head and its weights."""
+    def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
+        """Read the members of a new data assignment: all of a reply except its head and its weights."""
         if nbytes != left or nbytes > MEMBER_NBYTES * MOST_WORKERS or nbytes % MEMBER_NBYTES:
             raise ProtocolError(f"{nbytes} bytes of members in a reply that has room for {left}")
         if nbytes:
             self._deal = Deal(generation, unpack_members((yield from read_bytes(nbytes))))
 
     def _await_reply(self) -> None:
-        """Wait until something comes, beating meanwhile."""
+        """Wait until bytes arrive, sending heartbeats meanwhile."""
         assert self._connection is not None
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * self._beat):
             self._send([memoryview(header(Kind.BEAT, 0))])
 
-    def _keep_beating(self) -> None:
-        """A thread: a sign of life while nothing else is sent, and a new connection where the old one broke."""
+    def _send_heartbeats(self) -> None:
+        """In a thread: send heartbeats while nothing else is sent, and reconnect if the connection broke."""
         while not self._closed.wait(self._beat / 2):
             if time.monotonic() - self._last_sent < self._beat or not self._busy.acquire(blocking=False):
                 continue
@@ -248,21 +248,21 @@ class TcpWorkerDoor:
                 else:
                     self._send([memoryview(header(Kind.BEAT, 0))])
             except (ConnectionError, Refused, UserError):
-                self._drop()  # the next exchange finds out by itself
+                self._drop()  # the next exchange meets the same failure and handles it
             finally:
                 self._busy.release()
 
     def _reconnect(self) -> None:
-        """Knock again as who we are; a server that takes us for somebody new has forgotten us."""
+        """Ask to continue as the same worker. A server that offers a new place has forgotten this one."""
         if self._memory is None:
             return
         self._last_sent = time.monotonic()
-        welcome = self._knock(self._patience)
+        welcome = self._connect(self._patience)
         if not welcome.get("again"):
             self._forgotten = welcome
 
-    def _knock(self, seconds: float) -> dict[str, Any]:
-        """One attempt: a ConnectionError can be tried again, a UserError or a refusal cannot."""
+    def _connect(self, seconds: float) -> dict[str, Any]:
+        """Connect once. The caller may retry after ConnectionError, not after UserError or Refused."""
         connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
         self._connection, self._opened = connection, time.monotonic()
         try:
@@ -281,7 +281,3 @@ class TcpWorkerDoor:
         assert self._connection is not None
         send(self._connection, *parts)
         self._last_sent = time.monotonic()
-
-    def _read(self, reading: Reading[T]) -> T:
-        assert self._connection is not None
-        return read(self._connection, reading)

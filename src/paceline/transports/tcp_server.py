@@ -1,4 +1,4 @@
-"""The server's end of the star over TCP: a door a worker, in the shape of the one in shared memory.
+"""The server's side of TCP: one peer per worker, non-blocking.
 
 Gradients are received where the server reads them; weights are sent from where it writes them.
 """
@@ -29,100 +29,93 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.protocol import Figures, Hello, Timing, pack_members
+from paceline.transports.protocol import HEARD, Figures, Heard, Hello, Peer, Timing, pack_members
 
 _SCRATCH = 1 << 18
 
 
-class Heard:
-    """Something came (a sign of life, or a piece of a message), and nothing is to be done about it."""
-
-
-HEARD = Heard()
-
-
 class Views:
-    """The bytes of a memory's parts, looked up once: a push and its reply are too short-lived to ask each time."""
+    """The buffers' bytes as memoryviews, made once: making them for every push would cost too much."""
 
     def __init__(self, memory: Memory) -> None:
         self.update, self.state, self.weights = view(memory.update), view(memory.state), view(memory.weights)
         self.source = memory.weights
-        """Where `weights` lie: one server of several moves them."""
+        """The tensor that `weights` views; a sharded server replaces it."""
 
 
 def _within(asked: int | None, most: int | None) -> bool:
-    """Whether a part of a memory is as large as one may be; None: there is no such part."""
+    """Whether the size of a part is allowed; None if there is no such part."""
     if asked is None or most is None:
         return asked is most
     return 0 <= asked <= most
 
 
 def parse_sizes(asked: Any, most: Sizes) -> Sizes:
-    """The sizes of a worker's memory, checked before any of it is taken.
+    """Check the sizes of a worker's buffers before allocating them.
 
     >>> parse_sizes([10, 0, None, None, 0], Sizes(10))
     Sizes(weights=10, state=0, payload=None, pulled=None, own=0)
     >>> parse_sizes([11, 0, None, None, 0], Sizes(10))
     Traceback (most recent call last):
-    paceline.errors.ProtocolError: a memory whose weights are 11, where 10 is the most
+    paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
     """
     if not isinstance(asked, list) or len(asked) != len(most) or not all(type(n) in (int, type(None)) for n in asked):
         raise ProtocolError("a hello without sizes")
     sizes = Sizes(*asked)
     for name, count, limit in zip(Sizes._fields, sizes, most, strict=True):
         if not _within(count, limit):
-            raise ProtocolError(f"a memory whose {name} are {count}, where {limit} is the most")
+            raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
     return sizes
 
 
-class TcpServerDoor:
-    """One worker's connection, and its memory, which outlives a connection that breaks."""
+class TcpPeer(Peer):
+    """One worker's connection, and its buffers, which survive a broken connection."""
 
     def __init__(self, connection: Connection, worker: int, incarnation: int, largest: Sizes) -> None:
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
         self.slot: Memory | None = None
         self._views: Views | None = None
-        """Of the slot's parts."""
+        """Views of the buffers in `slot`."""
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
         self.left = False
-        """Whether the worker said good-bye: then it does not come back."""
+        """Whether the worker left for good."""
         self.last_heard = time.monotonic()
         self.wants_own = False
-        """Replies ask that the worker's own state be shipped with the next push, until one has brought it."""
+        """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
         self.own_seq = -1
-        """The last push that brought it: `slot.kept(own_seq)` holds it."""
+        """The last push that brought the local state, which is in `slot.kept(own_seq)`."""
         self._largest = largest
         self._most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
-        """The frames that are taken, and how large each may be; pushes once there is memory for them."""
+        """The kinds of frames that are accepted and their largest sizes; pushes only after the buffers exist."""
         self._seq = -1
-        """Of the last push whose bytes are all there."""
+        """The last push that has arrived completely."""
         self._told: Deal | None = None
-        """What this connection has carried."""
+        """The members that this connection has already sent."""
         self._greeted: Reply | None = None
-        """What the hello was answered with, until the first push comes."""
+        """The reply to the hello, until the first push comes."""
         self._outbox = Outbox()
         self._filler: Filler[Hello | Push | Figures | Heard] | None = None
-        """Of the message under way; it knows this door, and must not keep its memory when the door is dropped."""
+        """The message being read. It refers to this peer, so `close` drops it to free the buffers."""
         self._scratch: memoryview | None = None
 
     def fileno(self) -> int:
-        """Of the connection; another one after a reconnect."""
+        """The connection's descriptor, which changes with a reconnect."""
         return self.connection.fileno()
 
     @property
     def wants_write(self) -> bool:
-        """Whether `flush` is to be called as soon as the connection takes bytes."""
+        """Whether to call `flush` when the connection accepts bytes."""
         return bool(self._outbox)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.connection.close()
         self._filler = None
 
     def attach(self, connection: Connection) -> None:
-        """The worker has come back on another connection; what was under way on the old one never happened."""
+        """Continue on another connection, because the worker reconnected. Discard messages that are not complete."""
         self.connection.close()
         self.connection = connection
         self.last_heard = time.monotonic()
@@ -130,9 +123,9 @@ class TcpServerDoor:
         self._told = None
 
     def receive(self) -> Hello | Push | Figures | Heard | None:
-        """The next message; HEARD when it is not all there yet; None when the connection is gone.
+        """Return the next message, HEARD if it is not complete yet, or None if the connection is gone.
 
-        Anything malformed is a ProtocolError. A push counts only when its last byte has come.
+        Raise ProtocolError if the bytes are malformed. A push counts only when its last byte has arrived.
         """
         filler, self._filler = self._filler or Filler(self._message()), None
         try:
@@ -146,7 +139,7 @@ class TcpServerDoor:
         return None if self.left else whole[0]
 
     def _message(self) -> Reading[Hello | Push | Figures | Heard]:
-        """Read one frame, whichever it is."""
+        """Read one frame of any kind."""
         try:
             kind, nbytes = yield from read_header(self._most)
             if kind is Kind.PUSH:
@@ -164,9 +157,9 @@ class TcpServerDoor:
         try:
             join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
         except (ValueError, KeyError, TypeError):
-            raise ProtocolError("a frame that is no hello") from None
+            raise ProtocolError("a frame that is not a hello") from None
         sizes = parse_sizes(fields.pop("sizes", None), self._largest)
-        if self.slot is not None:  # it never heard our answer: there is one, or there will be one
+        if self.slot is not None:  # the worker did not get the reply to its first hello
             if sizes != self.slot.sizes or self._seq >= 0:
                 raise ProtocolError("a second hello")
             if self._greeted is not None:
@@ -182,7 +175,7 @@ class TcpServerDoor:
         try:
             return Figures(self.worker, {str(name): float(value) for name, value in fields.items()})
         except (ValueError, TypeError):
-            raise ProtocolError("figures that are none") from None
+            raise ProtocolError("metrics that are not numbers by name") from None
 
     def _push(self, nbytes: int, slot: Memory, views: Views) -> Reading[Push]:
         if nbytes < PUSH_HEAD.size:
@@ -192,10 +185,10 @@ class TcpServerDoor:
         bodies = num_update + num_state + num_own
         pad = len(padding(bodies))
         if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + bodies + pad:
-            parts = f"{num_update} bytes of update, {num_state} of state and {num_own} of its own"
-            raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its memory")
+            parts = f"{num_update} bytes of update, {num_state} of state and {num_own} of local state"
+            raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its buffers")
         update = slot.update if slot.sizes.payload is None else slot.update[:num_update]
-        if seq == self._seq:  # again, after a reconnect: the server may still hold these very bytes, so they stay
+        if seq == self._seq:  # sent again after a reconnect: the server may still use the first copy, so keep it
             yield from self._throw_away(bodies)
         else:
             yield views.update[:num_update]
@@ -222,13 +215,13 @@ class TcpServerDoor:
             yield place
 
     def answer(self, reply: Reply) -> None:
-        """Queue a reply and what it speaks of, and send what goes at once.
+        """Queue a reply and its weights, and send as much as possible at once.
 
-        A worker that is gone is noticed when its connection is read next; what it missed it will ask for again. The
-        memory is sent from as it lies: nobody changes it before the worker's next push, which comes after all of it.
+        If the worker is gone, the next `receive` says so, and the worker asks again after it reconnects. The weights
+        are not copied: they do not change before the worker's next push, which follows this reply.
         """
         slot, views = self.slot, self._views
-        assert slot is not None and views is not None, "a worker that has not said hello cannot be answered"
+        assert slot is not None and views is not None, "a worker gets a reply only after its hello"
         if self._seq < 0:
             self._greeted = reply
         if views.source is not slot.weights:
@@ -242,23 +235,23 @@ class TcpServerDoor:
         self.send(header(Kind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
 
     def _news(self, deal: Deal | None) -> tuple[int, bytes]:
-        """The generation of a deal, and its members where this connection has not carried them yet."""
+        """The generation of a data assignment, and its members unless this connection has already sent them."""
         if deal is None:
             return 0, b""
         known, self._told = deal == self._told, deal
         return deal.generation, b"" if known else pack_members(deal.members)
 
     def dismiss(self, reason: str) -> None:
-        """Send the worker away for good, with a reason that it shows its user."""
+        """Refuse the worker for good, with a reason that it shows its user."""
         self.send(refusal_frame(reason))
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Queue a frame, and send what goes at once."""
+        """Queue a frame, and send as much as possible at once."""
         self._outbox.add(*parts)
         self._send()
 
     def flush(self) -> None:
-        """Go on sending; bytes that the other end takes are a sign of life."""
+        """Continue sending. Bytes that the worker accepts show that it is alive."""
         left = self._outbox.nbytes
         self._send()
         if self._outbox.nbytes < left:

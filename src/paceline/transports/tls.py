@@ -1,4 +1,4 @@
-"""TLS for the star: the server's certificate, given or made here, and how a worker knows it. No torch here."""
+"""TLS of workers and server: the server's certificate, given or made here, and how a worker checks it. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _DAYS = "3650"
 
 @dataclass(frozen=True)
 class Tls:
-    """A context, and a certificate's fingerprint: the server's own, or the one that a worker insists on."""
+    """A TLS context and a fingerprint: of the server's certificate, or the one that a worker requires."""
 
     context: ssl.SSLContext
     fingerprint: str | None = None
 
 
 def fingerprint(certificate: bytes) -> str:
-    """Of a certificate in DER form, to be shown and compared.
+    """The SHA-256 fingerprint of a certificate in DER form.
 
     >>> fingerprint(b"")
     'sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
@@ -32,16 +32,16 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def server_tls(certificate: Path, key: Path) -> Tls:
-    """From files in PEM form."""
+    """Load a server's certificate and key from PEM files."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nobody comes back with one; a worker waits for nothing but frames
+    context.num_tickets = 0  # workers do not resume TLS sessions, and expect nothing but frames
     try:
         context.load_cert_chain(certificate, key)
         der = ssl.PEM_cert_to_DER_cert(_first_certificate(certificate.read_text()))
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        raise UserError(f"TLS: {certificate} and {key} are no certificate and its key ({reason})") from None
+        raise UserError(f"TLS: {certificate} and {key} are not a certificate and its key ({reason})") from None
     return Tls(context, fingerprint(der))
 
 
@@ -52,7 +52,7 @@ def _first_certificate(text: str) -> str:
 
 
 def make_certificate(folder: Path, name: str = "paceline") -> tuple[Path, Path]:
-    """A new key and a certificate that it signs itself, by the command openssl; those already there are kept."""
+    """Create a key and a self-signed certificate with the command openssl, unless the folder has them already."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     if certificate.exists() and key.exists():
         return certificate, key
@@ -72,10 +72,10 @@ def make_certificate(folder: Path, name: str = "paceline") -> tuple[Path, Path]:
 
 
 def worker_tls(expected: str | None = None, authorities: Path | None = None) -> Tls:
-    """Insist on a fingerprint, or on a certificate that `authorities` signed for the server's name.
+    """Require a fingerprint, or a certificate that `authorities` signed for the server's name.
 
-    With neither, the token vouches for the certificate: both ends mix it into their proofs, so nobody between them can
-    bring one of his own.
+    With neither, the token protects the connection: both ends include the certificate in their proofs, so a man in the
+    middle cannot use another one.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -90,7 +90,7 @@ def worker_tls(expected: str | None = None, authorities: Path | None = None) -> 
 
 
 def normal_fingerprint(text: str) -> str:
-    """As `fingerprint` writes it; colons and capitals are allowed.
+    """Convert a fingerprint to the form of `fingerprint`; colons and capitals are allowed.
 
     >>> normal_fingerprint("SHA256:" + "AB:" * 31 + "AB") == "sha256:" + 32 * "ab"
     True

@@ -12,17 +12,6 @@ from hypothesis import strategies as st
 
 from paceline.core.policies import AtOnce
 from paceline.core.rules.foresight import Foresight
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
-from paceline.core.rules.averaged import Averaged
-from paceline.core.rules.buffered import Buffered, Delayed
-from paceline.core.rules.cached import Cached
-from paceline.core.rules.dana import Dana, DanaSlim
-from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
-from paceline.core.rules.lr_scaling import Paced
-from paceline.core.rules.plain import Early, Plain
-from paceline.core.rules.ringleader import Ringleader
-from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.errors import UserError

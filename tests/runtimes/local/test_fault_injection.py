@@ -152,11 +152,15 @@ def test_at_the_end_everybody_is_woken_and_nothing_more_happens(how: str, told: 
 
 
 REFUSED = {
-    "lose": (Fault("lose", 1.0, 0), (), "lose at 1 s: processes of one machine cannot suffer 'lose'"),
-    "duplicate": (Fault("duplicate", 1.0, 0), (), "cannot suffer 'duplicate'; try it in 'paceline simulate'"),
-    "reorder": (Fault("reorder", 1.0, 0, lasts=1.0), (), "cannot suffer 'reorder'; try it in 'paceline simulate'"),
-    "cut": (Fault("cut", 1.0, 0, lasts=1.0), (), "cannot suffer 'cut'; try it in 'paceline simulate'"),
-    "server": (Fault("server", 1.0), (), "cannot suffer 'server'; try it in 'paceline simulate'"),
+    "lose": (Fault("lose", 1.0, 0), (), "lose at 1 s: processes of one machine cannot have the fault 'lose'"),
+    "duplicate": (Fault("duplicate", 1.0, 0), (), "cannot have the fault 'duplicate'; try it in 'paceline simulate'"),
+    "reorder": (
+        Fault("reorder", 1.0, 0, lasts=1.0),
+        (),
+        "cannot have the fault 'reorder'; try it in 'paceline simulate'",
+    ),
+    "cut": (Fault("cut", 1.0, 0, lasts=1.0), (), "cannot have the fault 'cut'; try it in 'paceline simulate'"),
+    "server": (Fault("server", 1.0), (), "cannot have the fault 'server'; try it in 'paceline simulate'"),
     "faster": (Fault("slow", 1.0, 0, lasts=1.0, factor=0.5), (), "cannot be made faster (factor 0.5)"),
     "late notice": (Fault("crash", 1.0, 0, noticed_after=1.0), (), "a killed process is noticed at once"),
     "no worker": (Fault("crash", 1.0, 7), (), "fault 1 (crash): no worker 7, there are 0 to 1"),

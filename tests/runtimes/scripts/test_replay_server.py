@@ -10,7 +10,7 @@ from paceline.core.messages import Verdict
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
 from paceline.runtimes.scripts.replay_server import SILENCE_SECONDS, patience, receive
-from paceline.transports.shared_memory import ServerDoor, channel
+from paceline.transports.shared_memory import SharedMemoryPeer, channel
 
 PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Verdict.TAKEN)
 
@@ -19,17 +19,17 @@ def test_a_worker_that_is_silent_is_given_up() -> None:
     ours, theirs = channel()
     with ours, theirs:
         with pytest.raises(RunFailed, match=r"worker 3 was silent for 0 s where the log has a push of it"):
-            receive(ServerDoor(ours, 3, 0), 0.05, "a push")
+            receive(SharedMemoryPeer(ours, 3, 0), 0.05, "a push")
 
 
 def test_a_worker_that_is_gone_is_seen_at_once_and_nonsense_is_one_line() -> None:
     ours, theirs = channel()
     with ours:
         theirs.send(b"rubbish")
-        with pytest.raises(RunFailed, match="7 bytes that are no hello"):
-            receive(ServerDoor(ours, 3, 0), 5.0, "a push")
+        with pytest.raises(RunFailed, match="7 bytes that are not a hello"):
+            receive(SharedMemoryPeer(ours, 3, 0), 5.0, "a push")
         theirs.close()
-        assert receive(ServerDoor(ours, 3, 0), 5.0, "a push") is None
+        assert receive(SharedMemoryPeer(ours, 3, 0), 5.0, "a push") is None
 
 
 def test_a_slow_run_is_waited_for_longer() -> None:

@@ -188,7 +188,7 @@ def test_who_cannot_look_is_told_why(served: Served, tmp_path: Path, monkeypatch
         address = f"127.0.0.1:{other.getsockname()[1]}"
         greeting = threading.Thread(target=_greet_as_ssh, args=(other,))
         greeting.start()
-        with pytest.raises(UserError, match="is no Paceline server of ours"):
+        with pytest.raises(UserError, match="is not a Paceline server"):
             with mirrored(ConnectOptions(address)):
                 pass
         greeting.join()

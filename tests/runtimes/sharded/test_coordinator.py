@@ -26,7 +26,7 @@ from paceline.runtimes.sharded.coordinator import ShardedService
 from paceline.runtimes.sharded.peers import Shards
 from paceline.system.environment import package_version
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpClient
 from tests.support.connections import connected
 from tests.support.recorded_runs import RecordedRun, small_config
 from tests.support.waiting import until
@@ -100,7 +100,7 @@ def facts_of(first: First) -> dict[str, Any]:
 
 def test_a_worker_that_brings_the_others_nothing_is_sent_away_and_may_come_again(make: Callable[..., First]) -> None:
     first = make(beats=True, VOTE_SECONDS=0.2)
-    door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+    door = TcpClient(first.listener.address, b"token", patience=20)
     welcome = door.apply({"version": package_version("paceline")})
     assert [row["span"] for row in welcome["shards"]] == [[0, 64], [64, 128]]
     sizes = Sizes(64, first.run.task.state_size)
@@ -145,7 +145,7 @@ def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_ov
 
 def test_a_worker_on_a_gpu_needs_a_server_that_never_computes_again(make: Callable[..., First]) -> None:
     first = make(beats=True)
-    door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+    door = TcpClient(first.listener.address, b"token", patience=20)
     with pytest.raises(UserError, match=r"it computes on cuda, .* start the server with --recovery checkpoint"):
         door.apply({"version": package_version("paceline"), "device": "cuda"})
 
@@ -154,5 +154,5 @@ def test_further_servers_are_not_taken_for_workers(make: Callable[..., First]) -
     first = make(beats=True)
     words = {"version": package_version("paceline"), "shard": True}
     with pytest.raises(UserError, match="all 2 servers of this run are here"):
-        TcpWorkerDoor(first.listener.address, b"token").apply(words, beats=False)
+        TcpClient(first.listener.address, b"token").apply(words, beats=False)
     assert "one server has all weights of this run" in ClusterService._no_room_for_servers(first.service)

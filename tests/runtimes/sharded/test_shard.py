@@ -24,7 +24,7 @@ from paceline.runtimes.sharded.shard import ShardService
 from paceline.settings.resolve import resolve
 from paceline.transports.listener import Listener
 from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpClient
 from tests.support.connections import connected
 from tests.support.waiting import until
 
@@ -108,7 +108,7 @@ def test_a_part_waits_for_the_order_and_is_answered_at_its_version_whatever_happ
     first: First,
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+        door = TcpClient(first.listener.address, b"token", patience=20)
         door.apply({"worker": 0, "incarnation": 0})
         memory = Memory.private(Sizes(SPAN.stop - SPAN.start))
         greeting = pool.submit(door.hello, Join(0, 0), memory, {})
@@ -151,7 +151,7 @@ def test_a_part_waits_for_the_order_and_is_answered_at_its_version_whatever_happ
 
 def test_who_has_left_is_not_let_in_again_and_who_was_never_sent_here_neither(first: First) -> None:
     with ThreadPoolExecutor(1) as pool:
-        door = TcpWorkerDoor(first.listener.address, b"token", patience=20)
+        door = TcpClient(first.listener.address, b"token", patience=20)
         door.apply({"worker": 0, "incarnation": 0})
         greeting = pool.submit(door.hello, Join(0, 0), Memory.private(Sizes(128)), {})
         hear(first.link)
@@ -161,7 +161,7 @@ def test_who_has_left_is_not_let_in_again_and_who_was_never_sent_here_neither(fi
         assert door.exchange(part_of_push(gradient_push(0, 1.0)), TIMING) is None
         assert door.farewell == "this worker was taken for lost"
         door.close()
-    stranger = TcpWorkerDoor(first.listener.address, b"token")
+    stranger = TcpClient(first.listener.address, b"token")
     with pytest.raises(Exception, match="a part of a run is served here"):
         stranger.apply({"version": "x"})
 
@@ -177,7 +177,7 @@ def test_tensors_that_nobody_awaits_are_refused_before_memory_is_taken() -> None
     one, other = (Link(end) for end in connected())
     one.send({"gathered": 1}, [torch.zeros(4)])
     assert other.receive() == {"gathered": 1}
-    with pytest.raises(ProtocolError, match="'body' of 16 bytes, where at most 0 are taken"):
+    with pytest.raises(ProtocolError, match="'body' of 16 bytes, which may have at most 0"):
         other.receive()
     one.close()
     other.close()

@@ -18,7 +18,7 @@ from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster.serve import Entrance, Opened, join_server, serve
 from paceline.settings.ranks import Rank
-from paceline.transports.auth import VARIABLE, ConnectOptions, make_token
+from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address
 from paceline.transports.rendezvous import FileBoard, Noticeboard
 
@@ -47,8 +47,8 @@ def _board(config: RunConfig, rank: Rank) -> Noticeboard:
 def _lead(
     config: RunConfig, rank: Rank, board: Noticeboard, console: Console, tls: bool
 ) -> tuple[RunFolder, dict[str, Any]]:
-    known = VARIABLE in os.environ  # then the others know it too, and it need not travel
-    token = os.environ.setdefault(VARIABLE, make_token().decode())
+    known = TOKEN_VARIABLE in os.environ  # then the others know it too, and it need not travel
+    token = os.environ.setdefault(TOKEN_VARIABLE, make_token().decode())
     launcher = "srun" if rank.step is not None else "torchrun"
     many = "1 worker" if config.workers == 1 else f"{config.workers} workers"
     console.note(f"{launcher} started {rank.size} processes (world size {rank.size}): rank 0 serves {many}")
@@ -118,7 +118,7 @@ def _follow(config: RunConfig, rank: Rank, board: Noticeboard, console: Console)
     try:
         if "failed" not in word:
             if word["token"] is not None:
-                os.environ[VARIABLE] = word["token"]
+                os.environ[TOKEN_VARIABLE] = word["token"]
             where, worker = word["address"], rank.number - 1
             visitor = ConnectOptions(
                 where, None, word["tls"], data_dir=config.data_dir, threads=config.threads, worker=worker

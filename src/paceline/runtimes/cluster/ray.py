@@ -31,7 +31,7 @@ from paceline.runtimes.cluster.serve import (
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.system.signals import stop_signals
-from paceline.transports.auth import VARIABLE, ConnectOptions, make_token
+from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 
 MAX_RESTARTS = 10
 PLACING_SECONDS = 60.0
@@ -64,7 +64,7 @@ class ServerActor:
     """Serves one run; started again after a kill, it goes on from the run's folder."""
 
     def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool) -> None:
-        os.environ[VARIABLE] = token
+        os.environ[TOKEN_VARIABLE] = token
         self._config, self._listen, self._tls = from_dict(config), listen, tls
         self._relay = Relay()
         self._opened: Opened | None = None
@@ -104,7 +104,7 @@ class WorkerActor:
     """One worker, wherever Ray puts it."""
 
     def __init__(self, token: str) -> None:
-        os.environ[VARIABLE] = token
+        os.environ[TOKEN_VARIABLE] = token
 
     def work(self, connect: str, tls: bool, data_dir: str | None, threads: int, worker: int) -> str | None:
         """Until training is over; else why not."""
@@ -211,7 +211,7 @@ class Crew:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._config, self._console, self._tls = ray, config, console, tls
-        self._token = os.environ.get(VARIABLE) or make_token().decode()
+        self._token = os.environ.get(TOKEN_VARIABLE) or make_token().decode()
         place = PlacementGroupSchedulingStrategy
         lives = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
         server_class = ray.remote(**lives, max_concurrency=3)(ServerActor)

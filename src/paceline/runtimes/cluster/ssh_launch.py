@@ -25,7 +25,7 @@ from paceline.runtimes.cluster.ssh import Ready, RemoteWorkers, check_hosts, set
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.system.environment import package_version
-from paceline.transports.auth import VARIABLE, make_token
+from paceline.transports.auth import TOKEN_VARIABLE, make_token
 from paceline.transports.connection import ANYWHERE, format_address, parse_address
 
 
@@ -103,12 +103,14 @@ def _work(
     ground: Ground, console: Console, serving: Callable[[Tell], tuple[RunFolder, dict[str, Any]]]
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Serve, and have all hosts work from when the server listens until it is over."""
-    os.environ.setdefault(VARIABLE, make_token().decode())  # the server reads it there; workers get it by their pipes
+    os.environ.setdefault(
+        TOKEN_VARIABLE, make_token().decode()
+    )  # the server reads it there; workers get it by their pipes
     workers = RemoteWorkers(console.note)
 
     def start(server: Opened) -> None:
         more = ["--tls"] if ground.entrance.tls else []
-        workers.start(ground.ready, os.environ[VARIABLE], ground.data_dir, more, lambda: server.stop(ALL_GONE))
+        workers.start(ground.ready, os.environ[TOKEN_VARIABLE], ground.data_dir, more, lambda: server.stop(ALL_GONE))
 
     try:
         folder, result = serving(start)

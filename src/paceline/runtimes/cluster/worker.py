@@ -1,7 +1,7 @@
-"""A worker on any machine: it applies to a server, is told what to train, and works until it is over.
+"""A worker on any machine: it connects to a server, gets its settings from it, and works until training is over.
 
-With `overlap` one process is several workers that take turns: while the push of one is under way, the next computes.
-Where a connection breaks it finds back to its place; where the server was started anew it joins anew.
+With `overlap` one process is several workers that take turns: while one waits for its reply, the next computes.
+If a connection breaks, the worker reconnects; if the server was restarted, the worker joins again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -19,26 +18,24 @@ import torch
 
 from paceline.assembly.run import make_join, make_seat, work_of
 from paceline.assembly.task import identity_of, make_task, prepare_device
-from paceline.config import RunConfig, from_dict, places_of
+from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import Forgotten
-from paceline.runtimes.server.timing import Stopwatch
 from paceline.runtimes.server.worker_hosts import own_place
-from paceline.runtimes.sharded.client import ShardDoors
+from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
-from paceline.settings.durations import parse_delays
+from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
 KNOCKING_SECONDS = 30.0
-"""A server that is started at the same time needs a while, and one that scores its model opens to nobody."""
-Say: TypeAlias = Callable[[str], None]
+"""How long to try at first: the server may be starting at the same time, or evaluating its model."""
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 Errand: TypeAlias = Callable[[], None]
 Errands: TypeAlias = "queue.SimpleQueue[Errand | None]"
@@ -52,21 +49,21 @@ class Connection:
     token: bytes
     tls: Tls | None
     patience: float
-    """Seconds to go on trying while it cannot be reached."""
+    """How many seconds to try while the server cannot be reached."""
 
-    def door(self) -> ShardDoors:
-        """To its server; and to the others of the run, which that one will name."""
+    def open(self) -> ShardedClient:
+        """Create the client to this server and to the others of the run, which this one names."""
 
-        def open_door(address: str, fingerprint: str | None) -> TcpWorkerDoor:
+        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
             tls = worker_tls(fingerprint, None) if fingerprint is not None else None
-            return TcpWorkerDoor(address, self.token, tls, self.patience)
+            return TcpClient(address, self.token, tls, self.patience)
 
-        return ShardDoors(self.address, open_door, TcpWorkerDoor(self.address, self.token, self.tls, self.patience))
+        return ShardedClient(self.address, open_shard, TcpClient(self.address, self.token, self.tls, self.patience))
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a worker decides itself, whatever the server says."""
+    """Settings that belong to the worker's machine, not to the run."""
 
     data_dir: str | None = None
     threads: int | None = None
@@ -75,8 +72,8 @@ class Own:
     device: str = "cpu"
 
 
-def work(connection: Connection, own: Own, load: Load, say: Say) -> bool:
-    """Work until it is over; False where the server went away before."""
+def work(connection: Connection, own: Own, load: Load, say: Callable[[str], None]) -> bool:
+    """Work until training is over. Return False if the server went away before."""
     keep_freed_memory()
     if ":" in own.device:
         torch.cuda.set_device(own.device)
@@ -98,7 +95,7 @@ def _go_alone(lane: Lane) -> None:
 
 
 def _take_turns(lanes: list[Lane], stack: contextlib.ExitStack) -> None:
-    """Compute for whoever was answered first; each lane's errands to the server are run by a thread beside it."""
+    """Compute for the worker whose reply came first. Each worker has a thread that makes its blocking calls."""
     turns: queue.SimpleQueue[tuple[Lane, BaseException | None]] = queue.SimpleQueue()
     errands = {lane: stack.enter_context(_runner(lane, turns)) for lane in lanes}
     for lane in lanes:
@@ -117,9 +114,9 @@ def _take_turns(lanes: list[Lane], stack: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def _runner(lane: Lane, turns: queue.SimpleQueue[tuple[Lane, BaseException | None]]) -> Iterator[Errands]:
-    """A thread that runs errands one by one: after each it is the lane's turn, with what went wrong.
+    """Start a thread that makes one blocking call after another, and queues the worker and any failure after each.
 
-    One queue there and one back: between two threads of one core every lock more is felt by a step of milliseconds.
+    One queue in each direction only: for steps of milliseconds, each further lock between two threads costs time.
     """
     errands: Errands = queue.SimpleQueue()
 
@@ -142,24 +139,24 @@ def _runner(lane: Lane, turns: queue.SimpleQueue[tuple[Lane, BaseException | Non
 
 
 class Workbench:
-    """The data, loaded once, and everything that is made from it for each incarnation of each worker here."""
+    """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
-    def __init__(self, own: Own, load: Load, say: Say) -> None:
+    def __init__(self, own: Own, load: Load, say: Callable[[str], None]) -> None:
         self.own, self._load, self._say = own, load, say
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
-    def apply(self, door: ShardDoors, number: int) -> dict[str, Any]:
-        """Ask to work; the `number`-th worker of this process."""
+    def apply(self, client: ShardedClient, number: int) -> dict[str, Any]:
+        """Ask to join, as worker `number` of this process."""
         wanted = None if self.own.worker is None else self.own.worker + number
         words = {"worker": wanted, "version": package_version("paceline"), "device": self.own.device}
-        return door.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
+        return client.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
 
     @property
     def _threads(self) -> int:
         return self.own.threads or cores()
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
-        """The server's settings with this machine's own in their place, and the data."""
+        """Return the server's settings with this machine's own in their place, and the data."""
         own = self.own
         config = replace(config, data_dir=own.data_dir, threads=self._threads)
         config = replace(config, device=own.device.partition(":")[0])
@@ -168,46 +165,45 @@ class Workbench:
         return self._loaded
 
     def say(self, worker: int, config: RunConfig) -> None:
-        """Who we are, for the user."""
+        """Tell the user which worker this is."""
         what = config.model if config.task is None else config.task
         where = f"{config.threads} threads" if config.device == "cpu" else config.device
         self._say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {where}")
 
     def say_again(self) -> None:
-        """What happened when a server did not know us any more."""
-        self._say("the server was started anew, or took us for lost: joining again")
+        """Tell the user that the server does not know this worker any more."""
+        self._say("the server was restarted or took this worker for lost: joining again")
 
 
 class Lane:
-    """One worker of this process: its door, its seat, and what is next for it."""
+    """One worker of this process: its transport, its loop, and its next blocking call."""
 
     def __init__(self, stack: contextlib.ExitStack, connection: Connection, bench: Workbench, number: int) -> None:
         self._bench = bench
         self.was_told = False
-        """Whether the server said that it is over."""
-        self._door = stack.enter_context(contextlib.closing(connection.door()))
-        self._begin(bench.apply(self._door, number))
+        """Whether the server said that training is over."""
+        self._transport = stack.enter_context(contextlib.closing(connection.open()))
+        self._begin(bench.apply(self._transport, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
-        """A new incarnation: everything but the data is made anew."""
+        """Start a new incarnation: build everything but the data."""
         config, dataset = self._bench.prepare(from_dict(welcome["config"]))
-        self._config, worker = config, int(welcome["worker"])
+        worker = int(welcome["worker"])
         device = prepare_device(config)
         task = make_task(config, dataset).to(device)
-        self._door.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
+        self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
-        self._seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
-        self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
+        seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
+        self._loop = WorkerLoop(seat, config)
         self._bench.say(worker, config)
         self._identity = identity_of(task)
-        self._stopwatch = Stopwatch()
         self._reply: Reply | None = None
         self._push: tuple[Push, Timing] | None = None
         self._welcome: dict[str, Any] | None = None
 
     def advance(self) -> Errand | None:
-        """Do what the last errand brought; the next one, or None where there is none."""
+        """Process the result of the last blocking call. Return the next call to make, or None when finished."""
         if self._welcome is not None:
             self._bench.say_again()
             self._begin(self._welcome)
@@ -215,34 +211,25 @@ class Lane:
         if self._reply is None or self._reply.over:
             self.was_told = self._reply is not None
             return None
-        self._compute(self._reply)
+        self._push = self._loop.step(self._reply)
         return self.exchange
 
-    def _compute(self, reply: Reply) -> None:
-        self._stopwatch.replied()
-        self._seat.pending = reply
-        push = self._seat.push()
-        assert push is not None, "a reply that was not the last is worth a push"
-        if self._delay is not None:
-            seconds = self._delay.seconds(self._config.seed, self._seat.join.worker, push.seq)
-            time.sleep((reply.steps or 1) * seconds)
-        self._push = push, self._stopwatch.step()
-
     def greet(self) -> None:
-        """Errand: say hello, and wait until everybody is here."""
+        """Blocking call: join, and wait at the start barrier."""
         with self._being_forgotten():
-            self._reply = self._door.hello(self._seat.join, self._seat.memory, self._identity)
+            seat = self._loop.seat
+            self._reply = self._transport.hello(seat.join, seat.memory, self._identity)
 
     def exchange(self) -> None:
-        """Errand: send the push, and wait for its reply."""
+        """Blocking call: send the push and wait for its reply."""
         assert self._push is not None
         with self._being_forgotten():
-            self._reply = self._door.exchange(*self._push)
-            self._stopwatch.arrived()
+            self._reply = self._transport.exchange(*self._push)
+            self._loop.timer.arrived()
 
     @contextlib.contextmanager
     def _being_forgotten(self) -> Iterator[None]:
-        """A server that does not know us any more has told us who we are to be."""
+        """If the server does not know this worker any more, keep its new welcome for `advance`."""
         try:
             yield
         except Forgotten as forgotten:

@@ -1,6 +1,6 @@
-"""Faults of a table done to real processes: killed, stopped, slowed, started and drained, by the run's clock.
+"""Inject a table of faults into real processes: kill, pause, slow, start and drain workers, by the run's clock.
 
-The supervisor drives it from its own loop and tells it which process is which worker.
+The supervisor calls it from its own loop and says which process is which worker.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.settings.fault_table import Fault, read_faults
 from paceline.settings.strategies import on_ring
 
 PERIOD = 0.02
-"""Seconds: a slowed process is stopped for a part of each."""
+"""Seconds: a slowed process is stopped for a part of every period."""
 
 
 def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault, ...]:
-    """The config's table of faults, if it has one; what processes of one machine cannot suffer is refused."""
+    """Read the config's table of faults, if any. Raise UserError for faults that need the simulator."""
     if config.faults is None:
         return ()
     faults = read_faults(Path(config.faults), places_of(config))
@@ -37,9 +37,9 @@ def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault
 
 
 def _impossible(fault: Fault, script: bool) -> str | None:
-    """Why a fault cannot be done to processes, and what to do; None when it can."""
+    """Why a fault cannot be injected into processes and what to do instead, or None if it can."""
     if fault.kind not in ("crash", "pause", "slow", "join", "drain"):
-        return f"processes of one machine cannot suffer '{fault.kind}'; try it in 'paceline simulate'"
+        return f"processes of one machine cannot have the fault '{fault.kind}'; try it in 'paceline simulate'"
     if fault.kind == "slow" and fault.factor < 1:
         return f"a process cannot be made faster (factor {fault.factor:g}); try it in 'paceline simulate'"
     if fault.noticed_after:
@@ -53,9 +53,9 @@ def _impossible(fault: Fault, script: bool) -> str | None:
 
 def _impossible_in_ring(fault: Fault) -> str | None:
     if fault.kind in ("join", "drain"):
-        return "nobody joins or leaves a ring; leave it out, or choose --strategy sync"
+        return "no worker can join or leave a ring; leave it out, or choose --strategy sync"
     if fault.restart_after is not None:
-        return "nobody comes back into a ring; leave restart_after out, or choose --strategy sync"
+        return "no worker can return to a ring; leave restart_after out, or choose --strategy sync"
     if fault.kind == "crash" and fault.worker == 0:
         return "worker 0 of a ring keeps the run's folder; kill another, or choose --strategy sync"
     return None
@@ -63,7 +63,7 @@ def _impossible_in_ring(fault: Fault) -> str | None:
 
 @dataclass(frozen=True)
 class Hold:
-    """A worker that is stopped for a share of every period, from `begin` to `end`; a pause is a share of 1."""
+    """A worker that is stopped for a share of every period, from `begin` to `end`. A pause is a share of 1."""
 
     worker: int
     begin: float
@@ -71,11 +71,11 @@ class Hold:
     share: float
 
     def stops(self, now: float) -> bool:
-        """Whether the worker stands still at this moment."""
+        """Whether the worker is stopped at `now`."""
         return self.begin <= now < self.end and self._phase(now) < self.share * PERIOD
 
     def next_change(self, now: float) -> float:
-        """When to look again."""
+        """When the worker is next stopped or continued."""
         if self.share == 1:
             return self.end
         phase = self._phase(now)
@@ -86,9 +86,9 @@ class Hold:
 
 
 class Injector:
-    """Fires a table's faults at their time; whoever it stopped it also wakes.
+    """Injects the faults of a table at their times, and continues every process that it stopped.
 
-    `tell` is given a fault, what it does in words and whether it kills a worker who will be back; `restart` starts one.
+    `tell` gets a fault, its description, and whether a killed worker will return. `restart` starts a worker.
     """
 
     def __init__(
@@ -110,22 +110,22 @@ class Injector:
         self._over = False
 
     def set_clock(self, now: float, runs: bool) -> None:
-        """The run's clock is at `now`, and runs from here or has come to its end."""
+        """Set the run's clock to `now`. If it does not run any more, training is over."""
         self._zero = self._clock() - now
         if not runs:
             self.close()
 
     def correct(self, now: float) -> None:
-        """The run's clock again: it stands still for an evaluation, which is not told."""
+        """Set the run's clock again: it stops during evaluations, which are not reported."""
         if self._zero is not None:
             self._zero = self._clock() - now
 
     def started(self, worker: int, pid: int) -> None:
-        """A worker has a process."""
+        """Note the process of a worker."""
         self._pids[worker] = pid
 
     def ended(self, pid: int) -> tuple[str, ...]:
-        """A process is gone; says so if that was our doing, and brings it back in time if that is in the table."""
+        """Note that a process ended. If a fault killed it, return words for it, and restart it if the table asks."""
         for worker, its in list(self._pids.items()):
             if its == pid:
                 del self._pids[worker]
@@ -140,7 +140,7 @@ class Injector:
         return ("by the table of faults", "to come back")
 
     def timeout(self) -> float | None:
-        """Seconds until there is something to do; None: nothing will be, for all that is known now."""
+        """Seconds until the next action, or None if there is none."""
         now = self._clock()
         times = [when for when, _ in self._restarts] + [hold.next_change(now) for hold in self._holds]
         if self._due and self._zero is not None:
@@ -148,7 +148,7 @@ class Injector:
         return max(0.0, min(times) - now) if times else None
 
     def act(self) -> None:
-        """Do what is due."""
+        """Do everything that is due."""
         now = self._clock()
         while self._due and self._zero is not None and self._zero + self._due[0].at <= now:
             self._fire(self._due.popleft(), now)
@@ -160,7 +160,7 @@ class Injector:
         self._hold({hold.worker for hold in self._holds if hold.stops(now)})
 
     def close(self) -> None:
-        """Training is over, or has failed: wake everybody, and let nothing more happen."""
+        """Continue all stopped processes and inject nothing more, because training is over or has failed."""
         self._over = True
         self._due.clear()
         self._restarts.clear()
@@ -190,14 +190,16 @@ class Injector:
             self._signal(pid, signal.SIGKILL)
 
     def _hold(self, workers: set[int]) -> None:
-        """Stop these workers' processes and wake all others that we stopped."""
+        """Stop these workers' processes and continue all others that were stopped."""
         for worker in self._stopped.keys() - workers:
             self._signal(self._stopped[worker], signal.SIGCONT)
             del self._stopped[worker]
         for worker in workers & self._pids.keys() - self._stopped.keys():
-            self._stopped[worker] = self._pids[worker]  # first, so that an interrupt leaves nobody unknown behind
+            self._stopped[worker] = self._pids[
+                worker
+            ]  # noted first, so that `close` continues it even after an interrupt here
             self._signal(self._pids[worker], signal.SIGSTOP)
 
     def _signal(self, pid: int, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # its end is on its way to us
+        with contextlib.suppress(ProcessLookupError):  # its end will be reported
             self._kill(pid, number)

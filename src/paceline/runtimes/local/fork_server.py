@@ -1,6 +1,6 @@
-"""A process that has imported torch once and forks the others from there, so that ten start about as fast as one.
+"""A process that imports torch once and forks all others, so that ten start about as fast as one.
 
-It dies with the command that started it, and every process it forked dies with it: nothing is left behind.
+It dies with the command that started it, and every process it forked dies with it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LARGEST = 1 << 20
 
 
 def request(role: str, spec: dict[str, Any]) -> bytes:
-    """What asks a fork server for a process; a notice `started` follows, and `ended` when it is over."""
+    """Encode a request for a process. The fork server sends a notice `started`, and `ended` when it ends."""
     return json.dumps({"role": role, "spec": spec, "path": sys.path}).encode()
 
 
 class ForkServer:
-    """The supervisor's handle: send it requests, hear its notices."""
+    """The supervisor's handle: send requests, receive notices."""
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,14 +49,14 @@ class ForkServer:
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         command = [sys.executable, "-m", "paceline.runtimes.local.fork_server", str(theirs.fileno())]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        # Ctrl-C reaches the whole group; until the child can ignore it, it is blocked there.
+        # Ctrl-C reaches the whole process group: block it in the child until the child ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()
 
     def notice(self) -> dict[str, Any] | None:
-        """The next notice; None when the fork server is gone."""
+        """Return the next notice, or None if the fork server is gone."""
         try:
             packet = self.socket.recv(_LARGEST)
         except ConnectionResetError:
@@ -67,7 +67,7 @@ class ForkServer:
         return notice
 
     def clear(self) -> bool:
-        """End whatever it forked, and hear no more of it; False when the fork server itself is gone."""
+        """Kill all forked processes and skip their notices. Return False if the fork server itself is gone."""
         try:
             self.socket.send(request(_CLEAR, {}))
         except (BrokenPipeError, ConnectionResetError):
@@ -78,7 +78,7 @@ class ForkServer:
         return False
 
     def close(self) -> None:
-        """End the fork server, and with it whatever it forked."""
+        """End the fork server and all processes that it forked."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -93,7 +93,7 @@ class ForkServer:
 
 
 def main(fd: int) -> None:
-    """Serve requests to fork until the supervisor is gone."""
+    """Fork on request until the supervisor is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -128,7 +128,7 @@ def main(fd: int) -> None:
                     continue
                 request["spec"]["server_pid"] = server_pid
                 pid = _fork(supervisor, request, fds, [reader, writer])
-                server_pid = server_pid or pid  # the server is always the first
+                server_pid = server_pid or pid  # the server is always the first process
                 children.add(pid)
             else:
                 with contextlib.suppress(BlockingIOError):
@@ -137,7 +137,7 @@ def main(fd: int) -> None:
 
 
 def _clear(supervisor: socket.socket, children: set[int]) -> None:
-    """Kill everybody; none of these numbers can be another's before we have waited for it."""
+    """Kill all children. Their process ids cannot be reused before `waitpid`."""
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     while children:
@@ -157,7 +157,7 @@ def _fork(supervisor: socket.socket, request: dict[str, Any], fds: list[int], ou
 
 
 def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], ours: list[int], parent: int) -> None:
-    """In the child: play the role, then leave without returning into the fork server."""
+    """In the child: run the role, then exit without returning into the fork server."""
     code = 1
     try:
         die_with(parent)
@@ -192,7 +192,7 @@ def _reap(supervisor: socket.socket, children: set[int]) -> None:
 
 
 def _tell(supervisor: socket.socket, notice: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the supervisor is gone: its end is noticed by the main loop
+    with contextlib.suppress(OSError):  # the supervisor is gone, which the main loop notices
         supervisor.send(json.dumps(notice).encode())
 
 

@@ -1,4 +1,4 @@
-"""Keeps a server going: it lives in a process of its own, and when that is killed, in another, from where it was."""
+"""Run a server in a child process, and restart it from its checkpoint and log if that process is killed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.system.signals import ended_by_signals, interrupts
 def keep_going(
     live: Callable[[bool], object], restarts: int, lost: Callable[[str], ServerLost | None]
 ) -> Iterator[str]:
-    """`live(False)` in a child, then `live(True)` in another each time one is killed or has lost a part; yields how.
+    """Call `live(False)` in a child process, and `live(True)` in another one each time it is killed or loses a shard.
 
-    `lost` makes the error for a server that is gone; None where there is nothing yet to go on from.
+    Yield the reason of each restart. `lost` makes the error for a lost server, or None if there is nothing to resume.
     """
     for restart in range(restarts + 1):
-        status, said = _in_a_child(lambda: live(restart > 0))  # noqa: B023  # it is over before the next one
+        status, said = _in_a_child(lambda: live(restart > 0))  # noqa: B023  # the child ends before the next one starts
         if status == 0:
             return
         complaint: dict[str, Any] = (
@@ -39,7 +39,7 @@ def keep_going(
 
 
 def _in_a_child(do: Callable[[], object]) -> tuple[int, bytes]:
-    """Its wait status, and what it said if it failed in a way that we know."""
+    """Run `do` in a child process. Return its wait status, and its error as JSON if it raised a PacelineError."""
     reader, writer = os.pipe()
     parent = os.getpid()
     with _passing_on_signals() as children:
@@ -56,17 +56,17 @@ def _in_a_child(do: Callable[[], object]) -> tuple[int, bytes]:
 
 
 def _be(do: Callable[[], object], writer: int, parent: int) -> None:
-    """In the child, which never returns."""
+    """In the child: run `do` and exit."""
     code = 1
     try:
         die_with(parent)
-        os.setpgid(0, 0)  # a Ctrl-C comes once, from our parent
+        os.setpgid(0, 0)  # a Ctrl-C then comes once, from the parent
         with ended_by_signals():
             do()
         code = 0
     except PacelineError as error:
         code = error.exit_code
-        what = error.what if isinstance(error, ServerLost) else None  # then another can go on
+        what = error.what if isinstance(error, ServerLost) else None  # another process can resume
         os.write(writer, json.dumps({"code": code, "text": str(error), "lost": what}).encode())
     except KeyboardInterrupt:
         code = 130
@@ -79,7 +79,7 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
 
 @contextlib.contextmanager
 def _passing_on_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are for the child."""
+    """Forward Ctrl-C and SIGTERM to the child."""
     children: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

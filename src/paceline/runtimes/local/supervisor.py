@@ -1,6 +1,6 @@
-"""The local runtime's supervisor: starts one server and n workers on this machine, watches them, and sees the run end.
+"""The supervisor of a run on one machine: start the server and n workers, watch them until the run ends.
 
-It imports no torch: while the fork server does, this process decodes the data.
+It does not import torch: while the fork server does, this process decodes the data.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ENDING_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Processes:
-    """What the processes of a run are told: their roles, a spec of JSON values, and descriptors all of them get.
+    """What the processes of a run get: their roles, a spec of JSON values, and descriptors.
 
-    `faults` is what they are made to suffer. Workers before `first_worker` live in the process that keeps the folder.
+    `faults` are injected into them. Workers before `first_worker` are part of the process that keeps the run folder.
     """
 
     spec: dict[str, Any]
@@ -43,17 +43,17 @@ class Processes:
     first_worker: int = 0
 
     def in_ring(self) -> Processes:
-        """The same without a server: worker 0 keeps the folder, and everybody updates a copy of the weights."""
+        """The same without a server: worker 0 keeps the run folder, every worker updates a copy of the weights."""
         return replace(self, server_role="ring host", worker_role="ring worker", first_worker=1)
 
     def again(self, incarnation: int, now: float) -> Processes:
-        """The same for a run that goes on where its log ends, at `now` on its clock; what is still to come comes."""
+        """The same for a resumed run, at `now` on its clock, with the faults that are still due."""
         faults = tuple(fault for fault in self.faults if fault.at > now)
         return replace(self, spec={**self.spec, "resume": True}, incarnation=incarnation, faults=faults)
 
 
 class Supervisor:
-    """Starts the processes of one run and follows them to its end."""
+    """Starts the processes of one run and watches them until it ends."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Supervisor:
         self._interrupts = 0
 
     def start(self) -> None:
-        """Ask for the server and all workers; each pair shares a connection that nobody else holds."""
+        """Start the server and all workers. Each worker has its own connection to the server."""
         server_fds = [self._server_end.fileno(), *self._processes.fds]
         own = {"name": "server", "incarnation": self._processes.incarnation}
         asked = request(self._processes.server_role, {**self._common, **own})
@@ -85,7 +85,7 @@ class Supervisor:
         for worker in self._incarnations:
             self._start_worker(worker)
         for fault in self._processes.faults:
-            if fault.kind == "join":  # the server goes on without anybody while someone is to come
+            if fault.kind == "join":  # the server waits for it even if no worker is left
                 self._send(self._control, json.dumps({"kind": "expected", "worker": fault.worker}).encode())
 
     def _start_worker(self, worker: int) -> None:
@@ -99,22 +99,22 @@ class Supervisor:
         worker_side.close()
 
     def _restart(self, worker: int) -> None:
-        """Somebody who was here comes back as a new incarnation, or somebody new joins."""
+        """Start a new incarnation of a worker, or a new worker."""
         back = worker in self._incarnations
         self._incarnations[worker] = self._incarnations[worker] + 1 if back else self._processes.incarnation
         self._numbers[f"worker {worker}"] = worker
         if back:
-            self._report({"kind": "note", "text": f"worker {worker} comes back"})
+            self._report({"kind": "note", "text": f"worker {worker} returns"})
         self._start_worker(worker)
 
     def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:
-        """Say it here and in the run's events; the server goes on without anybody while someone is to come back."""
+        """Report a fault here and to the server, which then waits for a worker that will return."""
         self._report({"kind": "note", "text": text})
         order = {"kind": "fault", "fault": asdict(fault), "returns": returns}
         self._send(self._control, json.dumps(order).encode())
 
     def _send(self, line: socket.socket, packet: bytes, fds: list[int] | None = None) -> None:
-        """Send, and while the other side is not ready listen to what it has to say: nobody waits for nobody."""
+        """Send without blocking. While the socket is full, read incoming messages, so that no deadlock can occur."""
         while True:
             try:
                 socket.send_fds(line, [packet], fds or [], socket.MSG_DONTWAIT)
@@ -123,7 +123,7 @@ class Supervisor:
                 readable, _, _ = select.select([self._forks.socket, self._control], [line], [])
                 self._listen(readable)
             except (BrokenPipeError, ConnectionResetError):
-                return  # a dead process is told of by the fork server, a dead fork server by its silence
+                return  # the fork server reports a dead process, its closed socket a dead fork server
 
     def _listen(self, readable: list[socket.socket]) -> None:
         if self._forks.socket in readable:
@@ -132,7 +132,7 @@ class Supervisor:
             self._hear_server()
 
     def follow(self) -> None:
-        """Until the run has ended, well or not; the result lies in the run folder."""
+        """Watch the run until it ends. The result is in the run folder."""
         with self._signals(), contextlib.closing(self._injector):
             while not self._finished:
                 lines = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
@@ -149,7 +149,7 @@ class Supervisor:
         except ConnectionResetError:
             packet = b""
         if not packet:
-            self._server_is_silent = True  # its end, told by the fork server, says how
+            self._server_is_silent = True  # the fork server will report how it ended
             return
         row = json.loads(packet)
         if row["kind"] == "failed":
@@ -164,7 +164,7 @@ class Supervisor:
             self._report(row)
 
     def _hear_server_out(self) -> None:
-        """Take everything the server has said so far: what another process says next may follow from it."""
+        """Read everything the server has sent so far, because a later message of another process may depend on it."""
         with contextlib.suppress(BlockingIOError):
             while not self._server_is_silent:
                 self._hear_server(socket.MSG_DONTWAIT)
@@ -207,7 +207,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask the server to stop; a second Ctrl-C does not wait for it."""
+        """Ask the server to stop on Ctrl-C or SIGTERM. A second Ctrl-C does not wait for it."""
 
         def stop(number: int, frame: object) -> None:
             self._interrupts += number == signal.SIGINT
@@ -228,7 +228,7 @@ def run_local(
     processes: Processes,
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Train on processes of this machine and return the result; whoever keeps the run may be lost a few times."""
+    """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
     for restart in range(1, config.restart + 2):
         supervisor = Supervisor(forks, config, folder, processes, report)
         try:

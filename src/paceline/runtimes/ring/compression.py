@@ -1,7 +1,7 @@
-"""Codecs on a ring of ranks: torch's own communication hooks for 16 bits, ours by gather for fewer.
+"""Codecs on a ring of ranks: torch's communication hooks for 16 bits, an all-gather of payloads for fewer.
 
-Where values add up on their way round (`lowrank`, `fp16`, and on GPUs `bf16`) a rank sends as much whatever their
-number. Other payloads do not add: each is carried to everybody, and the cost grows with the number of ranks.
+If values can be summed on the way (`lowrank`, `fp16`, and on GPUs `bf16`), what a rank sends does not depend on the
+number of ranks. Other payloads are gathered, so the cost grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.settings.codecs import build_codec, parse_codec
 
 
 class Gathered:
-    """What one rank sends and everybody adds up: the payloads of all, decoded, and their mean."""
+    """Gathers the payloads of all ranks, decodes them and takes their mean."""
 
     def __init__(self, codec: Codec, key: int, device: torch.device) -> None:
         self._codec, self._memory = codec, codec.start(key)
@@ -33,12 +33,12 @@ class Gathered:
         self._decoded: Tensor | None = None
 
     def send(self, update: Tensor) -> Any:
-        """Encode `update`, and begin to carry it to everybody."""
+        """Encode `update` and start the all-gather."""
         self._codec.encode(update, self._memory, self._own)
         return dist.all_gather(list(self._payloads.unbind(0)), self._own, async_op=True)
 
     def mean(self, out: Tensor) -> None:
-        """When all is there: the mean of what everybody sent, summed in the order of ranks."""
+        """After the all-gather: write the mean of all payloads to `out`, summed in the order of ranks."""
         if self._decoded is None:
             self._decoded = torch.empty_like(out)
         payloads = self._payloads[:, : self._codec.capacity]
@@ -50,10 +50,10 @@ class Gathered:
 
 
 def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool) -> tuple[Tensor, Callable[[], None]]:
-    """Where the mean of everybody's `vector` by the codec `text` will lie, and what makes it.
+    """Return the tensor for the mean of all ranks' `vector`, and the function that computes it by the codec `text`.
 
-    `adds` says that whoever fills the vector adds to what is in it (for low rank alone): what was not sent stays there,
-    and needs no memory and no pass of its own.
+    With `adds` (low rank only) the next gradient is added to the vector: what was not sent stays there, so error
+    feedback needs no memory and no pass of its own.
     """
     codec = build_codec(text, layout, vector.device)
     if isinstance(codec, LowRank):
@@ -81,23 +81,23 @@ def _average(vector: Tensor) -> None:
 
 
 class GatherBuckets:
-    """A communication hook of DistributedDataParallel: each bucket is encoded as one vector, with its own memory."""
+    """A communication hook of DistributedDataParallel that encodes each bucket as one vector with its own memory."""
 
     def __init__(self, text: str, key: int) -> None:
         self._text, self._key = text, key
         self._gathered: dict[tuple[int, int], Gathered] = {}
 
     def exchange(self, bucket: Any) -> Any:
-        """The hook: a future of the bucket's mean."""
+        """The hook: return a future of the bucket's mean."""
         buffer = bucket.buffer()
-        place = (bucket.index(), buffer.numel())  # buckets are made anew after the first round
+        place = (bucket.index(), buffer.numel())  # DDP rebuilds its buckets after the first round
         if place not in self._gathered:
             codec = build_codec(self._text, one_vector(buffer.numel()), buffer.device)
             self._gathered[place] = Gathered(codec, self._key + bucket.index(), buffer.device)
         gathered = self._gathered[place]
 
         def add_up(future: Future[Any]) -> Any:
-            future.value()  # raises what went wrong on the way
+            future.value()  # raises the error of the all-gather, if any
             gathered.mean(buffer)
             return buffer
 
@@ -105,15 +105,15 @@ class GatherBuckets:
 
 
 def travels_whole(text: str | None) -> bool:
-    """Whether a codec's payload is so small that it is sent once, after backward, instead of in buckets during it.
+    """Whether a codec's payload is so small that it is sent once after backward instead of in buckets during it.
 
-    Buckets cost a copy in and one out, and a call each; what they hide is the time on the wire.
+    Buckets cost two copies and a call each; they hide the time of the transfer.
     """
     return text is not None and parse_codec(text)[0] in ("lowrank", "sign", "topk")
 
 
 def compress(parallel: DistributedDataParallel, text: str, key: int) -> None:
-    """Have `parallel` exchange its buckets by the codec `text`."""
+    """Make `parallel` exchange its buckets with the codec `text`."""
     name, _ = parse_codec(text)
     if name == "fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)

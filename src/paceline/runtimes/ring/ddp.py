@@ -1,4 +1,4 @@
-"""Gradients that are the mean over all ranks, sent by DistributedDataParallel while backward goes on."""
+"""Gradients averaged over all ranks by DistributedDataParallel, during backward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.interfaces import Batch, Loader
 from paceline.tasks.supervised import SupervisedTask
 
 BUCKET_MIB = 25
-"""What is sent at once; a model that is smaller goes as one message."""
+"""The size of a bucket. A smaller model is sent as one message."""
 
 
 def make_parallel(task: SupervisedTask) -> DistributedDataParallel:
-    """Have backward exchange gradients; after `bind`, since the buckets are made for the memory weights lie in.
+    """Make backward exchange gradients. Call it after `bind`: buckets are made for the bound weights.
 
-    Only the weights are bound to flat memory: gradients lie in the buckets, and are copied out of them once a step.
+    Only the weights are bound to flat memory: gradients are in the buckets, and are copied out once per step.
     """
     task.flat.hooks = False
     with warnings.catch_warnings():
@@ -33,7 +33,7 @@ def make_parallel(task: SupervisedTask) -> DistributedDataParallel:
 
 
 class EveryParameter(DistributedDataParallel):
-    """Waits for a gradient of every parameter; a step that leaves one without is told of at the next."""
+    """Requires a gradient of every parameter. The step after one that left a parameter without raises UserError."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         try:
@@ -48,9 +48,9 @@ class EveryParameter(DistributedDataParallel):
 
 
 class EvenShares:
-    """A worker's batches; each one's loss is weighed by its samples, so that the mean over ranks is one over samples.
+    """A worker's batches, with losses weighted by samples, so that the mean over ranks is the mean over samples.
 
-    Batches of one round differ only where an epoch ends; their sizes are known to all by address.
+    Batch sizes differ only at the end of an epoch, and every rank can compute all of them.
     """
 
     def __init__(self, loader: Loader, task: SupervisedTask, work: Work, config: RunConfig, worker: int) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a ring on one machine. The first worker also keeps the run's folder and speaks to the supervisor."""
+"""The processes of a ring on one machine. Worker 0 also keeps the run folder and talks to the supervisor."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _LARGEST = 1 << 16
 
 
 class Gathering:
-    """The first worker's reception: it waits for everybody, hands out the ring's memory, and notices who leaves."""
+    """The rendezvous at worker 0: wait for all workers, pass them the ring's memory, and notice lost ones."""
 
     def __init__(self, place: Place, control: Control) -> None:
         self.place, self.control = place, control
-        self.doors: dict[int, socket.socket] = {}
+        self.connections: dict[int, socket.socket] = {}
         self.missing: list[int] = []
         self.stop_reason: str | None = None
         size, num = place.task.layout.size, place.num_workers
@@ -48,41 +48,43 @@ class Gathering:
         self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(num)]
         self.ring = SharedRing(self.memory, 0, self.bells, polls_before_sleep(place.config))
         self.ring.listen(control.connection, self._order)
-        self.note_fault: Callable[[dict[str, Any]], None] = lambda fault: None  # none comes before training
+        self.note_fault: Callable[[dict[str, Any]], None] = lambda fault: None  # no fault comes before training
         self._hellos: set[int] = set()
 
     def wait(self) -> None:
-        """Until everybody has come, or is known not to."""
+        """Wait until every worker has come or is known to be missing."""
         while len(self._hellos) + len(self.missing) < self.place.num_workers - 1 and self.stop_reason is None:
             self.ring.hear(None)
 
     def welcome(self, resumed: bool) -> None:
-        """Send everybody who came the ring's memory."""
+        """Send the ring's memory to all workers that came."""
         facts = {"missing": self.missing, "resumed": resumed}
         for worker in sorted(self._hellos):
-            socket.send_fds(self.doors[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells])
+            socket.send_fds(
+                self.connections[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells]
+            )
 
     def _order(self) -> None:
         order, fds = self.control.receive()
         if order["kind"] == "worker":
-            door = self.doors[order["worker"]] = socket.socket(fileno=fds[0])
-            self.ring.listen(door, lambda: self._hear(order["worker"]))
+            connection = self.connections[order["worker"]] = socket.socket(fileno=fds[0])
+            self.ring.listen(connection, lambda: self._hear(order["worker"]))
         elif order["kind"] == "stop":
             self.stop_reason = order["reason"]
         elif order["kind"] == "fault":
             self.note_fault(order["fault"])
 
     def _hear(self, worker: int) -> None:
-        door = self.doors[worker]
+        connection = self.connections[worker]
         try:
-            packet = door.recv(_LARGEST)
+            packet = connection.recv(_LARGEST)
         except ConnectionResetError:
             packet = b""
         if packet:
             self._admit(worker, json.loads(packet))
             return
-        self.ring.forget(door)
-        door.close()
+        self.ring.forget(connection)
+        connection.close()
         if worker in self._hellos:
             self.ring.lose(worker)
         else:
@@ -96,7 +98,7 @@ class Gathering:
 
 
 def host(spec: dict[str, Any], fds: list[int]) -> int:
-    """Worker 0: gather the others, then train with them and keep the run's folder."""
+    """Run worker 0: wait for the others, train with them and keep the run folder."""
 
     def serve(control: Control) -> None:
         dataset = _dataset(spec, fds)
@@ -129,7 +131,7 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
 
 
 def _dataset(spec: dict[str, Any], fds: list[int]) -> Dataset | None:
-    """The shared data; once only, since its descriptors are closed then."""
+    """Attach the shared data. Callable once, because it closes the descriptors."""
     return attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
 
 
@@ -155,24 +157,24 @@ def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, cont
     hosting = Host(*pieces, rebuilt.now, spec["facts"])
     hosting.accounts.way = "waiting"
     hosting.go_on(rebuilt)
-    hosting.checkpoint_now()  # the others start from it
+    hosting.checkpoint_now()  # the other workers start from it
     return hosting
 
 
 def worker(spec: dict[str, Any], fds: list[int]) -> int:
-    """Any other worker: until the ring says it is over, or worker 0 is gone."""
+    """Run any other worker until training is over or worker 0 is gone."""
     place = _place(spec, _dataset(spec, fds), spec["worker"])
-    door = socket.socket(fileno=fds[0])
-    door.send(json.dumps(identity_of(place.task)).encode())
-    packet, passed, _, _ = socket.recv_fds(door, _LARGEST, place.num_workers + 1)
+    connection = socket.socket(fileno=fds[0])
+    connection.send(json.dumps(identity_of(place.task)).encode())
+    packet, passed, _, _ = socket.recv_fds(connection, _LARGEST, place.num_workers + 1)
     if not packet:
-        return 0  # worker 0 is gone: the supervisor says so
+        return 0  # worker 0 is gone, which the supervisor reports
     welcome = json.loads(packet)
     size, state_size = place.task.layout.size, place.task.state_size
     segment = Segment.attach(passed[0], RingMemory.nbytes(place.num_workers, size, state_size))
     memory = RingMemory(segment, place.num_workers, size, state_size)
     ring = SharedRing(memory, spec["worker"], passed[1:], polls_before_sleep(place.config))
-    ring.listen(door, lambda: os._exit(0))
+    ring.listen(connection, lambda: os._exit(0))
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
     seat = place.seat(ring)
@@ -185,7 +187,7 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
 
 
 def _catch_up(server: Server, folder: RunFolder) -> None:
-    """Become what worker 0's server is, by the checkpoint it has just written."""
+    """Load the checkpoint that worker 0 has just written."""
     cut, _ = newest_cut(folder.checkpoints)
     if cut is None:
         raise ProtocolError(f"{folder.checkpoints} holds no checkpoint, though worker 0 has just written one")

@@ -1,7 +1,7 @@
-"""A ring over torch.distributed: gradients are added up on their way between machines (Gloo, or NCCL on GPUs).
+"""A ring over torch.distributed: all-reduce of gradients between machines (Gloo, or NCCL on GPUs).
 
-Where a push is made before it is sent (`local:H`), one all-reduce of the flat vector is all. For `allreduce`
-DistributedDataParallel sends the gradient in buckets while the rest of it is still computed.
+For `local:H`, one all-reduce of the flat vector follows the local steps. For `allreduce`, DistributedDataParallel
+sends the gradient in buckets during backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLL_CALL_SECONDS = 120.0
 
 
 class Meeting:
-    """Where the ranks find each other: they see that all came and are alike, and later share what one of them found."""
+    """The rendezvous of the ranks: wait for all, check that they agree, and later share the result."""
 
     def __init__(self, rank: Rank, patience: float = ROLL_CALL_SECONDS) -> None:
         self.rank, self._patience = rank, patience
@@ -50,12 +50,12 @@ class Meeting:
         self.store = dist.PrefixStore(f"paceline/{rank.attempt}", store)  # type: ignore[attr-defined]
 
     def open(self, identity: dict[str, Any], device: str) -> None:
-        """Wait until every rank has come with the same settings, code and data; then open the ring."""
+        """Wait until every rank has come with the same settings, code and data; then create the process group."""
         self.store.set(f"here/{self.rank.number}", json.dumps(identity))
         self._call_the_roll("here")
         there = [json.loads(self.store.get(f"here/{number}")) for number in range(self.rank.size)]
         self.store.set(f"looked/{self.rank.number}", "")
-        self._call_the_roll("looked")  # before anybody leaves, and takes the store along
+        self._call_the_roll("looked")  # before a rank leaves and closes the store
         for number, theirs in enumerate(there):
             wrong = differing(identity, theirs)
             if wrong:
@@ -83,23 +83,23 @@ class Meeting:
     def _is_there(self, key: str) -> bool:
         try:
             return bool(self.store.check([key]))
-        except RuntimeError:  # the store went with its keeper, who left because all had come
+        except RuntimeError:  # the first rank has closed the store, because all had come
             if key.startswith("looked"):
                 return True
             raise RunFailed(f"rank {self.rank.number}: the first rank ended before all had come") from None
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
-        """Let the others have `row`."""
+        """Publish `row`."""
         self.store.set(name, json.dumps(row))
 
     def hear(self, name: str) -> dict[str, Any]:
-        """What one of the others tells."""
+        """Wait for a row that another rank publishes."""
         self.store.set_timeout(datetime.timedelta(seconds=EXCHANGE_SECONDS))
         row: dict[str, Any] = json.loads(self.store.get(name))
         return row
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
-        """The same, and None when it has not come within `seconds`."""
+        """Wait for a row that another rank publishes. Return None after `seconds`."""
         deadline = time.monotonic() + seconds
         while not self._is_there(name):
             if time.monotonic() > deadline:
@@ -109,53 +109,53 @@ class Meeting:
         return row
 
     def close(self) -> None:
-        """Leave the ring."""
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without its stack."""
+    """The first line of torch's error, without its stack."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class CollectiveRing:
-    """One rank's place in the ring. Pushes come back with the mean of all as their update, the same on every rank."""
+    """One rank of the ring. All pushes of a round get the mean of all ranks as their update."""
 
     def __init__(self, rank: Rank, size: int, state_size: int, device: torch.device) -> None:
         self.rank = rank
         self.gradient = torch.zeros(size, device=device)
         self.state = torch.zeros(state_size, device=device)
         self.overlapped = False
-        """Whether the gradient is exchanged already when a push is made."""
+        """Whether the gradient is already exchanged during backward."""
         self.is_even = False
-        """Whether a gradient counts by its samples already, so that the mean is a plain one."""
+        """Whether gradients are already weighted by samples, so that the mean over ranks is unweighted."""
         self.average = self.gradient
-        """Where the mean of all gradients lies after an exchange."""
+        """The mean of all gradients after an exchange."""
         self.by_codec: Callable[[], None] | None = None
-        """What makes it, where a codec is asked for; else gradients are added up on their way round."""
-        width = NUM_FACTS + -(-state_size // 2)  # behind the facts come running statistics, two floats to a number
+        """Computes the mean with a codec; None for a plain all-reduce."""
+        width = NUM_FACTS + -(-state_size // 2)  # running statistics follow, two floats per number
         self._beside = torch.zeros(rank.size, width, dtype=torch.float64, device=device)
         self._own = torch.zeros(width, dtype=torch.float64, device=device)
         self._states = self._beside[:, NUM_FACTS:].view(torch.float32)[:, :state_size]
         self._stop = False
 
     def mean(self, pushes: list[Push], samples: int) -> Tensor:
-        """What the Server makes of a round: it is made already."""
+        """The server's mean of a round, which the exchange has already computed."""
         return self.average
 
     def ready(self) -> None:
-        """Nobody else reads this memory."""
+        """Nothing to do: no other rank reads this memory."""
 
     def done(self) -> None:
-        """Nobody else waits to write it."""
+        """Nothing to do: no other rank writes this memory."""
 
     def stop(self) -> None:
-        """The first rank's last word: the next round is not to be applied, and ends the run for everybody."""
+        """On the first rank: make the next round the last one, which is not applied."""
         self._stop = True
 
     def exchange(self, push: Push, timing: Timing) -> Round:
-        """Everybody's facts and running statistics, and the mean of all gradients in `average`."""
+        """Exchange facts and running statistics, and compute the mean of all gradients in `average`."""
         row = [*facts_of(push, timing), float(self._stop)]
         self._own[:NUM_FACTS] = torch.tensor(row, dtype=torch.float64)
         self._own[NUM_FACTS:].view(torch.float32)[: len(self.state)] = self.state
@@ -167,7 +167,7 @@ class CollectiveRing:
         return Round(pushes, [timing_from(row) for row in rows], [], any(row[STOP] for row in rows))
 
     def _reduce(self, share: float) -> None:
-        """The mean of all over samples; this rank's counts for `share`."""
+        """All-reduce the mean over samples, of which this rank has `share`."""
         if not self.is_even and share * self.rank.size != 1.0:
             self.gradient.mul_(share * self.rank.size)
         if self.by_codec is not None:
@@ -177,8 +177,8 @@ class CollectiveRing:
 
 
 @contextmanager
-def losing_nobody(rank: Rank, version: Callable[[], int]) -> Iterator[None]:
-    """An exchange that does not come about, in backward or after it, ends this rank with one line."""
+def failing_on_lost_rank(rank: Rank, version: Callable[[], int]) -> Iterator[None]:
+    """End this rank with one line if an exchange fails, in backward or after it."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A ring whose processes a launcher started, on one machine or several: every rank a worker, rank 0 with the folder."""
+"""A ring whose processes a launcher started, on one machine or several. Rank 0 keeps the run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.randomness import mix64
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import EvenShares, make_parallel
-from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, losing_nobody
+from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, failing_on_lost_rank
 from paceline.runtimes.ring.replica import Place, Replica
 from paceline.runtimes.server.host import Host
 from paceline.settings.codecs import build_codec, parse_codec
@@ -29,7 +29,7 @@ from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 
 OWN = ("threads", "data_dir", "name", "runs")
-"""Settings in which ranks may differ."""
+"""Settings that may differ between ranks."""
 
 
 class Member:
@@ -50,7 +50,7 @@ class Member:
         self.seat = self._seat()
 
     def _seat(self) -> Seat:
-        """This rank at work, its pushes averaged by DDP during backward, or whole after it."""
+        """Build this rank's worker. DDP averages gradients during backward, or the ring averages pushes after it."""
         config, task, ring = self.config, self.place.task, self.ring
         is_local, key = parse_strategy(config.strategy).is_local, mix64(config.seed, self.rank.number)
         ring.is_even = not is_local
@@ -73,7 +73,7 @@ class Member:
     def lead(
         self, folder: RunFolder, report: Report, facts: dict[str, Any], stopped: Callable[[], str | None]
     ) -> dict[str, Any]:
-        """Train with the others, keep the folder, and tell them what came of it."""
+        """On rank 0: train with the others, keep the run folder, and publish the result."""
         place = self.place
         host = Host(place.server, place.task, place.work, self.config, folder, report, 0.0, facts)
         host.memories = place.memories(self.seat.memory)
@@ -88,7 +88,7 @@ class Member:
             host.look_at_the_clock()
             return host.server.over
 
-        with losing_nobody(self.rank, lambda: host.server.version):
+        with failing_on_lost_rank(self.rank, lambda: host.server.version):
             replica.run(stopping)
             if host.stop_reason is not None:
                 self.ring.stop()
@@ -99,18 +99,18 @@ class Member:
         return result
 
     def follow(self) -> dict[str, Any]:
-        """Train with the others, and hear from the first rank what came of it."""
+        """On other ranks: train, then wait for the result of rank 0."""
         driver = Unlogged(self.place.server)
         driver.memories = self.place.memories(self.seat.memory)
         replica = Replica(driver, self.seat, self.ring, self.config)
         replica.start(self.place.roll())
-        with losing_nobody(self.rank, lambda: self.place.server.version):
+        with failing_on_lost_rank(self.rank, lambda: self.place.server.version):
             replica.run()
             return self.meeting.hear("result")
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
-    """What ranks must agree on beside the data: versions, and all settings but those of a machine."""
+    """What ranks must agree on besides the data: versions, and all settings except those of a machine."""
     settings = {name: value for name, value in to_dict(config).items() if name not in OWN}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return {"version": package_version("paceline"), "torch": torch.__version__, "settings": digest[:16]}

@@ -1,12 +1,11 @@
-"""A worker of a ring: besides its own gradients it has its own copy of the server, fed what all workers push.
+"""A worker of a ring: it computes gradients and has its own copy of the server, which gets the pushes of all workers.
 
-Everybody feeds the same pushes in the same order to the same Server, so everybody has the same weights, bit for bit,
-and nobody has to send them.
+All copies get the same pushes in the same order, so all workers have the same weights, bit for bit, without sending
+them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -20,14 +19,14 @@ from paceline.core.server import Mean, Server
 from paceline.core.worker import Seat
 from paceline.interfaces import Loader
 from paceline.runtimes.ring.shared_memory import Round
-from paceline.runtimes.server.timing import Stopwatch, Timekeeper
-from paceline.settings.durations import parse_delays
+from paceline.runtimes.server.timing import Timekeeper
+from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.protocol import Timing
 
 
 class Ring(Protocol):
-    """How a worker meets the others once a round."""
+    """How workers exchange their pushes, once per round."""
 
     gradient: Tensor
     state: Tensor
@@ -40,7 +39,7 @@ class Ring(Protocol):
 
 
 class Driver(Protocol):
-    """Takes inputs through a server: a Host, which logs them and evaluates, or nobody but the server itself."""
+    """What feeds inputs to a server: a Host, which logs and evaluates, or the bare driver."""
 
     server: Server
     send: Callable[[Reply], None]
@@ -49,7 +48,7 @@ class Driver(Protocol):
 
 
 class Place:
-    """What every worker of a ring builds alike: its task and data, and a server of its own."""
+    """What every worker of a ring builds: its task, its data and its copy of the server."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Place:
         self.num_workers = config.workers or 1
 
     def roll(self, missing: Sequence[int] = ()) -> list[Join | Leave]:
-        """Who joins and who is not waited for, in worker order."""
+        """The joins of all workers, in worker order, with a leave for each missing one."""
         incarnation = self.join.incarnation
         return [
             Leave(worker, incarnation) if worker in missing else make_join(self.config, self.work, worker, incarnation)
@@ -75,7 +74,7 @@ class Place:
         ]
 
     def seat(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> Seat:
-        """This worker, computing on the server's own weights: no push moves them."""
+        """Build this worker. It computes on the weights of its server copy, so no reply copies them."""
         task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
         weights = self.server.weights
 
@@ -85,7 +84,7 @@ class Place:
         return Seat(task, loader if around is None else around(loader), self.join, weights.device, make_memory=memory)
 
     def memories(self, own: Memory) -> dict[int, Memory]:
-        """Where each worker's weights go: only this one's are here, the others write their own."""
+        """The buffers of each worker, as the server copy sees them: only this worker's are real."""
         others = Memory.private(Sizes(0), weights=self.server.weights)
         return {worker: own if worker == self.join.worker else others for worker in range(self.num_workers)}
 
@@ -101,10 +100,9 @@ class Replica:
         config: RunConfig,
         timekeeper: Timekeeper | None = None,
     ) -> None:
-        self._driver, self._seat, self._ring, self._config = driver, seat, ring, config
-        self._join = seat.join
+        self._driver, self._ring, self._join = driver, ring, seat.join
+        self._loop = WorkerLoop(seat, config)
         self._timekeeper = timekeeper
-        self._delay = parse_delays(config.delay or [], config.workers or 1).get(seat.join.worker)
         self._reply: Reply | None = None
         driver.send = self._take
 
@@ -113,18 +111,17 @@ class Replica:
             self._reply = reply
 
     def start(self, joins: list[Join | Leave]) -> None:
-        """Everybody who is there joins, everybody who is not is not waited for."""
+        """Feed the joins and leaves of `Place.roll` to the server copy."""
         for message in joins:
             self._driver.handle(message)
 
     def run(self, stopping: Callable[[], bool] = lambda: False) -> None:
-        """Round after round until the budget is spent, or the first worker ends it; `stopping` is asked in between."""
-        server, stopwatch = self._driver.server, Stopwatch()
+        """Train round by round until the budget is spent, the first worker stops, or `stopping` returns True."""
+        server = self._driver.server
+        self._loop.timer.restart()
         while self._reply is not None and not self._reply.over and not server.over and not stopping():
             self._ring.ready()
-            stopwatch.replied()
-            push = self._compute(self._reply)
-            rounds = self._ring.exchange(push, stopwatch.step())
+            rounds = self._ring.exchange(*self._loop.step(self._reply))
             if rounds.stop:
                 return
             for worker in rounds.gone:
@@ -136,15 +133,7 @@ class Replica:
             self._ring.done()
 
     def bow_out(self) -> None:
-        """One round more that nobody applies, where the others cannot be told otherwise that this was the end."""
+        """Take part in one last round that is not applied, because it carries the stop to the other workers."""
         steps = 1 if self._driver.server.inside is not None else 0
         reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0, steps=steps)
-        self._ring.exchange(self._compute(reply), Timing(0.0, 0.0, 0.0))
-
-    def _compute(self, reply: Reply) -> Push:
-        self._seat.pending = reply
-        push = self._seat.push()
-        assert push is not None, "a reply that was not the last is worth a push"
-        if self._delay is not None:
-            time.sleep((reply.steps or 1) * self._delay.seconds(self._config.seed, self._join.worker, push.seq))
-        return push
+        self._ring.exchange(*self._loop.step(reply))

@@ -1,7 +1,7 @@
-"""Workers of one machine that exchange with each other: everybody reads everybody's gradient where it was written.
+"""A ring of workers on one machine: every worker reads all gradients from shared memory, without copies.
 
-Each worker counts the rounds it has posted and the rounds it has read, in memory that all of them map. Nobody copies a
-gradient, and nobody waits twice: that all have read is only looked at when the next gradient is about to be written.
+Each worker counts the rounds it has posted and the rounds it has read, in memory that all of them map. A worker waits
+for the others once per round; it checks that all have read its gradient only before it writes the next one.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from paceline.system.shared_segment import Segment, page_aligned
 from paceline.transports.protocol import Timing
 
 NUM_FACTS = 9
-"""Numbers that ride beside a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop."""
+"""Numbers stored with a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop."""
 STOP = NUM_FACTS - 1
 RECHECK_SECONDS = 0.0005
 
 
 def facts_of(push: Push, timing: Timing) -> list[float]:
-    """All that rides beside a gradient but the word to stop."""
+    """The numbers stored with a gradient, except whether to stop."""
     return [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing]
 
 
 def push_from(worker: int, facts: list[float], update: Tensor, state: Tensor) -> Push:
-    """The push of `worker` that these facts tell of."""
+    """Build the push of `worker` from these numbers."""
     incarnation, seq, reply, samples = (int(value) for value in facts[:4])
     return Push(worker, incarnation, seq, reply, samples, facts[4], update, state)
 
 
 def timing_from(facts: list[float]) -> Timing:
-    """How long its step took."""
+    """Read the timing of a step from these numbers."""
     return Timing(*facts[5:STOP])
 
 
 @dataclass(frozen=True)
 class Round:
-    """What all workers pushed, in worker order; who left before posting; whether the first worker ends the run."""
+    """The pushes of all workers in worker order, the workers that were lost, and whether the run stops."""
 
     pushes: list[Push]
     timings: list[Timing]
@@ -74,22 +74,22 @@ class RingMemory:
 
     @staticmethod
     def nbytes(num_workers: int, size: int, state_size: int) -> int:
-        """Bytes the block takes."""
+        """The size of the block in bytes."""
         head = page_aligned(24 * num_workers) + page_aligned(8 * NUM_FACTS * num_workers)
         return head + num_workers * (page_aligned(4 * size) + page_aligned(4 * state_size))
 
     @staticmethod
     def create(num_workers: int, size: int, state_size: int) -> RingMemory:
-        """A new block, reserved."""
+        """Allocate a new block."""
         nbytes = RingMemory.nbytes(num_workers, size, state_size)
         return RingMemory(Segment.create(nbytes, "gradients of a ring"), num_workers, size, state_size)
 
 
 class SharedRing:
-    """One worker's place in the ring.
+    """One worker of the ring.
 
-    `bells` wake sleepers, one a worker. While it waits it hears `lines`: sockets with what to do when they are ready.
-    It looks `polls` times, giving way to others in between, before it goes to sleep.
+    `bells` has one eventfd per worker, which wakes it. While a worker waits, it serves the sockets given to `listen`.
+    It polls `polls` times, yielding the core in between, before it sleeps.
     """
 
     def __init__(self, memory: RingMemory, worker: int, bells: list[int], polls: int = 0) -> None:
@@ -104,17 +104,17 @@ class SharedRing:
         self._heard: dict[int, Callable[[], None]] = {}
 
     def listen(self, line: socket.socket, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever `line` has something to say."""
+        """Call `callback` whenever `line` is readable."""
         self._heard[line.fileno()] = callback
         self._poll.register(line.fileno(), select.EPOLLIN)
 
     def forget(self, line: socket.socket) -> None:
-        """Listen to `line` no longer."""
+        """Stop listening to `line`."""
         self._poll.unregister(line.fileno())
         del self._heard[line.fileno()]
 
     def hear(self, seconds: float | None = 0.0) -> None:
-        """Attend to whatever is ready on the lines, waiting at most so long for it (None: until something is)."""
+        """Serve all readable sockets, waiting at most `seconds` for one (None: without a limit)."""
         for line, _ in self._poll.poll(seconds):
             if line == self._bells[self.worker]:
                 os.eventfd_read(line)
@@ -122,17 +122,17 @@ class SharedRing:
                 self._heard[line]()
 
     def lose(self, worker: int) -> None:
-        """A worker's process is gone: its counters stand still, so everybody finds it missing from the same round."""
+        """Mark a worker as lost. Its counters do not change any more, so all workers miss it from the same round on."""
         self._gone[worker] = 1
         self._ring_all()
-        os.eventfd_write(self._bells[self.worker], 1)  # this one too: whoever tells may be another thread
+        os.eventfd_write(self._bells[self.worker], 1)  # this one too: the caller may be another thread
 
     def ready(self) -> None:
-        """Before the gradient is written again: until all have read the last one."""
+        """Before writing the next gradient: wait until all have read the last one."""
         self._wait(self._read, RECHECK_SECONDS)
 
     def exchange(self, push: Push, timing: Timing) -> Round:
-        """Post a push, and wait for everybody's; the gradients stay readable until `done`."""
+        """Post a push and wait for those of all workers. The gradients stay readable until `done`."""
         memory, facts = self.memory, self.memory.facts
         facts[self.worker, :STOP] = facts_of(push, timing)
         self._post()
@@ -147,7 +147,7 @@ class SharedRing:
         )
 
     def stop(self) -> None:
-        """The first worker's last word: whoever still posts learns that the run has ended."""
+        """On the first worker: tell all workers that the run has ended."""
         self.memory.facts[self.worker, STOP] = 1.0
         self._post()
 
@@ -157,7 +157,7 @@ class SharedRing:
         self._ring_all()
 
     def done(self) -> None:
-        """This round's gradients are read, and whoever is missing is missed from now on."""
+        """Finish the round: buffers may be reused, and workers that did not take part are removed from the ring."""
         self._others = [place for place in self._others if self._posted[place] >= self._round]
         self._read[self.worker] = self._round
 

@@ -1,6 +1,6 @@
-"""What a script hands over to its session: a model, data, and perhaps its own optimizer and schedule.
+"""Take over a script's model, data, optimizer and schedule.
 
-The optimizer's settings become the server's, and its `step()` becomes a push: the script's own lines stay as they are.
+The optimizer's settings become the server's, and its `step()` becomes a push: the script's own lines do not change.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 
 KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
-"""Optimizers of torch that a server has too."""
+"""The torch optimizers that the server has too."""
 FIXED = {"dampening": 0, "maximize": False, "amsgrad": False, "eps": 1e-8}
-"""What a server's optimizers do not let one choose."""
+"""Optimizer settings that the server does not support, with the only value it allows."""
 SCHEDULES = (LRScheduler, ReduceLROnPlateau)
 DEFAULT_BATCH = 32
 
 
 @dataclass(frozen=True)
 class Handed:
-    """A script's things, sorted out."""
+    """The objects that a script passed to `prepare`, by kind."""
 
     model: nn.Module
     data: Any
@@ -37,17 +37,17 @@ class Handed:
     collate: Callable[[list[Any]], Any] | None
     optimizer: Optimizer | None
     loops: bool
-    """Whether the data came as a loader, which a script passes over once an epoch."""
+    """Whether the data came as a loader, which a script iterates once per epoch."""
 
     @property
     def parameters(self) -> set[int]:
-        """By id, those that the optimizer steps."""
+        """The ids of the parameters that the optimizer steps."""
         assert self.optimizer is not None
         return {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
 
 
 def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> Handed:
-    """Tell model, data, optimizer and schedule apart; what does not fit together is said."""
+    """Sort the objects into model, data, optimizer and schedule. Raise UserError if they do not fit together."""
     if not isinstance(model, nn.Module):
         raise UserError(
             f"session.prepare({type(model).__name__}, ...): the first thing is the model, a torch.nn.Module"
@@ -63,7 +63,7 @@ def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> Han
     optimizer = optimizers[0] if optimizers else None
     for schedule in schedules:
         if schedule.optimizer is not optimizer:
-            raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one handed over")
+            raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one given")
     if optimizer is not None:
         _require_of_model(optimizer, model)
     return _with_data(model, data[0], batch_size, optimizer)
@@ -81,8 +81,8 @@ def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: O
         )
     if data.batch_size is None:
         raise UserError(
-            "session.prepare(...): this loader has a batch sampler of its own, and Paceline deals batches itself; hand "
-            "over the data set with batch_size=N"
+            "session.prepare(...): this loader has a batch sampler of its own, but Paceline assigns batches itself; "
+            "give the data set with batch_size=N"
         )
     _require_indexable(data.dataset)
     return Handed(model, data.dataset, data.batch_size, data.collate_fn, optimizer, loops=True)
@@ -91,20 +91,22 @@ def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: O
 def _require_indexable(data: Any) -> None:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise UserError(
-            f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed; Paceline deals samples "
-            "by number: give a map-style data set, tensors, or a DataLoader over one"
+            f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed; Paceline assigns "
+            "samples by number: give a map-style data set, tensors, or a DataLoader over one"
         )
 
 
 def _require_of_model(optimizer: Optimizer, model: nn.Module) -> None:
-    """An optimizer steps parameters of the model, and no others."""
+    """Raise UserError if the optimizer has parameters that the model does not have."""
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError("session.prepare(...): the optimizer has parameters that the model has not; hand over its own")
+        raise UserError(
+            "session.prepare(...): the optimizer has parameters that the model has not; give the model's own"
+        )
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, Any]:
-    """A torch optimizer as the settings of a run."""
+    """Convert a torch optimizer to the settings of a run."""
     name = type(optimizer).__name__
     if name not in KINDS:
         raise UserError(
@@ -133,7 +135,7 @@ def settings_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def lr_of(optimizer: Optimizer, which: str = "lr") -> float:
-    """The learning rate of all its groups as it is now, or the `initial_lr` that a schedule began with."""
+    """The current learning rate of all groups, or the `initial_lr` that a schedule started from."""
     rates = [float(group.get(which, group["lr"])) for group in optimizer.param_groups]
     if any(rate != rates[0] for rate in rates):
         raise UserError(f"optimizer {type(optimizer).__name__}: groups with learning rates {rates}; the server has one")
@@ -141,13 +143,13 @@ def lr_of(optimizer: Optimizer, which: str = "lr") -> float:
 
 
 def decay_of(optimizer: Optimizer) -> Callable[[str, nn.Parameter], bool]:
-    """Which parameters weight decay touches."""
+    """Return a function that says whether a parameter has weight decay."""
     touched = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     return lambda name, parameter: id(parameter) in touched
 
 
 def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: frozenset[str]) -> None:
-    """What is said both on the command line and in the script must be the same."""
+    """Raise UserError if the command line and the script disagree."""
     for name, value in settings.items():
         asked = getattr(config, name)
         if name in typed and asked != value:
@@ -156,11 +158,11 @@ def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: fro
 
 
 def take_over(optimizer: Optimizer, push: Callable[[Any], None], begun: bool) -> None:
-    """From now on `optimizer.step()` pushes; whoever holds the optimizer (a schedule, a scaler) goes on using it.
+    """Replace `optimizer.step()` by a push, in place: schedules and scalers keep their reference.
 
-    In a run that has `begun` before, a schedule catches up with epochs in which nothing is left to do.
+    In a resumed run (`begun`), a schedule may step through finished epochs before the first push.
     """
-    optimizer._opt_called = begun  # type: ignore[attr-defined]  # what a schedule looks at
+    optimizer._opt_called = begun  # type: ignore[attr-defined]  # read by a schedule
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -171,5 +173,5 @@ def take_over(optimizer: Optimizer, push: Callable[[Any], None], begun: bool) ->
         self._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule complains, or wraps it once more
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule warns, or wraps it again
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from paceline.config import from_dict
 from paceline.errors import PacelineError, RunFailed
 from paceline.runtimes.scripts import session
 from paceline.system.memory import keep_freed_memory
-from paceline.transports.shared_memory import WorkerDoor
+from paceline.transports.shared_memory import SharedMemoryClient
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
@@ -26,10 +26,10 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     yield_to_server()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
-    door = WorkerDoor(socket.socket(fileno=fds[0]))
+    transport = SharedMemoryClient(socket.socket(fileno=fds[0]))
     folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
     typed = frozenset(spec.get("typed", ()))
-    session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], door, typed, folder)
+    session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], transport, typed, folder)
     seed_generators(initial_seed(config))
     if spec.get("replay"):
         return _run_again(spec)
@@ -46,7 +46,7 @@ def _run(command: list[str]) -> int:
 
 
 def _run_again(spec: dict[str, Any]) -> int:
-    """For a replay: from the folder it was first run in; where the run lost this worker, it ends without a word."""
+    """Run the script again for a replay, in its original folder. If the run lost this worker, end silently."""
     os.chdir(spec["cwd"])
     try:
         return _run(spec["script"])

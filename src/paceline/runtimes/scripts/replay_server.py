@@ -24,7 +24,7 @@ from paceline.runtimes.scripts.server import learn
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.service import Control
 from paceline.transports.protocol import Figures, Hello
-from paceline.transports.shared_memory import ServerDoor
+from paceline.transports.shared_memory import SharedMemoryPeer
 
 SILENCE_SECONDS = 60.0
 """How long a worker may be silent when its push is due; longer where the run itself was slower."""
@@ -35,7 +35,7 @@ START_SECONDS = 600.0
 class ScriptSeat:
     """A worker whose pushes a script makes in another process."""
 
-    def __init__(self, join: Join, door: ServerDoor, patience: float) -> None:
+    def __init__(self, join: Join, door: SharedMemoryPeer, patience: float) -> None:
         assert door.slot is not None
         self.join, self.door = join, door
         self.memory: Memory = door.slot
@@ -53,7 +53,7 @@ class ScriptSeat:
         return message if isinstance(message, Push) else None
 
 
-def receive(door: ServerDoor, patience: float, what: str) -> Hello | Push | None:
+def receive(door: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | None:
     """A worker's next message but for figures and learning rates, which the log has; None when it is gone."""
     door.connection.settimeout(patience)
     try:
@@ -74,7 +74,7 @@ class Scripts:
 
     def __init__(self, control: Control, records: list[Record]) -> None:
         self._control = control
-        self._doors: dict[int, ServerDoor] = {}
+        self._doors: dict[int, SharedMemoryPeer] = {}
         self._hellos: dict[int, Hello] = {}
         self._patience = patience(records)
         first: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Scripts:
             self._control.send({"kind": "start", "worker": worker, "incarnation": incarnation})
         for _ in first:
             order, fds = self._control.receive()
-            door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+            door = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
             self._doors[door.worker] = door
 
     def hello(self, join: Join) -> Hello:

@@ -1,4 +1,4 @@
-"""The batches of a user's own loop, dealt by number until training is over."""
+"""The batches of a user's own loop, by number, until training is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.tasks.nested import each
 
 
 class Dealer(Protocol):
-    """The session that a loop's batches come from."""
+    """What the batches need from their session."""
 
     over: bool
     stepped: bool
@@ -29,10 +29,10 @@ class Dealer(Protocol):
 
 
 class AddressedBatches:
-    """This worker's batches; whole tensors are indexed, no per-item Python.
+    """This worker's batches. Tensor data sets are indexed as whole tensors, without per-item Python.
 
-    In a loop over `epochs` each pass over it is one over this worker's data. Where gradients are accumulated a batch
-    comes in so many `parts`, one after the other.
+    With `in_epochs`, each iteration is one pass over this worker's data. If gradients are accumulated, a batch comes in
+    several `parts`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AddressedBatches:
         self._passes = 0
 
     def __len__(self) -> int:
-        """Batches (or parts of them) in one pass over this worker's data."""
+        """The number of batches (or parts of batches) in one pass over this worker's data."""
         return self._batches.per_epoch * self._parts
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,7 +66,7 @@ class AddressedBatches:
             if not self._session.stepped:
                 raise UserError(
                     "a batch was taken but session.step() was not called: call it (or the step() of the optimizer you "
-                    "handed over) once for every batch; to step after several, session.prepare(..., accumulate=N)"
+                    "passed) once for every batch; to step after several, session.prepare(..., accumulate=N)"
                 )
 
     def _fetch(self, indices: np.ndarray[Any, Any]) -> Any:
@@ -81,7 +81,7 @@ class AddressedBatches:
 
 
 def targets_of(dataset: Any) -> Any:
-    """Class numbers of a data set, where it shows them."""
+    """The class numbers of a data set, if it has them."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
         return dataset.tensors[1]
     targets = dataset.get("labels") if isinstance(dataset, Mapping) else getattr(dataset, "targets", None)

@@ -25,9 +25,9 @@ from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.service import Control, Service
 from paceline.tasks.script_model import ScriptModel, load_kept
 from paceline.transports.protocol import Hello
-from paceline.transports.shared_memory import ServerDoor
+from paceline.transports.shared_memory import SharedMemoryPeer
 
-Introductions = list[tuple[ServerDoor, Hello]]
+Introductions = list[tuple[SharedMemoryPeer, Hello]]
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
@@ -93,7 +93,7 @@ def _gather(control: Control, num_workers: int) -> Introductions:
                 order, fds = control.receive()
                 if order["kind"] == "stop":
                     raise RunFailed("stopped before the scripts had called session.prepare(...)")
-                door = ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+                door = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
                 selector.register(door.connection, selectors.EVENT_READ, door)
                 continue
             selector.unregister(key.data.connection)

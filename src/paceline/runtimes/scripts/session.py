@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,40 +38,25 @@ from paceline.runtimes.scripts.adopt import (
     take_over,
 )
 from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
-from paceline.runtimes.scripts.standalone import OwnServer
-from paceline.runtimes.server.timing import Stopwatch
-from paceline.settings.durations import parse_delays
+from paceline.runtimes.scripts.standalone import InProcessClient
+from paceline.runtimes.worker_loop import StepTimer
 from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
 from paceline.settings.strategies import require_gradients
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_kept
-from paceline.transports.protocol import Timing
-from paceline.transports.shared_memory import Slot, WorkerDoor
-
-
-class Door(Protocol):
-    """A worker's way to the server."""
-
-    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None: ...
-
-    def exchange(self, push: Push, timing: Timing) -> Reply | None: ...
-
-    def set_rate(self, rate: Rate) -> None: ...
-
-    def report(self, figures: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+from paceline.transports.protocol import ScriptTransport
+from paceline.transports.shared_memory import Slot
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """What `paceline run` gave this process: its config, its number, its door, and where the run lies."""
+    """What `paceline run` gave this process: its config, its number, its transport, and the run folder."""
 
     config: RunConfig
     worker: int
     incarnation: int
-    door: WorkerDoor
+    transport: ScriptTransport
     typed: frozenset[str] = frozenset()
     folder: Path | None = None
 
@@ -81,7 +65,7 @@ inherited: Inherited | None = None
 
 
 class Bound:
-    """A model on memory that the server shares: where the model is on a GPU, on a copy of it there."""
+    """A model bound to shared buffers, or to a copy of them on the GPU if the model is there."""
 
     def __init__(self, flat: FlatModule, device: torch.device) -> None:
         self.flat = flat
@@ -92,7 +76,7 @@ class Bound:
         flat.bind(*self._own)
 
     def collect(self) -> None:
-        """After backward: gradient and running statistics to where the server reads them."""
+        """After backward: copy gradient and running statistics to where the server reads them."""
         self.flat.collect()
         if self._own[0] is not self.slot.weights:
             self.slot.update.copy_(self._own[1])
@@ -113,7 +97,7 @@ class Session:
         config: RunConfig,
         worker: int,
         incarnation: int,
-        door: Door,
+        transport: ScriptTransport,
         typed: frozenset[str] = frozenset(),
         folder: Path | None = None,
     ) -> None:
@@ -121,15 +105,15 @@ class Session:
         self.num_workers = config.workers or 1
         self.over = False
         self.stepped = True
-        self._incarnation, self._door = incarnation, door
+        self._incarnation, self._transport = incarnation, transport
         self._typed, self._folder = typed, folder
         self._bound: Bound | None = None
         self._handed: Handed | None = None
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
         self._loss = math.nan
-        self._factor = 1.0 if not incarnation else math.nan  # where others were before, nobody knows what they told
-        self._delays = parse_delays(config.delay or [], self.num_workers)
+        self._factor = 1.0 if not incarnation else math.nan  # NaN: an earlier incarnation may have set another factor
+        self._timer = StepTimer(config, worker)
 
     def __enter__(self) -> Session:
         return self
@@ -137,7 +121,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._door.close()
+        self._transport.close()
 
     def prepare(
         self,
@@ -147,7 +131,7 @@ class Session:
         epochs: float | None = None,
         accumulate: int = 1,
     ) -> tuple[Any, ...]:
-        """Bind the model to memory the server shares, and deal this worker its batches.
+        """Bind the model to memory shared with the server, and give this worker its batches.
 
         `things` are the data (a data set, tensors, or the loader you had), and if you like your optimizer, whose
         settings become the run's and whose `step()` then pushes, and its schedule. They come back in the same order,
@@ -180,7 +164,7 @@ class Session:
             raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
 
     def _settle(self, handed: Handed, epochs: float | None, accumulate: int) -> tuple[RunConfig, dict[str, Any]]:
-        """The run's config with what the script says, and that alone."""
+        """Return the run's config with the script's settings, and those settings alone."""
         settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
         if epochs is not None:
             settings |= {"epochs": float(epochs), "epoch_mode": "own"}
@@ -189,15 +173,15 @@ class Session:
         return dataclasses.replace(self.config, batch_size=size, **settings), settings
 
     def _join(self, handed: Handed, work: Work, settings: dict[str, Any]) -> None:
-        """Bind the model and say hello."""
+        """Bind the model and join the run."""
         optimizer = handed.optimizer
         decay = decay_of(optimizer) if optimizer is not None else None
         flat = FlatModule(
             handed.model, decay, (lambda p: id(p) in handed.parameters) if optimizer is not None else None
         )
         bound = self._bound = Bound(flat, next(handed.model.parameters()).device)
-        if isinstance(self._door, OwnServer):
-            self._door.start(self.config, flat.layout, bound.slot, work.budget)
+        if isinstance(self._transport, InProcessClient):
+            self._transport.start(self.config, flat.layout, bound.slot, work.budget)
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
         sources, names = (
@@ -214,27 +198,27 @@ class Session:
             "sources": None if sources == {name: name for name in names} else sources,
         }
         join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
-        self._take(self._door.hello(join, bound.slot, facts))
-        self._stopwatch = Stopwatch()
+        self._take(self._transport.hello(join, bound.slot, facts))
+        self._timer.restart()
         bound.renew()
 
     @staticmethod
     def _keep_frozen(flat: FlatModule, folder: RunFolder) -> None:
-        """What no push brings belongs to the saved weights too."""
+        """Save the tensors that no push brings: they belong to the saved weights too."""
         kept = save_kept(flat) if not folder.frozen_file.exists() else None
         if kept is not None:
             write_atomically(folder.frozen_file, kept)
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`, and the loss is shown while the run goes on."""
+        """Call `loss.backward()`, and show the loss in the run's progress."""
         value = float(loss.detach())
         self._loss = value if math.isnan(self._loss) else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Push the gradients of the last backward and take the next weights; `loss` is only shown.
+        """Push the gradients of the last backward and load the next weights. `loss` is only shown.
 
-        Survives `zero_grad()`: gradients are copied from wherever they are. They are cleared afterwards.
+        Works with `zero_grad()`, which replaces gradients. Gradients are cleared afterwards.
         """
         bound, reply = self._bound, self._reply
         if bound is None or reply is None:
@@ -243,18 +227,16 @@ class Session:
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         bound.collect()
-        self._tell_rate()
-        delay, serial, slot = self._delays.get(self.worker), reply.serial, bound.slot
-        if delay is not None:
-            time.sleep(delay.seconds(self.config.seed, self.worker, serial))
-        named = (self.worker, self._incarnation, serial, serial, self._samples, c_float(self._loss).value)
+        self._send_rate()
+        seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
+        push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
         self.stepped, self._loss = True, math.nan
-        self._take(self._door.exchange(Push(*named, slot.update, slot.state), self._stopwatch.step()))
-        self._stopwatch.replied()
+        self._take(self._transport.exchange(push, self._timer.end(seq, reply.steps)))
+        self._timer.begin()
         bound.renew()
 
     def _require_batch(self) -> None:
-        """One step for every batch, none before it is whole."""
+        """Raise UserError unless this is the only step for the current batch, and all its parts were taken."""
         if self.stepped:
             raise UserError(
                 "session.step() was called twice for one batch, or before the first: call it once for each batch of "
@@ -268,19 +250,19 @@ class Session:
     def _step_of_optimizer(self, loss: Any) -> None:
         self.step(loss if isinstance(loss, Tensor | float) else None)
 
-    def _tell_rate(self) -> None:
-        """Where the script's own schedule has moved on: worker 0's is everybody's."""
+    def _send_rate(self) -> None:
+        """Send the learning rate if the script's schedule changed it. Worker 0's schedule counts for all."""
         optimizer = self._handed.optimizer if self._handed is not None else None
         if optimizer is None or self.worker != 0:
             return
         factor = lr_of(optimizer) / (self.config.lr or 1.0)
         if factor != self._factor:
             self._factor = factor
-            self._door.set_rate(Rate(self.worker, factor))
+            self._transport.set_rate(Rate(self.worker, factor))
 
     def report(self, **figures: float) -> None:
-        """Figures you measured (an accuracy, say), for the run's result; `--target` looks at them too."""
-        self._door.report({name: float(value) for name, value in figures.items()})
+        """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
+        self._transport.report({name: float(value) for name, value in figures.items()})
 
     def _take(self, reply: Reply | None) -> None:
         if reply is None:
@@ -289,7 +271,7 @@ class Session:
         self.over = reply.over
 
     def next_batch(self, number: int, samples: int, parts: int) -> None:
-        """The batch about to be computed: how many samples it has, in how many parts."""
+        """Begin a batch of `samples` samples in `parts` parts: seed all randomness by its number."""
         self._samples, self._parts_left, self.stepped = samples, parts, False
         key = mix64(self.config.seed, self.worker, number)
         seed_generators(key)
@@ -297,20 +279,20 @@ class Session:
         address_dropout(self._handed.model, key)
 
     def next_part(self) -> None:
-        """A part of it is handed out."""
+        """Count a part of the batch as taken."""
         self._parts_left -= 1
 
     @property
     def batch_number(self) -> int:
-        """The number of the batch this worker is to compute next."""
+        """The number of the batch that this worker computes next."""
         assert self._reply is not None
         return self._reply.batch
 
 
 def join(config: RunConfig | None = None) -> Session:
-    """This process as a worker of the run that `paceline run` started; alone, a run of one with `config`'s settings."""
+    """Join the run that `paceline run` started. Without one, start a run of one worker with `config`'s settings."""
     if inherited is not None:
-        known = inherited.config, inherited.worker, inherited.incarnation, inherited.door
+        known = inherited.config, inherited.worker, inherited.incarnation, inherited.transport
         return Session(*known, inherited.typed, inherited.folder)
     asked = config if config is not None else RunConfig(strategy="classic")
     typed = frozenset(given(asked, SCRIPT_MAY_DECIDE))
@@ -320,4 +302,4 @@ def join(config: RunConfig | None = None) -> Session:
     refuse_newcomers(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
-    return Session(alone, 0, 0, OwnServer(), typed)
+    return Session(alone, 0, 0, InProcessClient(), typed)

@@ -1,4 +1,4 @@
-"""The server of a script that was started alone: in the same process, with no folder and no log."""
+"""The transport of a script that runs alone: the server is in the same process, without a run folder or a log."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from typing import Any
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig
+from paceline.core.buffers import Memory
 from paceline.core.messages import Input, Join, Push, Rate, Reply, Stop
 from paceline.core.schedules import Budget, Training
 from paceline.core.server import Roster, Server
 from paceline.errors import Diverged
 from paceline.interfaces import Layout
 from paceline.settings.stopping import goal_of
-from paceline.transports.protocol import Timing
-from paceline.transports.shared_memory import Slot
+from paceline.transports.protocol import ScriptTransport, Timing
 
 
-class OwnServer:
-    """A worker's door to a server that is here."""
+class InProcessClient(ScriptTransport):
+    """A worker's connection to a server in the same process."""
 
     def __init__(self) -> None:
         self._server: Server | None = None
-        self._slot: Slot | None = None
+        self._memory: Memory | None = None
         self.figures: dict[str, float] = {}
 
-    def start(self, config: RunConfig, layout: Layout, slot: Slot, budget: Budget) -> None:
-        """Take the model's weights as they are."""
+    def start(self, config: RunConfig, layout: Layout, memory: Memory, budget: Budget) -> None:
+        """Start the server from the model's current weights."""
         rule, policy, training = make_rule(config, layout), make_policy(config), Training(budget, make_schedule(config))
-        self._server = Server(slot.weights.clone(), rule, policy, training, Roster(1))
-        self._slot, self._goal = slot, goal_of(config)
+        self._server = Server(memory.weights.clone(), rule, policy, training, Roster(1))
+        self._memory, self._goal = memory, goal_of(config)
 
-    def hello(self, join: Join, slot: Slot, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
         return self._handle(join)
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
@@ -45,10 +45,10 @@ class OwnServer:
 
     def _handle(self, message: Join | Push) -> Reply | None:
         (reply,) = self._take(message)
-        assert self._server is not None and self._slot is not None, "start() comes first"
+        assert self._server is not None and self._memory is not None, "start() comes first"
         if self._server.divergence is not None:
             raise Diverged(f"training diverged at update {self._server.version}: a gradient holds a NaN or infinity")
-        self._server.updater.weights_for(message.worker, self._slot.weights)
+        self._server.updater.weights_for(message.worker, self._memory.weights)
         return reply
 
     def report(self, figures: dict[str, float]) -> None:

@@ -20,13 +20,13 @@ from paceline.errors import ProtocolError
 from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runtimes.server.file_service import Observers
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.service import GRACE_SECONDS, Control, Door, Line, Service
+from paceline.runtimes.server.service import GRACE_SECONDS, Control, Line, Service
 from paceline.runtimes.server.worker_hosts import Machines
 from paceline.system.environment import package_version
 from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.protocol import Hello
-from paceline.transports.tcp_server import Heard, TcpServerDoor
+from paceline.transports.protocol import Heard, Hello, Peer
+from paceline.transports.tcp_server import TcpPeer
 
 FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS = 10.0, 5.0, 60.0
 """How long a silence may last before anything was learned, at least, and at most."""
@@ -65,7 +65,7 @@ class ClusterService(Service):
         self._listener, self._largest = listener, largest
         self.observers = Observers(host.folder)
         host.accounts.way = "sending"
-        self._tcp: dict[int, TcpServerDoor] = {}
+        self._tcp: dict[int, TcpPeer] = {}
         self._writing: set[int] = set()
         """Lines that wake us when they can be written."""
         self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
@@ -163,7 +163,7 @@ class ClusterService(Service):
     def _note(self, text: str) -> None:
         self.control.send({"kind": "note", "text": text})
 
-    def _watch(self, door: TcpServerDoor) -> None:
+    def _watch(self, door: TcpPeer) -> None:
         """Be woken when the door can be read, and when it can be written where something waits to be sent."""
         line, wants = door.fileno(), door.wants_write
         if line >= 0 and wants is not (line in self._writing):
@@ -200,7 +200,7 @@ class ClusterService(Service):
     def _no_room_for_servers(self) -> str:
         return "one server has all weights of this run: --servers S makes it several"
 
-    def _known(self, applicant: Applicant) -> TcpServerDoor | None:
+    def _known(self, applicant: Applicant) -> TcpPeer | None:
         """The door of a worker that was here before; None where this server is another than it knew."""
         door = self._tcp.get(applicant.fields.get("worker", -1))
         return door if door is not None and door.incarnation == applicant.fields.get("incarnation") else None
@@ -263,7 +263,7 @@ class ClusterService(Service):
             return f"worker {wanted} of 0 to {last} is here already, has done its work, or does not exist"
         return f"all {last + 1} workers of this run are here: start the server with a larger --max-workers"
 
-    def _take_back(self, applicant: Applicant, door: TcpServerDoor) -> None:
+    def _take_back(self, applicant: Applicant, door: TcpPeer) -> None:
         """A worker whose connection broke goes on where it was."""
         self._cut_off(door)
         applicant.welcome_back(door, {})
@@ -274,7 +274,7 @@ class ClusterService(Service):
 
     # workers
 
-    def _seat(self, door: TcpServerDoor) -> None:
+    def _seat(self, door: TcpPeer) -> None:
         """One more worker."""
         self.doors[door.worker] = self._tcp[door.worker] = door
         self._empty_since = None
@@ -283,7 +283,7 @@ class ClusterService(Service):
         self._watch(door)
         self._hear(door.worker)
 
-    def _serve_tcp(self, door: TcpServerDoor) -> None:
+    def _serve_tcp(self, door: TcpPeer) -> None:
         if door.wants_write:
             door.flush()
         try:
@@ -304,14 +304,14 @@ class ClusterService(Service):
             self.host.note_figures(message.worker, message.values)
         self._watch(door)
 
-    def _lose(self, door: TcpServerDoor) -> None:
+    def _lose(self, door: TcpPeer) -> None:
         """The connection broke: wait for it to come back, unless there is nothing to come back for."""
         if self.host.server.over or door.left or door.worker in self._dismissed or door.slot is None:
             self._send_off(door)
         else:
             self._cut_off(door)
 
-    def _cut_off(self, door: TcpServerDoor) -> None:
+    def _cut_off(self, door: TcpPeer) -> None:
         self._stop_listening(door)
         door.close()
 
@@ -320,7 +320,7 @@ class ClusterService(Service):
             self._writing.discard(line.fileno())
             super()._stop_listening(line)
 
-    def _send_off(self, door: Door) -> None:
+    def _send_off(self, door: Peer) -> None:
         """The worker leaves the run."""
         self._deadlines.forget(door.worker)
         self._signs.pop(door.worker, None)
@@ -329,7 +329,7 @@ class ClusterService(Service):
             del self._tcp[door.worker]
         super()._send_off(door)
 
-    def _refuse(self, door: Door, why: str) -> None:
+    def _refuse(self, door: Peer, why: str) -> None:
         self._tcp[door.worker].dismiss(f"{why}: give it the same code and the same data")
         super()._refuse(door, why)
 

@@ -18,8 +18,8 @@ from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.accounting import ROW_SECONDS
 from paceline.runtimes.server.host import Host
 from paceline.system.signals import TERMINATED
-from paceline.transports.protocol import Hello, Timing
-from paceline.transports.shared_memory import ServerDoor
+from paceline.transports.protocol import Hello, Peer, Timing
+from paceline.transports.shared_memory import SharedMemoryPeer
 
 GRACE_SECONDS = 5.0
 
@@ -55,18 +55,6 @@ class Line(Protocol):
     def fileno(self) -> int: ...
 
 
-class Door(Line, Protocol):
-    """One worker's connection, as a service sees it."""
-
-    worker: int
-    incarnation: int
-    timing: Timing
-
-    def answer(self, reply: Reply) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Service:
     """The event loop: doors in, replies out."""
 
@@ -78,7 +66,7 @@ class Service:
         self.control = control
         self._patient = patient
         self._pacing = Pacing() if host.config.local_steps == "speed" else None
-        self.doors: dict[int, Door] = {}
+        self.doors: dict[int, Peer] = {}
         self._poll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._listen(control.connection, self._order)
@@ -132,7 +120,7 @@ class Service:
             return not self.doors
         return all(worker in self._dismissed for worker in self.doors) or time.monotonic() > deadline
 
-    def admit(self, door: ServerDoor) -> None:
+    def admit(self, door: SharedMemoryPeer) -> None:
         """Listen to one more worker."""
         self.doors[door.worker] = door
         self._returning.discard(door.worker)
@@ -143,7 +131,7 @@ class Service:
         """Do what the supervisor asks for."""
         order, fds = self.control.receive()
         if order["kind"] == "worker":
-            self.admit(ServerDoor(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
+            self.admit(SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
             self.host.stop(order["reason"])
         elif order["kind"] == "expected":
@@ -173,7 +161,7 @@ class Service:
         self._wakeup.recv(64)
         self.host.stop(TERMINATED)
 
-    def _serve(self, door: ServerDoor) -> None:
+    def _serve(self, door: SharedMemoryPeer) -> None:
         try:
             message = door.receive()
         except ProtocolError as error:
@@ -198,7 +186,7 @@ class Service:
         if told is not None:
             self.host.handle(told)
 
-    def _take(self, door: Door, push: Push) -> None:
+    def _take(self, door: Peer, push: Push) -> None:
         """A push whose bytes are none is its worker's fault: nothing has changed, and the worker is sent away."""
         self._keep_time(push.worker, door.timing)
         try:
@@ -207,7 +195,7 @@ class Service:
             self.control.send({"kind": "note", "text": f"worker {door.worker}: {error}"})
             self._send_off(door)
 
-    def welcome(self, door: Door, hello: Hello) -> None:
+    def welcome(self, door: Peer, hello: Hello) -> None:
         """Let a worker join, if it brings the model and the data that this run is about."""
         wrong = differing(self._expected, hello.facts)
         if hello.slot.sizes[0] != self.host.server.weights.numel():
@@ -225,7 +213,7 @@ class Service:
         """The most bytes of an encoded push and of an encoded reply, as workers must know them too."""
         return self.host.server.codecs.capacities
 
-    def _refuse(self, door: Door, why: str) -> None:
+    def _refuse(self, door: Peer, why: str) -> None:
         self.control.send({"kind": "note", "text": f"worker {door.worker} was refused: {why}"})
         self._send_off(door)
 
@@ -238,7 +226,7 @@ class Service:
         self._poll.unregister(line.fileno())
         del self._callbacks[line.fileno()]
 
-    def _send_off(self, door: Door) -> None:
+    def _send_off(self, door: Peer) -> None:
         """A worker is gone for good, or is to be."""
         self._stop_listening(door)
         door.close()

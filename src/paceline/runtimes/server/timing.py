@@ -1,4 +1,4 @@
-"""Where a real run's time goes: a stopwatch in each worker, and the server's account of what they tell it."""
+"""Where a real run's time goes: the server's account of the timings that workers send with their pushes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,6 @@ KEPT = 2000
 WARM_UP = 10
 LEVELS = 33
 RECENT = 33
-
-
-class Stopwatch:
-    """Started by each reply; `step()` ends a step, and says how long the exchange before it took."""
-
-    def __init__(self) -> None:
-        self._pushed = time.perf_counter()
-        self._arrived: float | None = None
-        self.replied()
-
-    def step(self) -> Timing:
-        """The step is done and about to be pushed."""
-        self._pushed = time.perf_counter()
-        return Timing(time.process_time() - self._cpu, self._pushed - self._began, self._waited)
-
-    def arrived(self) -> None:
-        """The reply has come, and its step may have to wait for its turn on this processor."""
-        self._arrived = time.perf_counter()
-
-    def replied(self) -> None:
-        """The reply has come: the next step begins."""
-        self._began, self._cpu = time.perf_counter(), time.process_time()
-        self._waited = (self._arrived or self._began) - self._pushed
-        self._arrived = None
 
 
 class Told(NamedTuple):

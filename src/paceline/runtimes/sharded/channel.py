@@ -1,4 +1,4 @@
-"""Between the first server and another of its run: small messages both ways, and tensors where they are awaited."""
+"""The connection between the first server and a shard: small messages both ways, and tensors if they are expected."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from paceline.transports.frames import (
 
 Message = dict[str, Any]
 FILLED: Message = {"filled": True}
-"""The tensors that were awaited are there."""
+"""Received when the expected tensors are complete."""
 
 
 class Link:
-    """Sends and receives without waiting; a link that is gone is a ConnectionError."""
+    """Sends and receives without blocking. Raises ConnectionError if the other side is gone."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -39,19 +39,19 @@ class Link:
         self._filler = Filler(self._message())
         self._places: list[memoryview] = []
         self.last_heard = time.monotonic()
-        """When bytes came last, of a message that may not be whole yet."""
+        """When bytes came last, even if their message is not complete yet."""
 
     def fileno(self) -> int:
-        """Of the connection."""
+        """The connection's descriptor."""
         return self.connection.fileno()
 
     @property
     def wants_write(self) -> bool:
-        """Whether `flush` is to be called as soon as the connection takes bytes."""
+        """Whether to call `flush` when the connection accepts bytes."""
         return bool(self._outbox)
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
-        """Queue a message, and tensors that nobody changes until they are gone; send what goes at once."""
+        """Queue a message and tensors, and send as much as possible at once. The tensors must not change until sent."""
         self._outbox.add(fields_frame(Kind.SHARD, message, MOST_SHARD))
         if tensors:
             bodies = [view(tensor.view(-1)) for tensor in tensors]
@@ -59,15 +59,15 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Go on sending."""
+        """Continue sending."""
         self._outbox.flush(self.connection.send)
 
     def expect(self, tensors: Sequence[Tensor]) -> None:
-        """The next tensors that come are to fill these; `receive` says when they have."""
+        """Receive the next tensors into these. `receive` returns FILLED when they are complete."""
         self._places = [view(tensor.view(-1)) for tensor in tensors]
 
     def receive(self) -> Message | None:
-        """The next message; None when it is not all there yet."""
+        """Return the next message, or None if it is not complete yet."""
         whole = self._filler.fill(self._receive_into)
         if whole is None:
             return None
@@ -87,11 +87,11 @@ class Link:
         if kind is Kind.SHARD:
             return (yield from read_fields(nbytes))
         if nbytes != awaited:
-            raise ProtocolError(f"tensors of {nbytes} bytes, where {awaited} are awaited")
+            raise ProtocolError(f"tensors of {nbytes} bytes, not the expected {awaited}")
         yield from self._places
         self._places = []
         return FILLED
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.connection.close()

@@ -1,4 +1,4 @@
-"""A worker's doors to all servers of a run, as one: a push goes to all, and they answer at one version."""
+"""A worker's connections to all servers of a sharded run, as one transport: every server gets its part of a push."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.errors import Forgotten, PacelineError, ProtocolError, UserError
 from paceline.runtimes.sharded.spans import Coding
 from paceline.transports.connection import ANYWHERE, parse_address
-from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpWorkerDoor
+from paceline.transports.protocol import Timing, Transport
+from paceline.transports.tcp_client import TcpClient
 
-OpenDoor: TypeAlias = Callable[[str, str | None], TcpWorkerDoor]
-"""To a server at an address, with a certificate of this fingerprint."""
+OpenClient: TypeAlias = Callable[[str, str | None], TcpClient]
+"""Create a client for the server at an address, with a certificate of this fingerprint."""
 CodingOf: TypeAlias = Callable[[slice], Coding]
-"""How the parts of pushes and replies of a range are encoded."""
+"""The codecs for a range of the weights."""
 LOOK_SECONDS = 0.5
 OVER_SECONDS = 5.0
 FORGOTTEN_SECONDS = 90.0
-"""How long the first server may take to find out that we are of no use to another."""
+"""How long the first server may take to notice that another server has lost this worker."""
 
 
 @dataclass
 class _Part:
-    """One server: the door to it, its range of the weights, and what crosses there."""
+    """One server: its client, its range of the weights, and its part of the worker's buffers."""
 
-    door: TcpWorkerDoor
+    client: TcpClient
     span: slice
     coding: Coding
     memory: Memory = field(default_factory=lambda: Memory.private(Sizes(0)))
 
     def of(self, whole: Memory, with_rest: bool) -> Memory:
-        """Its part of a worker's memory."""
+        """Make its part of the worker's buffers."""
         self.memory = whole.part(self.span, with_rest, *self.coding.capacities)
         return self.memory
 
     def cut(self, update: Tensor) -> Tensor:
-        """Its part of a push."""
+        """Return its part of a push."""
         push = self.coding.push
         return update[self.span] if push is None else self.memory.update[: push.cut(update, self.memory.update)]
 
     def paste(self, whole: Memory) -> None:
-        """Put its part of an encoded reply where the worker decodes all of it."""
+        """Copy its part of an encoded reply to where the worker decodes the whole."""
         pull, nbytes = self.coding.pull, self.memory.num_pulled
         if pull is not None and nbytes:
             pull.paste(self.memory.pulled[:nbytes], whole.pulled)
@@ -56,25 +56,25 @@ class _Part:
             whole.num_pulled, self.memory.num_pulled = whole.sizes.pulled, 0
 
 
-class ShardDoors:
-    """The worker's only door, whatever the number of servers. The first alone decides; the others have parts."""
+class ShardedClient(Transport):
+    """One transport to any number of servers. The first server decides; the others hold parts of the weights."""
 
-    def __init__(self, address: str, open_door: OpenDoor, first: TcpWorkerDoor) -> None:
-        self._host, self._open = parse_address(address)[0], open_door
+    def __init__(self, address: str, open_client: OpenClient, first: TcpClient) -> None:
+        self._host, self._open = parse_address(address)[0], open_client
         self._first = first
         self._own: _Part | None = None
-        """Of the first server, where it is not the only one."""
+        """The first server's part, if there are several servers."""
         self._others: list[_Part] = []
         self._memory: Memory | None = None
         self._pool: ThreadPoolExecutor | None = None
         self.farewell: str | None = None
 
     def apply(self, fields: Mapping[str, Any], patience: float) -> dict[str, Any]:
-        """Ask the first server for a place."""
+        """Ask the first server to join."""
         return self._first.apply(fields, patience)
 
     def reach(self, welcome: Mapping[str, Any], size: int, coding_of: CodingOf) -> None:
-        """Find the other servers, which the first one's welcome names."""
+        """Connect to the other servers, which the first one's welcome names."""
         self._forsake_others()
         self._own = None
         shards = welcome.get("shards")
@@ -87,40 +87,44 @@ class ShardDoors:
             )
         spans = [slice(*shard["span"]) for shard in shards]
         self._own = _Part(self._first, spans[0], coding_of(spans[0]))
-        who = {"worker": welcome["worker"], "incarnation": welcome["incarnation"]}
+        known = {"worker": welcome["worker"], "incarnation": welcome["incarnation"]}
         for shard, span in zip(shards[1:], spans[1:], strict=True):
             host, port = parse_address(shard["address"])
             host = self._host if host in ANYWHERE else host
-            door = self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", shard["fingerprint"])
-            self._others.append(_Part(door, span, coding_of(span)))
-            door.apply(who)
+            client = self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", shard["fingerprint"])
+            self._others.append(_Part(client, span, coding_of(span)))
+            client.apply(known)
         self._pool = ThreadPoolExecutor(len(self._others), "paceline-shard")
 
     def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
-        """Say what we bring to every server, and wait for the first weights."""
+        """Join at every server, and wait for the first weights."""
         own, self._memory = self._own, memory
         if own is None:
             return self._first.hello(join, memory, facts)
 
         def ask(part: _Part) -> Reply | None:
-            return part.door.hello(join, part.of(memory, with_rest=False), {})
+            return part.client.hello(join, part.of(memory, with_rest=False), {})
 
         return self._together(lambda: self._first.hello(join, own.of(memory, with_rest=True), facts), ask)
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
-        """Send every server its part of a push and wait for all replies; None when one is gone for good."""
+        """Send every server its part of a push and wait for all replies. Return None if a server is gone for good."""
         own = self._own
         if own is None:
             return self._first.exchange(push, timing)
 
         def ask(part: _Part) -> Reply | None:
-            return part.door.exchange(push._replace(update=part.cut(push.update), state=push.state[:0]), timing)
+            return part.client.exchange(push._replace(update=part.cut(push.update), state=push.state[:0]), timing)
 
         reply = self._together(lambda: self._first.exchange(push._replace(update=own.cut(push.update)), timing), ask)
         assert self._memory is not None
         for part in (own, *self._others):
             part.paste(self._memory)
         return reply
+
+    def report(self, figures: dict[str, float]) -> None:
+        """Send metrics that belong in the run's result to the first server, which keeps the run's folder."""
+        self._first.report(figures)
 
     def _together(self, ask_first: Callable[[], Reply | None], ask: Callable[[_Part], Reply | None]) -> Reply | None:
         assert self._pool is not None
@@ -134,7 +138,7 @@ class ShardDoors:
             self._forsake_others()
             return None
         for part, future in zip(self._others, asked, strict=True):
-            if reply.over:  # what the others would say is of no use any more
+            if reply.over:  # the other replies do not matter any more
                 wait([future], OVER_SECONDS)
                 continue
             answer = self._await(future)
@@ -148,8 +152,11 @@ class ShardDoors:
         return reply
 
     def _await(self, future: Future[Reply | None]) -> Reply | None:
-        """The reply of another server. It may be gone for ever, or know us no more: then so does the first, which is
-        asked by beats meanwhile, and soon tells us to join anew."""
+        """Wait for the reply of another server.
+
+        If that server is gone or has lost this worker, the first server drops the worker too, and its answer to a
+        heartbeat says so.
+        """
         deadline: float | None = None
         while True:
             done, _ = wait([future], LOOK_SECONDS)
@@ -164,20 +171,20 @@ class ShardDoors:
                 time.sleep(LOOK_SECONDS)
 
     def _forsake_others(self) -> None:
-        """They are of a run that has forgotten us, or is over."""
+        """Close the connections to the other servers, because the run is over or has lost this worker."""
         for part in self._others:
-            part.door.abandon()
+            part.client.abandon()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
         for part in self._others:
-            part.door.close()
+            part.client.close()
         self._others = []
 
     def close(self) -> None:
-        """Say good-bye to all."""
+        """Leave the run at all servers."""
         for part in self._others:
-            part.door.close()
+            part.client.close()
         self._first.close()
         self._others = []
         if self._pool is not None:

@@ -14,12 +14,11 @@ from paceline.core.messages import Input, Push
 from paceline.errors import ProtocolError
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.remote_service import BUSY_SECONDS, ClusterService, OwnLine
-from paceline.runtimes.server.service import Door
 from paceline.runtimes.sharded.channel import Message
 from paceline.runtimes.sharded.orders import Part, is_finite, spoil
 from paceline.runtimes.sharded.peers import Shard, Shards
 from paceline.transports.listener import Listener
-from paceline.transports.protocol import Hello
+from paceline.transports.protocol import Hello, Peer
 
 VOTE_SECONDS = 60.0
 """How long a worker may take to bring the other servers their parts of what it brought the first."""
@@ -140,7 +139,7 @@ class ShardedService(ClusterService):
 
     # workers
 
-    def _take(self, door: Door, push: Push) -> None:
+    def _take(self, door: Peer, push: Push) -> None:
         """A push is handed on when everybody has its part of it."""
         if self._came_before(push):
             super()._take(door, push)
@@ -178,7 +177,7 @@ class ShardedService(ClusterService):
     def _capacities(self) -> tuple[int | None, int | None]:
         return self._shards.coding.capacities
 
-    def welcome(self, door: Door, hello: Hello) -> None:
+    def welcome(self, door: Peer, hello: Hello) -> None:
         """So is a worker let in; its memory here is the part of one that `gather` can fill."""
         weights = self.host.server.weights
         whole = hello.slot.widened(weights.new_zeros(weights.shape), self._shards.own)
@@ -188,7 +187,7 @@ class ShardedService(ClusterService):
 
         self._wait_for(Part(door.worker, door.incarnation, -1), act)
 
-    def _send_off(self, door: Door) -> None:
+    def _send_off(self, door: Peer) -> None:
         for part in [part for part in self._pending if part[:2] == (door.worker, door.incarnation)]:
             del self._pending[part]
         super()._send_off(door)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.environment import package_version
-from paceline.transports.auth import VARIABLE
+from paceline.transports.auth import TOKEN_VARIABLE
 from paceline.transports.connection import format_address, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls
 
@@ -80,7 +80,7 @@ class Retinue:
             words += ["--fingerprint", self._tls.fingerprint]
         return subprocess.Popen(
             [sys.executable, "-m", "paceline", "shard", *words],
-            env={**os.environ, **({VARIABLE: self._token.decode()} if self._token else {})},
+            env={**os.environ, **({TOKEN_VARIABLE: self._token.decode()} if self._token else {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is for the first server, which tells the others
@@ -111,7 +111,7 @@ def serve_part(
     listen = listen or ("127.0.0.1:0" if here else "0.0.0.0:0")
     if not token and not is_loopback(parse_address(listen)[0]):
         raise UserError(
-            f"--listen {listen} lets other machines in: give the run's token, by --token-file or {VARIABLE}"
+            f"--listen {listen} lets other machines in: give the run's token, by --token-file or {TOKEN_VARIABLE}"
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         own = server_tls(*make_certificate(Path(folder))) if tls is not None else None
@@ -121,7 +121,7 @@ def serve_part(
     from paceline.runtimes.sharded.shard import ShardService
     from paceline.system.memory import allow_many_files, keep_freed_memory
     from paceline.transports.listener import Listener
-    from paceline.transports.tcp_client import TcpWorkerDoor
+    from paceline.transports.tcp_client import TcpClient
 
     keep_freed_memory()
     allow_many_files()
@@ -134,7 +134,7 @@ def serve_part(
             "pid": os.getpid(),
         }
         while True:
-            door = TcpWorkerDoor(connect, token, tls)
+            door = TcpClient(connect, token, tls)
             door.apply(words, patience, beats=False)
             with torch.inference_mode():
                 ended = ShardService(Link(door.detach()), listener, console.note).run()

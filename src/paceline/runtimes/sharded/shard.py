@@ -26,8 +26,8 @@ from paceline.runtimes.sharded.channel import FILLED, Link, Message
 from paceline.runtimes.sharded.orders import Part, from_words, is_finite, sent_to, spoil, tensors_of
 from paceline.runtimes.sharded.spans import Coding, coding_of, part_of
 from paceline.transports.listener import Applicant, Listener
-from paceline.transports.protocol import Hello
-from paceline.transports.tcp_server import Heard, TcpServerDoor
+from paceline.transports.protocol import Heard, Hello
+from paceline.transports.tcp_server import TcpPeer
 
 GRACE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
@@ -64,7 +64,7 @@ class ShardService:
         self._server: Server | None = None
         self._coding = Coding()
         self._opened: Opened | None = None
-        self._doors: dict[tuple[int, int], TcpServerDoor] = {}
+        self._doors: dict[tuple[int, int], TcpPeer] = {}
         """By worker and incarnation: a newcomer may be here before we are told that the one before it is gone."""
         self._parts: dict[tuple[int, int], Push] = {}
         self._memories: dict[int, Memory] = {}
@@ -107,7 +107,7 @@ class ShardService:
         """Every worker has taken its last reply along, or has had the time for it."""
         return self._ended is not None and (not self._doors or time.monotonic() > self._ended + GRACE_SECONDS)
 
-    def _watch(self, line: Link | TcpServerDoor) -> None:
+    def _watch(self, line: Link | TcpPeer) -> None:
         if line.fileno() >= 0:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.wants_write else 0)
             key = self._selector.get_key(line)
@@ -206,7 +206,7 @@ class ShardService:
         self._selector.register(door, selectors.EVENT_READ, lambda: self._serve(door))
         self._watch(door)
 
-    def _serve(self, door: TcpServerDoor) -> None:
+    def _serve(self, door: TcpPeer) -> None:
         if door.wants_write:
             door.flush()
         try:
@@ -229,7 +229,7 @@ class ShardService:
             assert isinstance(message, Heard) or message.worker == door.worker
         self._watch(door)
 
-    def _take(self, door: TcpServerDoor, push: Push) -> None:
+    def _take(self, door: TcpPeer, push: Push) -> None:
         """A part of a push: tell the first server of it, and keep it until the order comes."""
         member = self._known.members.get(push.worker)
         if member is not None and member.incarnation == push.incarnation and push.seq <= member.seq:
@@ -252,12 +252,12 @@ class ShardService:
         if self._ended is None:
             self._link.send({"part": part, "finite": finite, "nbytes": nbytes})
 
-    def _hang_up(self, door: TcpServerDoor) -> None:
+    def _hang_up(self, door: TcpPeer) -> None:
         if door.fileno() >= 0:
             self._selector.unregister(door)
             door.close()
 
-    def _forget(self, door: TcpServerDoor) -> None:
+    def _forget(self, door: TcpPeer) -> None:
         self._hang_up(door)
         key = door.worker, door.incarnation
         if self._doors.get(key) is door:

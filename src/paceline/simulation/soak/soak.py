@@ -16,7 +16,6 @@ from paceline.simulation.soak.violation import Broken
 
 TWICE = 4
 PROGRESS_SECONDS = 5.0
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{name} {counter[name]}" for name in sorted(counter)) or "none"
 
 
-def soak(seeds: int, first: int, say: Say, table: Path | None = None) -> Summary:
+def soak(seeds: int, first: int, say: Callable[[str], None], table: Path | None = None) -> Summary:
     """Try seed after seed until one breaks a promise; its table of faults is then made as short as it gets.
 
     Ctrl-C ends it early, with what was found so far.
@@ -158,7 +157,7 @@ def soak(seeds: int, first: int, say: Say, table: Path | None = None) -> Summary
     return summary
 
 
-def _try_seeds(summary: Summary, say: Say, table: Path | None) -> None:
+def _try_seeds(summary: Summary, say: Callable[[str], None], table: Path | None) -> None:
     next_line = summary.began + PROGRESS_SECONDS
     for seed in range(summary.first, summary.first + summary.asked):
         trial = draw(seed)

@@ -15,7 +15,7 @@ import triton.language as tl
 from paceline.simulation.lab.kernels.masks import kept
 
 LOST = tl.constexpr(4)
-VARIABLE = ("R", "S", "batch", "owner_step", "bias_step", "chunk", "splits")
+TOKEN_VARIABLE = ("R", "S", "batch", "owner_step", "bias_step", "chunk", "splits")
 """Numbers that differ from family to family: no kernel is compiled again for them."""
 
 
@@ -48,7 +48,7 @@ def _larger(best, won, other, number):
     return tl.where(take, other, best), tl.where(take, number, won)
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def forward(
     x, samples, w, owner, bias, bias_owner, y, winner, low, high, at_pointer,
     R, S, batch, owner_step, bias_step, w_row, w_k, w_o, bias_row,
@@ -125,7 +125,7 @@ def flow_back(
         tl.store(flow + first + ((member // 2) * FW + member % 2) * O, handed, mask=there)
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def weight_gradient(
     x, samples, flow, partial, at_pointer, R, S, chunk, splits,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, SIZE: tl.constexpr,
@@ -161,7 +161,7 @@ def weight_gradient(
     tl.store(partial + out, total, mask=(k <= K)[:, None] & (o < O)[None, :])
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def gather_gradient(
     partial, gradient, splits, row, weight_offset, bias_offset,
     C: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -181,7 +181,7 @@ def gather_gradient(
     tl.store(gradient + r.to(tl.int64) * row + target, total, mask=there)
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def spread_weights(
     w, owner, out, turned, at_pointer, owner_step, row, offset,
     C: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -198,7 +198,7 @@ def spread_weights(
     tl.store(turned + r.to(tl.int64) * (O * C * TAPS) + ((TAPS - 1 - tap) * O + o) * C + c, value, mask=there)
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def input_gradient(
     flow, w, below, winner, S,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,

@@ -13,7 +13,7 @@ import triton.language as tl
 from paceline.simulation.lab.kernels.convolution import flow_back
 from paceline.simulation.lab.kernels.masks import kept
 
-VARIABLE = ("R", "S", "batch", "owner_step", "out_row", "out_block", "SHIFT", "tiles", "splits")
+TOKEN_VARIABLE = ("R", "S", "batch", "owner_step", "out_row", "out_block", "SHIFT", "tiles", "splits")
 """Numbers that differ from family to family: no kernel is compiled again for them."""
 
 
@@ -32,7 +32,7 @@ def _loss_gradient(logits, n, ok, s, r, at, labels, samples, sample_weights, los
     return (raised / total[:, None] - tl.where(hit, 1.0, 0.0)) * weight[:, None]
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def lenet_head(
     x, below, winner, labels, samples, sample_weights, w, owner, out, losses, at_pointer,
     R, S, w_row, owner_step, out_row, out_block, W1, B1, W2, B2, W3, B3, SHIFT,
@@ -98,7 +98,7 @@ def lenet_head(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def project(
     x, w, owner, partial, at_pointer, S, owner_step, tiles, w_row, W1,
     J: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, PRECISION: tl.constexpr,
@@ -119,7 +119,7 @@ def project(
     tl.store(partial + out, total, mask=(s < S)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def cnn_head(
     partial, dh, labels, samples, sample_weights, w, owner, out, losses, low, high, at_pointer,
     R, S, batch, splits, w_row, owner_step, out_row, out_block, B1, W2, B2, SHIFT,
@@ -158,7 +158,7 @@ def cnn_head(
     tl.store(dh + (r.to(tl.int64) * S + s)[:, None] * N1 + n1[None, :], d1, mask=there)
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=TOKEN_VARIABLE)
 def project_back(
     x, dh, below, winner, w, owner, gradient, at_pointer, S, owner_step, w_row, row, W1,
     PH: tl.constexpr, PW: tl.constexpr, CHANNELS: tl.constexpr, MARGIN: tl.constexpr, RAISED: tl.constexpr,
