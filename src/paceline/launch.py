@@ -145,7 +145,7 @@ def _train_here(
     from paceline.assembly.run import make_join, make_seat, make_server, work_of
     from paceline.assembly.task import make_task, prepare_device
     from paceline.runs.recovery import rebuild
-    from paceline.runtimes.local.in_process import run_inline
+    from paceline.runtimes.local.in_process import Turns, run_inline
     from paceline.runtimes.server.host import Host
     from paceline.system.memory import keep_freed_memory
 
@@ -163,13 +163,14 @@ def _train_here(
 
     rebuilt = rebuild(server, seat, task, config, folder, console.report) if incarnation else None
     seconds = rebuilt.now if rebuilt is not None else 0.0
-    host = Host(server, task, work, config, folder, console.report, seconds, facts_of(config, location))
+    turns, facts = Turns(), facts_of(config, location)
+    host = Host(server, task, work, config, folder, console.report, turns, seconds, facts)
     if rebuilt is not None:
         host.go_on(rebuilt)
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with stop_signals(console.report) as reason:
         delays = parse_delays(config.delay or [], config.workers or 1)
-        run_inline(host, seats, lambda: reason[0] if reason else None, delays)
+        run_inline(host, turns, seats, lambda: reason[0] if reason else None, delays)
         result = host.finish()
     host.close()
     return result

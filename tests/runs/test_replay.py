@@ -12,7 +12,7 @@ from paceline.core.messages import Join, Push, Rate, Stop, Verdict
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
-from paceline.runtimes.local.in_process import run_inline
+from paceline.runtimes.local.in_process import Turns, run_inline
 
 pytestmark = pytest.mark.long
 
@@ -93,9 +93,10 @@ def test_a_cut_between_a_rejoin_and_its_first_push_starts_the_newcomer_from_fres
 
 
 def test_a_run_of_the_inline_runtime_replays(record: Record) -> None:
-    run = record(strategy="async", workers=3)
+    turns = Turns()
+    run = record(runtime=turns, strategy="async", workers=3)
     joins = [Join(worker, 0, None, 1) for worker in range(3)]
-    run_inline(run.host, [run.make_seat(join) for join in joins], lambda: None)
+    run_inline(run.host, turns, [run.make_seat(join) for join in joins], lambda: None)
     run.close()
     assert run.server.over
     assert max(run.server.staleness) == 2

@@ -20,31 +20,25 @@ LEAST_SPREAD = 0.125
 class Patience:
     """One worker: since when it is its turn, and how long it kept silent on earlier turns."""
 
-    __slots__ = ("_limit", "_silences", "since")
+    __slots__ = ("learned", "silences", "since")
 
     def __init__(self) -> None:
         self.since: float | None = None
-        self._silences: deque[float] = deque(maxlen=WINDOW)
-        self._limit: float | None = None
-
-    def learn(self, now: float) -> None:
-        """A message came; how long it took teaches something if it was the worker's turn."""
-        if self.since is not None:
-            silence = now - self.since
-            self._silences.append(silence if silence > 0.0 else 0.0)
-            self._limit = None
+        self.silences: deque[float] = deque(maxlen=WINDOW)
+        self.learned: float | None = None
+        """The limit that the silences give; None until it is asked for."""
 
     def limit(self, deadlines: Deadlines) -> float:
-        if self._limit is None:
-            self._limit = self._learned(deadlines)
-        return self._limit
+        if self.learned is None:
+            self.learned = self._learn(deadlines)
+        return self.learned
 
-    def _learned(self, deadlines: Deadlines) -> float:
-        least = deadlines.start if len(self._silences) < FEWEST else deadlines.floor
-        if not self._silences:
+    def _learn(self, deadlines: Deadlines) -> float:
+        least = deadlines.start if len(self.silences) < FEWEST else deadlines.floor
+        if not self.silences:
             return least
-        middle = median(self._silences)
-        spread = median(abs(silence - middle) for silence in self._silences)
+        middle = median(self.silences)
+        spread = median(abs(silence - middle) for silence in self.silences)
         usual = middle + deadlines.k * max(spread, LEAST_SPREAD * middle)
         return min(max(usual, least), deadlines.ceiling)
 
@@ -78,20 +72,22 @@ class Deadlines:
 
     def asked(self, worker: int, now: float) -> None:
         """A reply went out: it is this worker's turn."""
-        self._of(worker).since = now
+        patience = self._workers.get(worker) or self._of(worker)
+        patience.since = now
 
     def heard(self, worker: int, now: float) -> None:
         """Its push came (or its join): until the next reply the server has the turn."""
-        patience = self._of(worker)
-        patience.learn(now)
-        patience.since = None
+        patience = self._workers.get(worker) or self._of(worker)
+        if patience.since is not None:
+            silence = now - patience.since
+            patience.silences.append(silence if silence > 0.0 else 0.0)
+            patience.learned = patience.since = None
 
     def beat(self, worker: int, now: float) -> None:
-        """A sign of life that is no push: it is still its turn, and silence counts from here."""
-        patience = self._of(worker)
-        patience.learn(now)
-        if patience.since is not None:
-            patience.since = now
+        """Record a heartbeat: it is still the worker's turn, and silence counts from here."""
+        if self._of(worker).since is not None:
+            self.heard(worker, now)
+            self.asked(worker, now)
 
     def forget(self, worker: int) -> None:
         """It is gone; should it return it is new."""

@@ -23,8 +23,8 @@ from paceline.config import RunConfig, from_dict, places_of
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import Forgotten
+from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.server.timing import Stopwatch
-from paceline.runtimes.server.worker_hosts import own_place
 from paceline.runtimes.sharded.client import ShardDoors
 from paceline.runtimes.sharded.spans import coding_of
 from paceline.settings.durations import parse_delays

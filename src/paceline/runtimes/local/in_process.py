@@ -15,23 +15,38 @@ from paceline.core.messages import Reply
 from paceline.core.worker import Seat
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import Runtime
 from paceline.settings.durations import Delay
 
 
-def run_inline(
-    host: Host, seats: Iterable[Seat], stopped: Callable[[], str | None], delays: Mapping[int, Delay] | None = None
-) -> None:
-    """Drive the seats in turn until the server says it is over; `stopped` gives a reason to end early, or None."""
-    by_worker = {seat.join.worker: seat for seat in seats}
-    turn: deque[Seat] = deque()
+class Turns(Runtime):
+    """The runtime of workers that take turns in this process: a reply queues its worker."""
 
-    def deliver(reply: Reply) -> None:
-        seat = by_worker[reply.worker]
+    def __init__(self) -> None:
+        self.seats: dict[int, Seat] = {}
+        self.queue: deque[Seat] = deque()
+
+    def send(self, reply: Reply, with_state: bool) -> None:
+        """Give a worker its reply; its turn comes after those of the workers before it."""
+        seat = self.seats[reply.worker]
         seat.pending = reply
-        turn.append(seat)
+        self.queue.append(seat)
 
-    host.send = deliver
-    for seat in by_worker.values():
+
+def run_inline(
+    host: Host,
+    turns: Turns,
+    seats: Iterable[Seat],
+    stopped: Callable[[], str | None],
+    delays: Mapping[int, Delay] | None = None,
+) -> None:
+    """Drive the workers in turn until training is over; `turns` is the host's runtime.
+
+    `stopped` returns the reason to end early, or None.
+    """
+    turn = turns.queue
+    turns.seats.update({seat.join.worker: seat for seat in seats})
+    for seat in turns.seats.values():
         host.memories[seat.join.worker] = seat.memory
         host.handle(seat.join)
     while turn:

@@ -43,9 +43,21 @@ class Driver(Protocol):
     """Takes inputs through a server: a Host, which logs them and evaluates, or nobody but the server itself."""
 
     server: Server
-    send: Callable[[Reply], None]
 
     def handle(self, message: Input) -> None: ...
+
+
+class Inbox:
+    """The latest reply to this worker, put there by the driver of its server copy."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self.reply: Reply | None = None
+
+    def put(self, reply: Reply) -> None:
+        """Keep a reply to this worker; the other workers' copies answer the others."""
+        if reply.worker == self._worker:
+            self.reply = reply
 
 
 class Place:
@@ -99,18 +111,15 @@ class Replica:
         seat: Seat,
         ring: Ring,
         config: RunConfig,
+        inbox: Inbox,
         timekeeper: Timekeeper | None = None,
     ) -> None:
+        """`driver` puts its replies into `inbox`."""
         self._driver, self._seat, self._ring, self._config = driver, seat, ring, config
         self._join = seat.join
         self._timekeeper = timekeeper
         self._delay = parse_delays(config.delay or [], config.workers or 1).get(seat.join.worker)
-        self._reply: Reply | None = None
-        driver.send = self._take
-
-    def _take(self, reply: Reply) -> None:
-        if reply.worker == self._join.worker:
-            self._reply = reply
+        self._inbox = inbox
 
     def start(self, joins: list[Join | Leave]) -> None:
         """Everybody who is there joins, everybody who is not is not waited for."""
@@ -120,10 +129,10 @@ class Replica:
     def run(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Round after round until the budget is spent, or the first worker ends it; `stopping` is asked in between."""
         server, stopwatch = self._driver.server, Stopwatch()
-        while self._reply is not None and not self._reply.over and not server.over and not stopping():
+        while (reply := self._inbox.reply) is not None and not reply.over and not server.over and not stopping():
             self._ring.ready()
             stopwatch.replied()
-            push = self._compute(self._reply)
+            push = self._compute(reply)
             rounds = self._ring.exchange(push, stopwatch.step())
             if rounds.stop:
                 return

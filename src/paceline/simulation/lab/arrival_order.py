@@ -5,6 +5,7 @@ Taken from the pure Server under the simulator, so the lab follows every policy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +94,10 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
     model = TimingModel(num_floats, config.batch_size)
     servers: list[_TracedServer] = []
 
-    def start() -> Unlogged:
+    def start(send: Callable[[Reply], None]) -> Unlogged:
         parts = (make_rule(config, Layout((), 0)), make_policy(config), work.budget, make_schedule(config))
         servers.append(_TracedServer(torch.empty(0), *parts, num_workers, nbytes=4 * num_floats))
-        return Unlogged(servers[-1])
+        return Unlogged(servers[-1], send)
 
     def come(worker: int, incarnation: int) -> Seat:
         return Seat(model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker]))
