@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,11 @@ def _train_here(
     """`classic`, or several workers on one GPU: everything in this process; an incarnation above 0 resumes."""
     from paceline.assembly.run import make_join, make_seat, make_server, work_of
     from paceline.assembly.task import make_task, prepare_device
+    from paceline.core.messages import Reply
     from paceline.runs.recovery import rebuild
     from paceline.runtimes.local.in_process import run_inline
     from paceline.runtimes.server.host import Host
+    from paceline.runtimes.server.runtime import LocalRuntime
     from paceline.system.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -162,12 +165,14 @@ def _train_here(
 
     rebuilt = rebuild(server, seat, task, config, folder, console.report) if incarnation else None
     seconds = rebuilt.now if rebuilt is not None else 0.0
-    host = Host(server, task, work, config, folder, console.report, seconds, facts_of(config, location))
+    replies: deque[Reply] = deque()
+    runtime, facts = LocalRuntime(replies.append), facts_of(config, location)
+    host = Host(server, task, work, config, folder, console.report, runtime, seconds, facts)
     if rebuilt is not None:
         host.go_on(rebuilt)
     seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with stop_signals(console.report) as reason:
-        run_inline(host, seats, lambda: reason[0] if reason else None)
+        run_inline(host, replies, seats, lambda: reason[0] if reason else None)
         result = host.finish()
     host.close()
     return result

@@ -36,7 +36,7 @@ def watch_disk(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         deliver(reply)
 
     monkeypatch.setattr(run.host.log, "sync", synced)
-    run.host.send = sent
+    monkeypatch.setattr(run, "deliver", sent)
     return done
 
 
@@ -70,12 +70,13 @@ def test_inputs_that_come_together_are_synced_together(record: Record, monkeypat
     run = record(strategy="async", workers=3, durable=True)
     run.join_all()
     done = watch_disk(run, monkeypatch)
-    run.host.in_groups = True
+    assert run.runtime is not None
+    monkeypatch.setattr(run.runtime, "groups_inputs", True)
     for worker in range(3):
         run.push(worker)
     assert not done and run.server.version == 3
     run.host.commit()
-    run.host.commit()
+    assert not run.host.unsent
     assert done == ["sync", *(f"reply {worker} after 6 records" for worker in range(3))]
 
 

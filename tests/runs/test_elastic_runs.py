@@ -119,7 +119,7 @@ def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record
         asking.start()
         while asking.is_alive():
             run.host.look_for_requests()
-    assert answers == [{7: "it is not at work here; workers 0, 1 are"}]
+    assert answers == [{7: "it is not a worker of this run; these are: 0, 1"}]
     run.push(1)
     assert run.server.members[1].dismissed and not list(run.folder.requests.iterdir())
     kinds = [row["kind"] for row in read_events(run.folder.events_file)]

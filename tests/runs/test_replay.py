@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 
 import pytest
 import torch
 
-from paceline.core.messages import Join, Push, Rate, Stop, Verdict
+from paceline.core.messages import Join, Push, Rate, Reply, Stop, Verdict
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import newest_cut, write_cut
 from paceline.runtimes.local.in_process import run_inline
+from paceline.runtimes.server.runtime import LocalRuntime
 from tests.support.recorded_runs import Record, assert_same, cut_now, records_of
 from tests.support.rings import long_but
 
@@ -78,9 +80,10 @@ def test_a_cut_between_a_rejoin_and_its_first_push_starts_the_newcomer_from_fres
 
 
 def test_a_run_of_the_inline_runtime_replays(record: Record) -> None:
-    run = record(strategy="async", workers=3)
+    replies: deque[Reply] = deque()
+    run = record(runtime=LocalRuntime(replies.append), strategy="async", workers=3)
     joins = [Join(worker, 0, None, 1) for worker in range(3)]
-    run_inline(run.host, [run.make_seat(join) for join in joins], lambda: None)
+    run_inline(run.host, replies, [run.make_seat(join) for join in joins], lambda: None)
     run.close()
     assert run.server.over
     assert max(run.server.staleness) == 2

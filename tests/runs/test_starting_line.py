@@ -1,25 +1,25 @@
-"""The starting line of a run that goes on after a crash: who was lost before it is not waited for without end."""
+"""The start barrier of a run that resumes after a crash: a worker that was lost is not waited for without end."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from paceline.assembly.run import sizes_of
-from paceline.assembly.task import identity_of
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runtimes.server.remote_service import CEILING_SECONDS, ClusterService, OwnLine
-from paceline.transports.listener import Listener
+from paceline.runtimes.server.admission import CEILING_SECONDS, StartBarrier
+from paceline.runtimes.server.remote_service import OwnLine
+from paceline.runtimes.server.runtime import TcpPeers
+from paceline.runtimes.server.service import Dispatcher
 from tests.support.recorded_runs import Record, RecordedRun
 
 
 @contextlib.contextmanager
-def service_of(run: RecordedRun) -> Iterator[tuple[ClusterService, list[str]]]:
+def barrier_of(run: RecordedRun) -> Iterator[tuple[StartBarrier, list[str]]]:
     said: list[str] = []
-    line, listener = OwnLine(lambda row: said.append(row["text"])), Listener("127.0.0.1:0", b"")
-    expected, largest = identity_of(run.task), sizes_of(run.config, run.task, run.work)
-    with contextlib.closing(listener), line.connection, line._other:
-        yield ClusterService(run.host, line, expected, largest, listener), said
+    line = OwnLine(lambda row: said.append(row["text"]))
+    with line.connection, line._other:
+        dispatcher = Dispatcher(run.host, line, {})
+        yield StartBarrier(run.host, TcpPeers(), line, dispatcher.miss, "127.0.0.1:1"), said
 
 
 def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Record) -> None:
@@ -29,20 +29,19 @@ def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Re
     run.leave(1)
     run.push_at_random(2)
     run.resume()
-    with service_of(run) as (service, said):
-        service._begin_without_the_lost(100.0)
-        service._begin_without_the_lost(100.0 + 2 * CEILING_SECONDS)
+    with barrier_of(run) as (barrier, said):
+        barrier.give_up_lost(100.0)
+        barrier.give_up_lost(100.0 + 2 * CEILING_SECONDS)
         assert run.server.awaited == [0, 1], "while nobody is here nobody waits in vain"
         run.join(0)
-        service._begin_without_the_lost(300.0)
-        service._begin_without_the_lost(299.0 + CEILING_SECONDS)
+        barrier.give_up_lost(300.0)
+        barrier.give_up_lost(299.0 + CEILING_SECONDS)
         assert run.server.awaited == [1]
-        service._begin_without_the_lost(301.0 + CEILING_SECONDS)
+        barrier.give_up_lost(301.0 + CEILING_SECONDS)
         assert run.server.started and run.server.num_live == 1
         assert said == ["worker 1 did not come back within 60 s: the run goes on without it"]
         run.join(1)
         assert run.server.num_live == 2
-        run.host.send = run.deliver
         run.push_at_random(3)
         again = run.replay()
         run.close()
@@ -53,7 +52,7 @@ def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Re
 def test_a_new_run_waits_for_all_that_it_was_promised(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join(0)
-    with service_of(run) as (service, said):
+    with barrier_of(run) as (barrier, said):
         for now in (1.0, 1000.0):
-            service._begin_without_the_lost(now)
+            barrier.give_up_lost(now)
     assert run.server.awaited == [1] and not said

@@ -26,6 +26,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import Rebuilt, rebuild
 from paceline.runs.replay import Replay
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import LocalRuntime, Runtime
 from paceline.settings.resolve import resolve
 from paceline.tasks.supervised import SupervisedTask
 
@@ -77,14 +78,17 @@ class RecordedRun:
     seats: dict[int, Seat] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
+    runtime: Runtime | None = None
+    """Of the host; None: replies go to `deliver`."""
 
     def __post_init__(self) -> None:
         self.folder = RunFolder.create(self.config)
         self.task = small_task()
         self.work = work_of(self.task, self.config)
         self.server = make_server(self.config, self.task, self.work)
-        self.host = Host(self.server, self.task, self.work, self.config, self.folder, self.rows.append)
-        self.host.send = self.deliver
+        self.runtime = self.runtime or LocalRuntime(lambda reply: self.deliver(reply))
+        pieces = self.config, self.folder, self.rows.append
+        self.host = Host(self.server, self.task, self.work, *pieces, self.runtime)
         self._order = random.Random(self.seed)
         self.incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
 
@@ -147,8 +151,9 @@ class RecordedRun:
         self.server, self.seats = self.new_server(), {}
         pieces = self.config, self.folder, self.rows.append
         rebuilt = rebuild(self.server, self.make_seat, self.task, *pieces)
-        self.host, self.closed = Host(self.server, self.task, self.work, *pieces, rebuilt.now), False
-        self.host.send = self.deliver
+        assert self.runtime is not None
+        self.host = Host(self.server, self.task, self.work, *pieces, self.runtime, rebuilt.now)
+        self.closed = False
         self.host.go_on(rebuilt)
         return rebuilt
 
@@ -199,8 +204,8 @@ def record(tmp_path: Path) -> Iterator[Record]:
     """Make recorded runs whose files are closed when the test ends."""
     runs: list[RecordedRun] = []
 
-    def make(seed: int = 0, **settings: Any) -> RecordedRun:
-        runs.append(RecordedRun(small_config(tmp_path, **settings), seed))
+    def make(seed: int = 0, runtime: Runtime | None = None, **settings: Any) -> RecordedRun:
+        runs.append(RecordedRun(small_config(tmp_path, **settings), seed, runtime=runtime))
         return runs[-1]
 
     yield make

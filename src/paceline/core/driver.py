@@ -12,10 +12,9 @@ from paceline.core.server import Server
 class Unlogged:
     """Feeds inputs to the server; sends each worker its weights, then its reply."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, server: Server, send: Callable[[Reply], None]) -> None:
+        self.server, self.send = server, send
         self.memories: dict[int, Memory] = {}
-        self.send: Callable[[Reply], None] = _nobody
 
     def handle(self, message: Input) -> None:
         self.answer(self.server.handle(message).replies)
@@ -25,7 +24,3 @@ class Unlogged:
         for reply in replies:
             self.server.hand_out(reply, self.memories[reply.worker])
             self.send(reply)
-
-
-def _nobody(reply: Reply) -> None:
-    raise AssertionError(f"no simulation has said how to send {reply}")

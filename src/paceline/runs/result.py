@@ -1,4 +1,4 @@
-"""`result.json`: what a run came to, in the words of the published tables."""
+"""Make `result.json`: settings, scores, staleness, counts and the status of a run that has ended."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from paceline.config import RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
-from paceline.runs.folder import SCHEMA
+from paceline.runs.folder import SCHEMA, TIME_IS_UP, RunFolder, write_atomically
 from paceline.settings.rules import average_in_words
+from paceline.system.environment import environment
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
-    """One hash over all named tensors, in the order of their names."""
+    """Hash all named tensors into one digest, in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode() + b"\0")
@@ -27,7 +30,7 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
 
 
 class Trained(Protocol):
-    """What knows the names of trained tensors."""
+    """A model that knows the names of its trained tensors."""
 
     layout: Layout
 
@@ -37,13 +40,22 @@ class Trained(Protocol):
 
 
 def shared_state(server: Server, model: Trained) -> Tensor | None:
-    """The running statistics of all workers as one."""
+    """Average the running statistics (batch norm and the like) of all workers."""
     return model.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
 
 
 def trained_tensors(server: Server, model: Trained, live: bool = False) -> dict[str, Tensor]:
-    """What training came to, by name, as `load_state_dict` takes it: the evaluated weights, or the live ones."""
+    """The evaluated weights (or the live ones) by name, as `load_state_dict` takes them."""
     return model.state_dict(server.weights if live else server.evaluated, shared_state(server, model))
+
+
+def save_weights(folder: RunFolder, server: Server, model: Trained) -> dict[str, Tensor]:
+    """Write the evaluated weights, and the live ones if they are others; returns the evaluated ones by name."""
+    tensors = trained_tensors(server, model)
+    write_atomically(folder.weights_file, save(tensors))
+    if server.evaluated is not server.weights:
+        write_atomically(folder.live_weights_file, save(trained_tensors(server, model, live=True)))
+    return tensors
 
 
 def percentile(counts: Counter[int], share: float) -> int:
@@ -73,12 +85,12 @@ def staleness_summary(counts: Counter[int]) -> dict[str, float]:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has them, which knows no NaN and no infinity."""
+    """Replace NaN and infinity by None, since JSON has neither."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
-    """Accuracy in percent, loss and counts, under names that start with `prefix`; nulls for what was not measured."""
+    """Accuracy in percent, loss and counts, under names that start with `prefix`; None if not measured."""
     counted = scores is not None and bool(scores.per_class)
     return {
         f"{prefix}_accuracy": round(scores.accuracy, 4) if scores is not None and counted else None,
@@ -90,7 +102,7 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
 
 
 def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[str, Scores | None]) -> dict[str, Any]:
-    """The measured part of the result; status, environment and data origin are added by whoever ran it."""
+    """The settings, scores and counts of a run."""
     test = scores.get("test")
     settings = to_dict(config)
     named = ("strategy", "workers", "split", "rule", "optimizer", "lr", "momentum", "dataset", "model", "task", "seed")
@@ -123,8 +135,42 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
     }
 
 
+def status_of(server: Server, stop_reason: str | None) -> str:
+    """How the run ended: finished, diverged or stopped. A run that reaches its target or time limit is finished."""
+    if server.divergence is not None or not torch.isfinite(server.weights).all():
+        return "diverged"
+    as_asked = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP))
+    return "finished" if as_asked else "stopped"
+
+
+def make_result(
+    config: RunConfig,
+    server: Server,
+    seconds: float,
+    scores: dict[str, Scores | None],
+    tensors: dict[str, Tensor],
+    num_parameters: int,
+    stop_reason: str | None,
+    lost_workers: list[int],
+    *more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything that `result.json` holds; `more` are the rows that depend on how the run was made."""
+    status = status_of(server, stop_reason)
+    result = {
+        **summarise(config, server, seconds, scores),
+        "weights_sha256": weights_sha256(tensors),
+        "num_parameters": num_parameters,
+        "status": status,
+        "reason": why_diverged(config, server) if status == "diverged" else stop_reason,
+        "lost_workers": lost_workers,
+    }
+    for rows in more:
+        result |= rows
+    return {**result, "environment": environment()}
+
+
 def why_diverged(config: RunConfig, server: Server) -> str:
-    """What happened, the likely cause, and what to change."""
+    """Say what happened, the likely cause, and what to change."""
     found = server.divergence
     where = f"update {server.version} ({server.samples} samples)"
     what = (

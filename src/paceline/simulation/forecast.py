@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paceline.assembly.run import timing_server
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
-from paceline.core.messages import Join
+from paceline.core.messages import Join, Reply
 from paceline.core.schedules import Budget
 from paceline.core.worker import Seat
 from paceline.interfaces import Layout
@@ -44,8 +45,8 @@ def forecast(config: RunConfig, layout: Layout) -> Forecast:
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)
 
-    def start() -> Unlogged:
-        return Unlogged(timing_server(config, layout, budget))
+    def start(send: Callable[[Reply], None]) -> Unlogged:
+        return Unlogged(timing_server(config, layout, budget), send)
 
     agenda = Agenda()
     simulation = Simulation(

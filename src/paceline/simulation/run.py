@@ -15,7 +15,7 @@ from paceline.assembly.run import make_seat, make_server, timing_layout, timing_
 from paceline.assembly.task import make_task, prepare_device
 from paceline.assembly.work import Work
 from paceline.config import RunConfig, places_of
-from paceline.core.messages import Join
+from paceline.core.messages import Join, Reply
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.core.worker import Seat
@@ -25,6 +25,7 @@ from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, holding
 from paceline.runtimes.server.accounting import Spent
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.settings.durations import count
 from paceline.settings.fault_table import Fault, read_faults
 from paceline.settings.resolve import resolve
@@ -79,15 +80,16 @@ def _simulate(
     agenda = Agenda()
     hosts: list[Host] = []
 
-    def start_server() -> Host:
+    def start_server(send: Callable[[Reply], None]) -> Host:
         """The first time a new one; later, what checkpoint and log say it was."""
         server, rebuilt = crew.make_server(), None
         if hosts:
             hosts[-1].close()
             rebuilt = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
         so_far, facts = rebuilt.now if rebuilt is not None else 0.0, facts_of(config, location)
-        host = Host(server, crew.model, crew.work, config, folder, console.report, so_far, facts, lambda: agenda.now)
-        host.accounts.spent = lambda worker: _spent(simulation, worker)
+        runtime = SimulatedRuntime(send, lambda worker: _spent(simulation, worker))
+        parts = server, crew.model, crew.work, config, folder, console.report, runtime
+        host = Host(*parts, so_far, facts, lambda: agenda.now)
         if rebuilt is not None:
             host.go_on(rebuilt)
         hosts.append(host)
@@ -130,6 +132,18 @@ def _look_at_the_clock(simulation: Simulation, host: Host) -> None:
         agenda.stopped = True
     else:
         agenda.at(agenda.now + host.seconds_left, lambda host: _look_at_the_clock(simulation, host), host)
+
+
+class SimulatedRuntime(LocalRuntime):
+    """Replies go to the simulator, which measures where a worker's virtual time goes."""
+
+    def __init__(self, send: Callable[[Reply], None], time_shares: Callable[[int], Spent]) -> None:
+        super().__init__(send)
+        self._time_shares = time_shares
+
+    def time_shares(self, worker: int) -> Spent:
+        """Where a worker's time went."""
+        return self._time_shares(worker)
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,10 @@ class Cluster:
 
 
 class ServerSide(Protocol):
-    """Whoever keeps the server: takes inputs, writes weights into `memories`, and answers through `send`."""
+    """Drives the server: takes inputs, writes weights into `memories`, and sends replies."""
 
     server: Server
     memories: dict[int, Memory]
-    send: Callable[[Reply], None]
 
     def handle(self, message: Input) -> None: ...
 
@@ -101,13 +100,14 @@ class Simulation:
         cluster: Cluster,
         num_workers: int,
         make_seat: Callable[[int, int], Seat],
-        start_server: Callable[[], ServerSide],
+        start_server: Callable[[Callable[[Reply], None]], ServerSide],
         places: int | None = None,
         inject: Callable[[Simulation, Fault], None] | None = None,
     ) -> None:
         """`num_workers` join at the start; others, up to `places`, if a fault of kind `join` says so.
 
-        `inject` applies one fault of `cluster.faults` when its time comes.
+        `start_server` is given the function that sends a reply. `inject` applies one fault of `cluster.faults` when its
+        time comes.
         """
         assert inject is not None or not cluster.faults, "a cluster with faults needs what applies them"
         self._inject = inject
@@ -125,13 +125,8 @@ class Simulation:
         self._serving = False
         self._server_life = self.num_here = 0
         self.num_events = 0
-        self.side: ServerSide = self._attend(start_server())
+        self.side: ServerSide = start_server(self._send)
         assert self.side.server.nbytes == cluster.nbytes, "server and cluster speak of the same weights"
-
-    def _attend(self, side: ServerSide) -> ServerSide:
-        side.send = self._send
-        self.side = side
-        return side
 
     def run(self) -> None:
         """From everybody's join to the end of training, or until nobody is left."""
@@ -343,7 +338,7 @@ class Simulation:
     def restart_server(self) -> None:
         """A new server goes on from checkpoint and log; every worker's connection is broken, so all come anew."""
         self.wire.is_down = False
-        self._attend(self._start_server())
+        self.side = self._start_server(self._send)
         for worker in self.workers:
             if worker.seat is not None:
                 self.go(worker)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.runtimes.server.worker_hosts import Machines, own_place
+from paceline.runtimes.server.admission import Machines, own_place
 
 NOW = 1_800_000_000.0
 

@@ -17,12 +17,12 @@ from paceline.core.buffers import Memory, Sizes
 from paceline.core.messages import Join
 from paceline.errors import Forgotten, PacelineError, ServerLost, UserError
 from paceline.runs.folder import NOT_COME
-from paceline.runtimes.server import remote_service as cluster_server
-from paceline.runtimes.server.remote_service import ClusterService, OwnLine
-from paceline.runtimes.sharded import coordinator as sharded_server
+from paceline.runtimes.server import admission
+from paceline.runtimes.server.remote_service import OwnLine, RemoteService, SingleServer
+from paceline.runtimes.sharded import coordinator
 from paceline.runtimes.sharded import peers as shards
 from paceline.runtimes.sharded.channel import Link
-from paceline.runtimes.sharded.coordinator import ShardedService
+from paceline.runtimes.sharded.coordinator import Coordinator, ShardedPeers
 from paceline.runtimes.sharded.peers import Shards
 from paceline.system.environment import package_version
 from paceline.transports.listener import Applicant, Listener
@@ -35,8 +35,9 @@ from tests.support.waiting import until
 class First:
     """A run of two servers: the first is real and in a thread, the second is the test, and beats if it is told to."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run = RecordedRun(small_config(folder, strategy="async", workers=1))
+    def __init__(self, folder: Path, wait_seconds: float | None) -> None:
+        runtime = ShardedPeers()
+        self.run = RecordedRun(small_config(folder, strategy="async", workers=1), runtime=runtime)
         self.notes: list[str] = []
         self.error: PacelineError | None = None
         self.listener = Listener("127.0.0.1:0", b"token")
@@ -46,7 +47,9 @@ class First:
         host, largest = self.run.host, sizes_of(self.run.config, self.run.task, self.run.work)
         self.line = OwnLine(lambda row: self.notes.append(str(row.get("text"))))
         self.shards = Shards(host, [Applicant(ours, {"address": "127.0.0.1:1"})])
-        self.service = ShardedService(host, self.line, identity_of(self.run.task), largest, self.listener, self.shards)
+        gate = Coordinator(host.server, runtime, self.shards, largest)
+        expected = identity_of(self.run.task)
+        self.service = RemoteService(host, runtime, self.line, expected, self.listener, gate, wait_seconds)
         self.thread = threading.Thread(target=self._serve)
 
     def _serve(self) -> None:
@@ -82,11 +85,11 @@ class First:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., First]]:
     made: list[First] = []
 
-    def make(beats: bool, **seconds: float) -> First:
+    def make(beats: bool, wait_seconds: float | None = None, **seconds: float) -> First:
         for name, value in seconds.items():
-            module = next(one for one in (shards, cluster_server, sharded_server) if hasattr(one, name))
+            module = next(one for one in (shards, admission, coordinator) if hasattr(one, name))
             monkeypatch.setattr(module, name, value)
-        made.append(First(tmp_path))
+        made.append(First(tmp_path, wait_seconds))
         made[0].start(beats)
         return made[0]
 
@@ -107,7 +110,7 @@ def test_a_worker_that_brings_the_others_nothing_is_sent_away_and_may_come_again
     with pytest.raises(Forgotten) as forgotten:
         door.hello(Join(0, 0), Memory.private(sizes), facts_of(first))
     assert forgotten.value.welcome["worker"] == 0
-    assert "worker 0 did not bring every server its part in 0.2 s: it is sent away" in first.notes
+    assert "worker 0 did not send every server its part within 0.2 s: it is disconnected" in first.notes
     assert not first.run.server.members
     door.close()
 
@@ -155,4 +158,4 @@ def test_further_servers_are_not_taken_for_workers(make: Callable[..., First]) -
     words = {"version": package_version("paceline"), "shard": True}
     with pytest.raises(UserError, match="all 2 servers of this run are here"):
         TcpClient(first.listener.address, b"token").apply(words, beats=False)
-    assert "one server has all weights of this run" in ClusterService._no_room_for_servers(first.service)
+    assert "one server holds all weights of this run" in SingleServer.full

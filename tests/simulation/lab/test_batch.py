@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from paceline.assembly.run import make_seat, make_server, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
-from paceline.core.messages import Join
+from paceline.core.messages import Join, Reply
 from paceline.core.server import Server
 from paceline.core.worker import Seat
 from paceline.data.datasets import Dataset, load, locate
@@ -40,8 +41,8 @@ def simulated_server(config: RunConfig, dataset: Dataset) -> Server:
     work = work_of(task, config)
     sides: list[Unlogged] = []
 
-    def start() -> Unlogged:
-        sides.append(Unlogged(make_server(config, task, work)))
+    def start(send: Callable[[Reply], None]) -> Unlogged:
+        sides.append(Unlogged(make_server(config, task, work), send))
         return sides[-1]
 
     def come(worker: int, incarnation: int) -> Seat:

@@ -183,14 +183,14 @@ def _serve(order: _Order) -> dict[str, Any]:
     dataset = load(location, report=console.report) if location is not None else None
     line = OwnLine(console.report)
     facts = {**facts_of(config, location), "servers": entrance.num_servers}
-    host = make_host(config, dataset, folder, console.report, facts, resume)
-    assert host.work is not None
-    if not resume:
-        for warning in startup_warnings(config, location, host.work.skew):
-            console.note(warning)
     with Retinue(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
-        service = retinue.service(host, line, console)
-        service.wait_seconds = entrance.wait
+        peers = retinue.make_peers()
+        host = make_host(config, dataset, folder, console.report, peers, facts, resume)
+        assert host.work is not None
+        if not resume:
+            for warning in startup_warnings(config, location, host.work.skew):
+                console.note(warning)
+        service = retinue.service(host, peers, line, console, entrance.wait)
         known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **retinue.known}
         write_atomically(folder.server_file, json.dumps(known).encode())
         console.note(_where(listener.address))

@@ -17,11 +17,12 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.worker_loop import WorkerLoop
 
 
-def run_inline(host: Host, seats: Iterable[Seat], stopped: Callable[[], str | None]) -> None:
-    """Let the workers compute in turn until training is over. If `stopped` returns a reason, end early."""
+def run_inline(host: Host, replies: deque[Reply], seats: Iterable[Seat], stopped: Callable[[], str | None]) -> None:
+    """Let the workers compute in turn until training is over; the host's runtime appends its replies to `replies`.
+
+    If `stopped` returns a reason, end early.
+    """
     loops = {seat.join.worker: WorkerLoop(seat, host.config) for seat in seats}
-    replies: deque[Reply] = deque()
-    host.send = replies.append
     for worker, loop in loops.items():
         host.memories[worker] = loop.seat.memory
         host.handle(loop.seat.join)

@@ -24,10 +24,11 @@ from paceline.errors import ProtocolError, UserError, differing
 from paceline.runs.checkpoint import newest_cut, restore
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
-from paceline.runtimes.ring.replica import Place, Replica
+from paceline.runtimes.ring.replica import Inbox, Place, Replica
 from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
+from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.server.service import Control
 from paceline.system.memory import keep_freed_memory
 from paceline.system.shared_segment import Segment
@@ -105,10 +106,11 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
         place = _place(spec, dataset, 0)
         gathering = Gathering(place, control)
         seat = place.seat(gathering.ring)
-        hosting = _make_host(spec, dataset, place, control)
-        hosting.memories = place.memories(seat.memory)
+        inbox = Inbox(0)
+        hosting = _make_host(spec, dataset, place, control, LocalRuntime(inbox.put, way="waiting"))
+        hosting.memories.update(place.memories(seat.memory))
         gathering.note_fault = hosting.note_fault
-        replica = Replica(hosting, seat, gathering.ring, place.config, hosting.timekeeper)
+        replica = Replica(hosting, seat, gathering.ring, place.config, inbox, hosting.timekeeper)
         gathering.wait()
         gathering.welcome(spec["resume"])
         replica.start(place.roll(gathering.missing))
@@ -142,20 +144,19 @@ def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> Place:
     return Place(config, make_task(config, dataset), worker, spec["incarnation"])
 
 
-def _make_host(spec: dict[str, Any], dataset: Dataset | None, place: Place, control: Control) -> Host:
+def _make_host(
+    spec: dict[str, Any], dataset: Dataset | None, place: Place, control: Control, runtime: LocalRuntime
+) -> Host:
     folder = RunFolder(Path(spec["folder"]))
-    pieces = place.server, place.task, place.work, place.config, folder, control.send
+    pieces = place.server, place.task, place.work, place.config, folder, control.send, runtime
     if not spec["resume"]:
-        hosting = Host(*pieces, 0.0, spec["facts"])
-        hosting.accounts.way = "waiting"
-        return hosting
+        return Host(*pieces, 0.0, spec["facts"])
 
     def seat(join: Join) -> Any:
         return make_seat(place.config, make_task(place.config, dataset), place.work, join)
 
     rebuilt = rebuild(place.server, seat, place.task, place.config, folder, control.send)
     hosting = Host(*pieces, rebuilt.now, spec["facts"])
-    hosting.accounts.way = "waiting"
     hosting.go_on(rebuilt)
     hosting.checkpoint_now()  # the other workers start from it
     return hosting
@@ -178,9 +179,10 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
     seat = place.seat(ring)
-    driver = Unlogged(place.server)
+    inbox = Inbox(spec["worker"])
+    driver = Unlogged(place.server, inbox.put)
     driver.memories = place.memories(seat.memory)
-    replica = Replica(driver, seat, ring, place.config)
+    replica = Replica(driver, seat, ring, place.config, inbox)
     replica.start(place.roll(welcome["missing"]))
     replica.run()
     return 0

@@ -20,8 +20,9 @@ from paceline.runs.folder import RunFolder
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import EvenShares, make_parallel
 from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, failing_on_lost_rank
-from paceline.runtimes.ring.replica import Place, Replica
+from paceline.runtimes.ring.replica import Inbox, Place, Replica
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.settings.codecs import build_codec, parse_codec
 from paceline.settings.ranks import Rank
 from paceline.settings.strategies import parse_strategy
@@ -75,10 +76,11 @@ class Member:
     ) -> dict[str, Any]:
         """On rank 0: train with the others, keep the run folder, and publish the result."""
         place = self.place
-        host = Host(place.server, place.task, place.work, self.config, folder, report, 0.0, facts)
-        host.memories = place.memories(self.seat.memory)
-        host.accounts.way = "waiting"
-        replica = Replica(host, self.seat, self.ring, self.config, host.timekeeper)
+        inbox = Inbox(place.join.worker)
+        runtime = LocalRuntime(inbox.put, way="waiting")
+        host = Host(place.server, place.task, place.work, self.config, folder, report, runtime, 0.0, facts)
+        host.memories.update(place.memories(self.seat.memory))
+        replica = Replica(host, self.seat, self.ring, self.config, inbox, host.timekeeper)
         replica.start(place.roll())
 
         def stopping() -> bool:
@@ -100,9 +102,10 @@ class Member:
 
     def follow(self) -> dict[str, Any]:
         """On other ranks: train, then wait for the result of rank 0."""
-        driver = Unlogged(self.place.server)
+        inbox = Inbox(self.place.join.worker)
+        driver = Unlogged(self.place.server, inbox.put)
         driver.memories = self.place.memories(self.seat.memory)
-        replica = Replica(driver, self.seat, self.ring, self.config)
+        replica = Replica(driver, self.seat, self.ring, self.config, inbox)
         replica.start(self.place.roll())
         with failing_on_lost_rank(self.rank, lambda: self.place.server.version):
             replica.run()

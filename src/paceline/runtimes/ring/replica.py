@@ -42,9 +42,21 @@ class Driver(Protocol):
     """What feeds inputs to a server: a Host, which logs and evaluates, or the bare driver."""
 
     server: Server
-    send: Callable[[Reply], None]
 
     def handle(self, message: Input) -> None: ...
+
+
+class Inbox:
+    """The latest reply to this worker, put there by the driver of its server copy."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self.reply: Reply | None = None
+
+    def put(self, reply: Reply) -> None:
+        """Keep a reply to this worker; the other workers' copies answer the others."""
+        if reply.worker == self._worker:
+            self.reply = reply
 
 
 class Place:
@@ -98,17 +110,13 @@ class Replica:
         seat: Seat,
         ring: Ring,
         config: RunConfig,
+        inbox: Inbox,
         timekeeper: Timekeeper | None = None,
     ) -> None:
         self._driver, self._ring, self._join = driver, ring, seat.join
         self._loop = WorkerLoop(seat, config)
         self._timekeeper = timekeeper
-        self._reply: Reply | None = None
-        driver.send = self._take
-
-    def _take(self, reply: Reply) -> None:
-        if reply.worker == self._join.worker:
-            self._reply = reply
+        self._inbox = inbox
 
     def start(self, joins: list[Join | Leave]) -> None:
         """Feed the joins and leaves of `Place.roll` to the server copy."""
@@ -119,9 +127,9 @@ class Replica:
         """Train round by round until the budget is spent, the first worker stops, or `stopping` returns True."""
         server = self._driver.server
         self._loop.timer.restart()
-        while self._reply is not None and not self._reply.over and not server.over and not stopping():
+        while (reply := self._inbox.reply) is not None and not reply.over and not server.over and not stopping():
             self._ring.ready()
-            rounds = self._ring.exchange(*self._loop.step(self._reply))
+            rounds = self._ring.exchange(*self._loop.step(reply))
             if rounds.stop:
                 return
             for worker in rounds.gone:

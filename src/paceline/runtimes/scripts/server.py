@@ -1,4 +1,4 @@
-"""The server of `paceline run`: it learns the model from the scripts themselves, then serves like any other."""
+"""The server of `paceline run`: it takes the model from the scripts' first message, then serves like any other."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
+from paceline.runtimes.server.runtime import Peers
 from paceline.runtimes.server.service import Control, Service
 from paceline.tasks.script_model import ScriptModel, load_kept
 from paceline.transports.protocol import Hello
@@ -31,7 +32,7 @@ Introductions = list[tuple[SharedMemoryPeer, Hello]]
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
-    """Wait for the scripts to say what they train, then host the run until the last of them has left."""
+    """Wait until the scripts have said what they train, then serve the run until the last of them has left."""
     config = from_dict(spec["config"])
 
     def serve(control: Control) -> None:
@@ -43,13 +44,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         resolved, model, server = learn(config, first, num_fitting, folder)
         if not spec.get("resume"):
             folder.settle_config(resolved)
-        host = _make_host(spec, server, model, resolved, folder, control)
-        service = Service(host, control, expected, patient=True)
-        for door, _ in introductions:
-            service.admit(door)
-        for door, hello in introductions:
-            service.welcome(door, hello)
-        for worker in set(range(config.workers or 1)) - {door.worker for door, _ in introductions}:
+        peers: Peers[SharedMemoryPeer] = Peers()
+        host = _make_host(spec, server, model, resolved, folder, control, peers)
+        service = Service(host, peers, control, expected, patient=True)
+        for peer, _ in introductions:
+            service.admit(peer)
+        for peer, hello in introductions:
+            service.join(peer, hello)
+        for worker in set(range(config.workers or 1)) - {peer.worker for peer, _ in introductions}:
             service.miss(worker)
         with torch.inference_mode():
             service.run()
@@ -60,14 +62,20 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
 
 
 def _make_host(
-    spec: dict[str, Any], server: Server, model: ScriptModel, config: RunConfig, folder: RunFolder, control: Control
+    spec: dict[str, Any],
+    server: Server,
+    model: ScriptModel,
+    config: RunConfig,
+    folder: RunFolder,
+    control: Control,
+    peers: Peers[SharedMemoryPeer],
 ) -> Host:
-    """The host of a new run, or of one that goes on from its newest checkpoint."""
+    """The host of a new run, or of one that resumes from its newest checkpoint."""
     if not spec.get("resume"):
-        return Host(server, model, None, config, folder, control.send, 0.0, spec["facts"])
+        return Host(server, model, None, config, folder, control.send, peers, 0.0, spec["facts"])
     skipping = dataclasses.replace(config, recovery="checkpoint")
     rebuilt = rebuild(server, _no_seat, model, skipping, folder, control.send)
-    host = Host(server, model, None, config, folder, control.send, rebuilt.now, spec["facts"])
+    host = Host(server, model, None, config, folder, control.send, peers, rebuilt.now, spec["facts"])
     host.go_on(rebuilt)
     return host
 
@@ -77,12 +85,12 @@ def _no_seat(join: Join) -> Seat:
 
 
 def _expected(first: Hello) -> dict[str, Any]:
-    """All scripts must train the model and the data of the first."""
+    """The facts in which all scripts must agree with the first."""
     return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples")}
 
 
 def _gather(control: Control, num_workers: int) -> Introductions:
-    """Everybody's hello, in worker order; who left before saying it is not waited for."""
+    """Wait for the hello of every script, in worker order; scripts that end before it are left out."""
     selector = selectors.DefaultSelector()
     selector.register(control.connection, selectors.EVENT_READ)
     pending: set[int] = set(range(num_workers))
@@ -93,15 +101,15 @@ def _gather(control: Control, num_workers: int) -> Introductions:
                 order, fds = control.receive()
                 if order["kind"] == "stop":
                     raise RunFailed("stopped before the scripts had called session.prepare(...)")
-                door = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
-                selector.register(door.connection, selectors.EVENT_READ, door)
+                peer = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+                selector.register(peer.connection, selectors.EVENT_READ, peer)
                 continue
             selector.unregister(key.data.connection)
             pending.discard(key.data.worker)
             try:
                 message = key.data.receive()
             except ProtocolError as error:
-                control.send({"kind": "note", "text": str(error)})
+                control.note(str(error))
                 continue
             if isinstance(message, Hello):
                 found.append((key.data, message))
@@ -115,7 +123,7 @@ def _gather(control: Control, num_workers: int) -> Introductions:
 def learn(
     config: RunConfig, first: Hello, num_workers: int, folder: RunFolder
 ) -> tuple[RunConfig, ScriptModel, Server]:
-    """The server starts from the first worker's weights; its data set's size, and how many came, set the budget."""
+    """Make the server from the first worker's weights; the budget follows from its data and the number of workers."""
     facts = first.facts
     config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
     model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_kept(folder.frozen_file))

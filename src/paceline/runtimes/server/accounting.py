@@ -1,7 +1,7 @@
-"""Each worker's account while a run goes on: where its time went, how stale its pushes were, whose turn it is.
+"""Account for each worker's time during a run: computing, sending, waiting, being served; and its staleness.
 
-The server sees when a push comes and when its reply leaves; workers tell how long they computed and waited
-(`timekeeping.py`). What lies between is the way there and back. Pure: times are arguments.
+The server sees when a push comes and when its reply leaves. Workers report how long they computed and waited
+(`timing.py`). The rest is the time under way. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -16,31 +16,24 @@ from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
 from paceline.runtimes.server.timing import RECENT, Timekeeper
 
-ROW_SECONDS = 2.0
-BYTES_A_SECOND = 4096.0
-"""At most, on average: rows are the rarer the longer they are. 1,000 workers take 80 kB, so one every 20 s."""
-OFTEN_VIRTUAL, MANY_VIRTUAL = 0.1, 100
-"""A simulated run tells of every tenth of its budget; with more workers than this at its end alone."""
-
-
 MOST_COUNTS = 100
-"""That a row has of how stale pushes were."""
+"""Most staleness values in one row."""
 
 
 class Spent(NamedTuple):
-    """Seconds of one worker since this server began; None where nobody can tell."""
+    """Seconds of one worker since this server began; None if unknown."""
 
     computing: float | None = None
     sending: float | None = None
     waiting: float | None = None
-    """For the others: the server held its reply back."""
+    """For other workers: the server held the reply back."""
     server: float | None = None
-    """For the server to take its push and to answer."""
+    """While the server handled its pushes."""
     steps: int | None = None
     step: float | None = None
-    """Seconds of a step, the median of its latest: one pause does not make a worker slow."""
+    """Median seconds of its latest steps: one pause does not make a worker slow."""
     send: float | None = None
-    """Seconds that a push and its reply are under way, the same."""
+    """Median seconds that a push and its reply are under way."""
 
 
 DIGITS = {"step": 6, "send": 6}
@@ -49,7 +42,7 @@ Way = Literal["server", "sending", "waiting"]
 
 
 class Account:
-    """What the server has seen of one worker; the latest exchange counts once its worker has told of it."""
+    """What the server has seen of one worker; the latest exchange counts once the worker has reported on it."""
 
     __slots__ = ("answered", "began", "came", "held", "lost", "new", "pushes", "seen", "server", "staleness", "waiting")
 
@@ -59,26 +52,17 @@ class Account:
         self.pushes = self.staleness = 0
         self.waiting = self.server = 0.0
         self.came = self.began = self.answered = 0.0
-        """Of the latest push: when it came, when the server began with what set its reply free, and when that left."""
+        """Of the latest push: when it came, when the server began the input that released its reply, when that left."""
         self.held: deque[float] = deque(maxlen=RECENT)
 
     def join(self, now: float) -> None:
-        """Its first reply answers no push, whatever it was told in an earlier life."""
+        """Start again: the first reply of an incarnation answers no push."""
         self.seen = self.came = self.began = self.answered = now
         self.lost, self.new = False, True
 
-    def push(self, now: float, staleness: int) -> None:
-        self.waiting += self.began - self.came
-        self.server += self.answered - self.began
-        self.held.append(self.answered - self.came)
-        self.seen = self.came = self.began = self.answered = now
-        self.new = False
-        self.pushes += 1
-        self.staleness += staleness
-
 
 def stale_counts(counts: Mapping[int, int], most: int = MOST_COUNTS) -> list[list[int]]:
-    """How many pushes were how stale; of more than `most` values, neighbours are counted together under the least.
+    """Count pushes by staleness; above `most` values, neighbours are counted together under the lowest of them.
 
     >>> stale_counts({0: 2, 1: 5, 2: 1, 3: 1}, most=2)
     [[0, 7], [2, 2]]
@@ -93,36 +77,45 @@ def stale_counts(counts: Mapping[int, int], most: int = MOST_COUNTS) -> list[lis
 class Accounts:
     """The accounts of all workers of one server.
 
-    `way` says what the time between a worker's push and the server's hearing of it is: on one machine the push lies
-    ready and waits for the server, over a network it is being sent, in a ring the worker waits for the others.
+    `way` is what the time between a worker's push and its arrival at the server counts as: on one machine the push
+    waits for the server, over a network it is being sent, in a ring the worker waits for the others. `known` returns a
+    worker's times if the runtime measures them itself, as a simulation does, else None.
     """
 
-    def __init__(self, timekeeper: Timekeeper, way: Way = "server") -> None:
-        self.way = way
+    def __init__(
+        self, timekeeper: Timekeeper, way: Way = "server", known: Callable[[int], Spent | None] = lambda worker: None
+    ) -> None:
         self.deadlines = Deadlines(start=30.0, floor=1.0, ceiling=300.0)
-        self.spent: Callable[[int], Spent] = self._spent
-        """Where a worker's time went; a simulation knows better."""
+        self._way, self._known = way, known
         self._timekeeper = timekeeper
         self._accounts: dict[int, Account] = {}
 
     def heard(self, message: Input, server: Server, now: float) -> None:
-        """Before the server takes an input."""
+        """Record an input before the server handles it."""
         if isinstance(message, Push):
-            member = server.members.get(message.worker)
-            if member is not None and message.incarnation == member.incarnation and message.seq > member.seq:
-                self._of(message.worker).push(now, server.version - member.version)
-                self.deadlines.heard(message.worker, now)
+            worker, member = message.worker, server.members.get(message.worker)
+            if member is None or message.incarnation != member.incarnation or message.seq <= member.seq:
+                return  # repeated, or of an incarnation that has left
+            account = self._accounts.get(worker) or self._of(worker)
+            account.waiting += account.began - account.came
+            account.server += account.answered - account.began
+            account.held.append(account.answered - account.came)
+            account.seen = account.came = account.began = account.answered = now
+            account.new = False
+            account.pushes += 1
+            account.staleness += server.version - member.version
+            self.deadlines.heard(worker, now)
         elif isinstance(message, Join):
             self._of(message.worker).join(now)
         elif isinstance(message, Leave):
             member = server.members.get(message.worker)
-            if member is None or message.incarnation >= member.incarnation:  # else old news
+            if member is None or message.incarnation >= member.incarnation:  # else an earlier incarnation's
                 self.deadlines.forget(message.worker)
                 self._of(message.worker).lost = not server.over
 
     def answered(self, reply: Reply, began: float, now: float) -> None:
-        """A reply was sent, which the input taken at `began` set free."""
-        account = self._of(reply.worker)
+        """Record a reply that was sent, released by the input whose handling began at `began`."""
+        account = self._accounts.get(reply.worker) or self._of(reply.worker)
         if not account.new:
             account.began, account.answered = began, now
         if reply.over:
@@ -141,9 +134,9 @@ class Accounts:
         if told is None:
             return Spent(steps=account.pushes)
         parts = {"waiting": account.waiting, "server": account.server}
-        parts[self.way] = parts.get(self.way, 0.0) + max(0.0, told.waited - account.waiting - account.server)
+        parts[self._way] = parts.get(self._way, 0.0) + max(0.0, told.waited - account.waiting - account.server)
         step = median(seconds for seconds, _ in told.recent)
-        if self.way != "sending":
+        if self._way != "sending":
             return Spent(told.computing, steps=told.steps, step=step, **parts)
         latest = zip(reversed(told.recent), reversed(account.held), strict=False)
         under_way = [max(0.0, waited - held) for (_, waited), held in latest]
@@ -152,8 +145,8 @@ class Accounts:
     def row(self, server: Server, now: float) -> dict[str, Any]:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.
 
-        `ago` is how long ago a worker was last heard, `stale` counts pushes by staleness, `paused` says who is silent
-        on its turn: for how long, and how long would be normal.
+        `ago` is how long ago a worker was last heard, `stale` counts pushes by staleness, `paused` maps each worker
+        that is silent on its turn to the seconds of its silence and to how many would be normal.
         """
         workers = sorted(set(range(server.num_workers)) | set(server.members))
         late = self.deadlines.due(now) if not server.over else []
@@ -162,7 +155,7 @@ class Accounts:
             "worker": workers,
             "state": [self._state(worker, server, worker in late) for worker in workers],
         }
-        times = [self.spent(worker) for worker in workers]
+        times = [self._known(worker) or self._spent(worker) for worker in workers]
         for name in Spent._fields:
             values = [getattr(spent, name) for spent in times]
             if any(value is not None for value in values):

@@ -1,4 +1,4 @@
-"""When a run is cut, and how the cut gets to disk beside it: on another thread, the log first."""
+"""Decide when a run takes a checkpoint, copy it, and write it on another thread, the log first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.runs.folder import RunFolder
 
 
 class Checkpoints:
-    """Cuts of one server. `writer` also writes what else a run leaves; failures of either are told here."""
+    """The checkpoints of one server. Snapshots and best weights share `writer`; failures of all are reported here."""
 
     def __init__(
         self,
@@ -37,49 +37,48 @@ class Checkpoints:
         self.writer = Writer(background=not virtual)
         self._virtual = virtual
         self._room = Room()
-        self._next = math.inf if config.timing_only else seconds + config.checkpoint_every
+        self.next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_room = math.inf if virtual else seconds + config.checkpoint_every / 2
+        self.next_due = min(self.next_checkpoint, self._next_room)
+        """When to call `is_ready` again."""
 
-    def is_due(self, now: float) -> bool:
-        """Whether the next one is only waiting for its moment."""
-        return now >= self._next
-
-    def look(self, now: float, memories: dict[int, Memory], may_be_cut: Callable[[], bool]) -> bool:
-        """Whether this is the moment; long before the first, room is made for it."""
+    def is_ready(self, now: float, memories: dict[int, Memory]) -> bool:
+        """Whether a checkpoint is due and can be taken now. Long before the first one, buffers are made for it."""
         if now >= self._next_room:
             self._make_room(memories)
-        return self.is_due(now) and self._server.can_be_cut and not self.writer.busy and may_be_cut()
+        return now >= self.next_checkpoint and self._server.can_be_cut and not self.writer.busy
 
     def _make_room(self, memories: dict[int, Memory]) -> None:
-        """On the other thread, what would make the first pause longer than the others."""
-        self._next_room = math.inf
+        """Allocate the buffers on the other thread, so that the first checkpoint's pause is no longer than others."""
+        self._next_room, self.next_due = math.inf, self.next_checkpoint
         kinds = kinds_of(self._server, memories)
         self.writer.do("room for checkpoints", lambda: self._room.make(kinds))
 
     def take(self, now: float, memories: dict[int, Memory], gather: Callable[[], None]) -> None:
-        """Take a cut now and write it on another thread; if an earlier one failed, say so and go on."""
+        """Copy a checkpoint now and write it on another thread; report it if an earlier one failed."""
         began = time.perf_counter()
         gather()
         cut = take_cut(self._server, memories, self._log.nbytes, now, self._room)
         pause = {} if self._virtual else {"pause_seconds": round(time.perf_counter() - began, 6)}
         self.writer.do("a checkpoint", lambda: self._write(cut))
         self._events.write("checkpoint", now, updates=self._server.version, **pause)
-        self._next = now + self._config.checkpoint_every
+        self.next_checkpoint = now + self._config.checkpoint_every
+        self.next_due = min(self.next_checkpoint, self._next_room)
         self.complain(now)
 
     def take_and_wait(self, now: float, memories: dict[int, Memory], gather: Callable[[], None]) -> None:
-        """Take a cut and see it written before anything else happens; others wait for it."""
+        """Write a checkpoint in this thread; it is on disk when this returns."""
         gather()
         self._write(take_cut(self._server, memories, self._log.nbytes, now))
 
     def _write(self, cut: Cut) -> None:
-        """On disk, the log first: a checkpoint never speaks of more than the log has, even after a power cut."""
+        """Write the log first: a checkpoint never covers more than the log, even after a power failure."""
         self._log.sync()
         write_cut(self._folder.checkpoints, cut, self._config.keep)
         self._room.take_back(cut)
 
     def complain(self, now: float) -> None:
-        """Tell what cannot be written, and what can be again."""
+        """Report what could not be written, and what can be written again."""
         for what, failure in self.writer.changes():
             if failure is None:
                 self._events.write("writing_works", now, what=what)
@@ -90,7 +89,7 @@ class Checkpoints:
             self._report({"kind": "note", "text": text})
 
     def upkeep(self) -> dict[str, Any]:
-        """What the result says of checkpoints and resumes, over all lives of the run."""
+        """The pauses for checkpoints and the number of resumes, over all incarnations of the server."""
         rows = list(read_events(self._folder.events_file)) if not self._virtual else []
         pauses = [row["pause_seconds"] for row in rows if row["kind"] == "checkpoint" and "pause_seconds" in row]
         total = {"count": len(pauses), "max": max(pauses, default=0.0), "total": round(sum(pauses), 6)}

@@ -1,51 +1,117 @@
-"""Scores of a run's weights on the way and at its end, on all cores, while nobody trains."""
+"""Evaluate a run's weights during training and after it, on all cores while no worker is served."""
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from paceline.assembly.work import Work
+from paceline.config import RunConfig, is_simulated
 from paceline.core.server import Server
-from paceline.interfaces import Scores
+from paceline.interfaces import Report, Scores
 from paceline.runs.events import EventLog
+from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runs.result import finite, shared_state
+from paceline.runs.snapshots import Best
 from paceline.runtimes.server.timing import Timekeeper, TrainingClock
 from paceline.system.cpu import cores
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.nested import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
 
 
-def named(part: str, scores: Scores) -> dict[str, Any]:
-    """Scores as rows and results name them."""
-    found: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), f"{part}_loss": scores.loss}
-    return found | ({f"{part}_metrics": finite(scores.metrics)} if scores.metrics else {})
-
-
-class Scorer:
-    """Scores what the server would evaluate now."""
+class Evaluator:
+    """Scores the weights that the server would publish now."""
 
     def __init__(
-        self, server: Server, work: Work | None, events: EventLog, clock: TrainingClock, timekeeper: Timekeeper
+        self,
+        server: Server,
+        task: SupervisedTask | None,
+        work: Work | None,
+        config: RunConfig,
+        events: EventLog,
+        clock: TrainingClock,
+        timekeeper: Timekeeper,
+        report: Report,
+        best: Best | None,
     ) -> None:
-        self._server, self._work, self._events = server, work, events
-        self._clock, self._timekeeper = clock, timekeeper
+        self._server, self._task, self._work, self._config = server, task, work, config
+        self._events, self._clock, self._timekeeper, self._report = events, clock, timekeeper, report
+        self._best = best
         self._cores = os.sched_getaffinity(0)
+        self.next_samples = self._next_after(server.samples)
+        """How many samples have been processed when the next evaluation is due."""
 
-    def score(self, task: SupervisedTask, which: str) -> Scores | None:
-        """On the train, validation or test data; None where there is none."""
+    def _next_after(self, samples: int) -> float:
+        if self._config.eval_every is None or self._task is None or self._task.test is None:
+            return math.inf
+        step = self._config.eval_every * self._server.budget.epoch_samples
+        return (math.floor(samples / step) + 1) * step
+
+    def evaluate(self) -> Scores:
+        """Score the test data, write and report the result, and keep the weights if they are the best so far."""
+        server = self._server
+        self.next_samples = self._next_after(server.samples)
+        began = time.perf_counter()
+        scores = self._score("test")
+        seconds = {} if is_simulated(self._config) else {"test_seconds": round(time.perf_counter() - began, 3)}
+        assert scores is not None, "an evaluation is only due if there is test data"
+        if self._best is not None:
+            self._best.look(server, scores)
+        found = _columns("test", scores)
+        if self._config.eval_train and (train := self._score("train")) is not None:
+            found |= _columns("train", train)
+        at = {"updates": server.version, "samples": server.samples}
+        self._events.write("evaluation", self._clock.now(), **at, **found, **seconds)
+        epochs = server.samples / server.budget.epoch_samples
+        accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
+        metrics = "".join(f", {name} {value:.4g}" for name, value in scores.metrics.items())
+        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}{metrics}"
+        self._report({"kind": "note", "text": text})
+        return scores
+
+    def final_scores(self, diverged: bool, stop_reason: str | None) -> dict[str, Scores | None]:
+        """Score the weights of a run that has ended, on the parts of the data that are worth the time."""
+        scores: dict[str, Scores | None] = {}
+        for which in self._final_parts(diverged, stop_reason):
+            self._report({"kind": "scoring", "which": which})
+            scores[which] = self._score(which)
+        if self._best is not None and (last := scores.get("test")) is not None:
+            self._best.look(self._server, last)
+        return scores
+
+    def _final_parts(self, diverged: bool, stop_reason: str | None) -> Iterator[str]:
+        """Every part after a finished run, the test data after Ctrl-C, nothing if the machine is being taken away."""
+        if self._task is None or diverged or stop_reason in (ALL_GONE, NOT_COME, TERMINATED):
+            return
+        if self._config.score == "none":
+            return
+        last = "test" if self._config.fold is None else "validation"
+        if stop_reason != INTERRUPTED and self._config.score != "test":
+            yield "train"
+            if last != "validation":
+                yield "validation"
+        yield last
+
+    def _score(self, which: str) -> Scores | None:
+        """Score the train, validation or test data; None if there is none."""
+        assert self._task is not None, "only a task with data can be scored"
+        task, work = self._task, self._work
         data = task.test if which == "test" else task.train
         rows = None
-        if self._work is not None and which != "test":
-            rows = self._work.train if which == "train" else self._work.validation
+        if work is not None and which != "test":
+            rows = work.train if which == "train" else work.validation
         if data is None or (which == "validation" and (rows is None or not len(rows))):
             return None
-        part = rows is not None and len(rows) < num_samples(data[0])
-        indices = torch.from_numpy(rows).to(device_of(data)) if rows is not None and part else None
+        is_part = rows is not None and len(rows) < num_samples(data[0])
+        indices = torch.from_numpy(rows).to(device_of(data)) if rows is not None and is_part else None
         self._events.write("scoring", self._clock.now(), which=which)
-        os.sched_setaffinity(0, self._cores)  # a worker may have lent its core last
+        os.sched_setaffinity(0, self._cores)  # a worker may have lent the server its core
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
         try:
@@ -53,3 +119,9 @@ class Scorer:
                 return task.evaluate(self._server.evaluated, shared_state(self._server, task), data, indices)
         finally:
             torch.set_num_threads(before)
+
+
+def _columns(part: str, scores: Scores) -> dict[str, Any]:
+    """Scores under the names that event rows use."""
+    found: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), f"{part}_loss": scores.loss}
+    return found | ({f"{part}_metrics": finite(scores.metrics)} if scores.metrics else {})

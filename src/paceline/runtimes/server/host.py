@@ -1,58 +1,46 @@
-"""The host of the pure Server in a real run: gives it a clock and a log, hands out weights, evaluates, ends the run.
+"""Host the pure Server in a real or simulated run: clock, arrival log, events, checkpoints, evaluation, result.
 
-Each input goes: server, log, then for each reply the weights into the worker's memory and the reply to the worker.
+Each input is announced, handled by the server and logged; then each reply's weights are written into the worker's
+memory and the reply is sent.
 """
 
 from __future__ import annotations
 
 import errno
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from safetensors.torch import save
-from torch import Tensor
-
 from paceline.assembly.work import Work
-from paceline.config import RunConfig, is_simulated
+from paceline.config import RunConfig
 from paceline.core.buffers import Memory
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Stop, Verdict
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.interfaces import Report, Scores
+from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.control_files import take_requests
 from paceline.runs.events import EventLog
-from paceline.runs.folder import ALL_GONE, NOT_COME, TIME_IS_UP, RunFolder, write_atomically
+from paceline.runs.folder import TIME_IS_UP, RunFolder
 from paceline.runs.recovery import Rebuilt
-from paceline.runs.result import finite, summarise, trained_tensors, weights_sha256, why_diverged
+from paceline.runs.result import finite, make_result, save_weights, status_of
 from paceline.runs.snapshots import Best, snapshots_of
-from paceline.runtimes.server.accounting import BYTES_A_SECOND, MANY_VIRTUAL, OFTEN_VIRTUAL, ROW_SECONDS, Accounts
+from paceline.runtimes.server.accounting import Accounts
 from paceline.runtimes.server.checkpoints import Checkpoints
-from paceline.runtimes.server.evaluation import Scorer, named
-from paceline.runtimes.server.progress import Notes, Progress
+from paceline.runtimes.server.evaluation import Evaluator
+from paceline.runtimes.server.progress import AccountRows, Notes, Progress
+from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.timing import Timekeeper, TrainingClock
 from paceline.settings.stopping import goal_of, measure_of
-from paceline.system.environment import environment
-from paceline.system.signals import INTERRUPTED, TERMINATED
+from paceline.system.signals import TERMINATED
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.synthetic import TimingModel
 from paceline.tracking.process import Trackers
 
 
-def _all_is_here() -> None:
-    """One server holds all weights."""
-
-
-def _nobody(reply: Reply) -> None:
-    raise AssertionError(f"no runtime has said how to send {reply}")
-
-
 class Host:
-    """Runs one Server for real."""
+    """Runs one Server: takes inputs in order, answers workers, and keeps the run's folder."""
 
     def __init__(
         self,
@@ -62,146 +50,147 @@ class Host:
         config: RunConfig,
         folder: RunFolder,
         report: Report,
+        runtime: Runtime,
         seconds: float = 0.0,
         facts: dict[str, Any] | None = None,
         source: Callable[[], float] | None = None,
     ) -> None:
+        """`seconds` of training came before, in a resumed run. `source` is the clock of a simulated run."""
         self.server, self.config, self.folder = server, config, folder
         self.task = task if isinstance(task, SupervisedTask) else None
-        self._trained = task
-        self._num_parameters = (task if isinstance(task, TimingModel) else task.layout).num_parameters
         self.work = work
         self.memories: dict[int, Memory] = {}
-        self.send: Callable[[Reply], None] = _nobody
-        self.may_be_cut: Callable[[], bool] = lambda: True
-        """Whether workers' memories hold all that belongs into a checkpoint."""
-        self.announce: Callable[[Input], None] = lambda message: None
-        """Told of every input before it is handled."""
-        self.gather: Callable[[], None] = _all_is_here
-        """Brings all weights and rule state here, where other servers have parts of them."""
         self.stop_reason: str | None = None
         self.figures: dict[str, dict[str, float]] = {}
+        self.first_incarnation = 0
+        """Of workers that join: in a resumed run, earlier ones may belong to joins that were undone."""
+        self.unsent: list[Reply] = []
+        """Replies that `commit` will send (`--durable`)."""
+        self.next_due = 0.0
+        """When to call `housekeep` next, by the clock's source."""
         self.timekeeper = Timekeeper()
-        self.accounts = Accounts(self.timekeeper)
+        self.accounts = Accounts(self.timekeeper, runtime.way, runtime.time_shares)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
-        self._is_virtual = source is not None
-        folder.result_file.unlink(missing_ok=True)  # from here on the run is going on again
-        self.events = EventLog(folder.events_file)
+        self._runtime, self._report, self._facts, self._trained = runtime, report, facts or {}, task
+        self._is_virtual = virtual = source is not None
+        folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
+        self.events = events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
-        self._facts = facts or {}
-        self._report = report
-        self._checkpoints = Checkpoints(
-            server, config, folder, self.log, self.events, report, seconds, self._is_virtual
-        )
+        self._checkpoints = Checkpoints(server, config, folder, self.log, events, report, seconds, virtual)
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
-        scored = config.eval_every is not None and source is None
-        kept = scored and isinstance(task, SupervisedTask)
-        self._best = Best(folder, task, writer, measure_of(config)) if kept else None
+        keeps_best = config.eval_every is not None and not virtual and self.task is not None
+        self._best = Best(folder, task, writer, measure_of(config)) if keeps_best else None
         self._goal = goal_of(config)
-        self.in_groups = False
-        """Whether whoever brings inputs calls `commit` after several of them, not this host after each."""
-        self._unsent: list[Reply] = []
-        self.first_incarnation = 0
-        """Of a worker that joins: those before may have been somebody's whose join was taken back."""
-        self._progress = Progress(server, self.events, report, seconds, config.max_seconds, self._is_virtual)
-        self._next_accounts = 0.0
-        self._next_evaluation = self._evaluation_after(server.samples)
-        self._notes = Notes(server, self.events, report)
-        self._scorer = Scorer(server, work, self.events, self.clock, self.timekeeper)
+        self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
+        self._account_rows = AccountRows(self.accounts, server, events, self.clock)
+        self._notes = Notes(server, events, report)
+        timing = self.clock, self.timekeeper
+        self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
         kind = "run_resumed" if server.version or seconds else "run_started"
-        self.events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+        events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
         self._trackers = Trackers(config.track or [], folder, report)
 
     def handle(self, message: Input) -> None:
-        """Take one input through the server and the log, and answer the workers it sets free.
+        """Take one input through the server and the log, and answer the workers that it releases.
 
-        Each is sent its reply as soon as its own copy of the weights is made; what can wait comes after.
+        Each worker is answered as soon as its copy of the weights is made; everything that can wait comes after.
         """
+        server = self.server
         try:
-            self._handle(message)
-            if not self.in_groups:
+            now, began = self.clock.now(), self.clock.source()
+            if self._runtime.is_sharded:
+                self._runtime.announce(message)
+            self.accounts.heard(message, server, began)
+            outcome = server.handle(message)
+            self.log.append(message, outcome.verdict, now)
+            if server.samples >= self._evaluator.next_samples and not server.over:
+                self._evaluate()
+            if server.over:
+                self.clock.halt()
+            elif isinstance(message, Join | Leave) and server.started:
+                self.clock.go()  # it was the last worker that the start barrier waited for
+            self._reply(outcome, now, began)
+            self._follow_up(message, outcome.verdict, now)
+            if self.unsent and not self._runtime.groups_inputs:
                 self.commit()
         except OSError as error:
             raise self._disk_error(error) from None
 
+    def _reply(self, outcome: Outcome, now: float, began: float) -> None:
+        """Write each worker's weights and send its reply, or keep it for `commit` if the log must be synced before."""
+        for reply in outcome.replies:
+            if outcome.verdict != Verdict.REPEATED:  # else the memory holds that reply's weights already
+                self.server.hand_out(reply, self.memories[reply.worker])
+            if self.config.durable:
+                self.unsent.append(reply)
+            else:
+                self._runtime.send(reply, now >= self._checkpoints.next_checkpoint)
+            self.accounts.answered(reply, began, self.clock.source())
+
+    def _follow_up(self, message: Input, verdict: Verdict, now: float) -> None:
+        """Do what can wait until the replies are sent: events, progress, snapshot, checkpoint."""
+        loss, server = None, self.server
+        if isinstance(message, Push):
+            loss = message.loss
+        else:
+            self.next_due = 0.0  # the clock may have started
+            if verdict == Verdict.TAKEN:
+                self._notes.take(message, now, self.stop_reason)
+        if self._progress.observe(loss, now):
+            self.tell_progress()
+        if self._snapshots is not None:
+            self._keep_weights()
+        if server.deals is not None and server.deals.now.generation != self._notes.generation:
+            self._notes.assignment(server.deals.now, now)
+        is_due = now >= self._checkpoints.next_due and self._checkpoints.is_ready(now, self.memories)
+        if is_due and self._runtime.can_checkpoint(server):
+            self.checkpoint()
+
     def commit(self) -> None:
-        """Where the log must be on disk before a reply leaves: sync it once, then send all replies that wait for it."""
-        if self._unsent:
-            try:
-                self.log.sync()
-            except OSError as error:
-                raise self._disk_error(error) from None
-            unsent, self._unsent = self._unsent, []
-            for reply in unsent:
-                self.send(reply)
+        """Sync the log once, then send all replies that wait for it."""
+        try:
+            self.log.sync()
+        except OSError as error:
+            raise self._disk_error(error) from None
+        unsent, self.unsent = self.unsent, []
+        with_state = self.clock.now() >= self._checkpoints.next_checkpoint
+        for reply in unsent:
+            self._runtime.send(reply, with_state)
 
     def go_on(self, rebuilt: Rebuilt) -> None:
-        """The first input of a resumed run, and a row of what it took to be back."""
+        """Handle the first input of a resumed run, and write an event about the recovery."""
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
         seconds = {} if self._is_virtual else {"seconds": round(rebuilt.seconds, 3)}
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 
-    def _handle(self, message: Input) -> None:
-        now, began = self.clock.now(), self.clock.source()
-        self.announce(message)
-        self.accounts.heard(message, self.server, began)
-        outcome = self.server.handle(message)
-        self.log.append(message, outcome.verdict, now)
-        if self.server.samples >= self._next_evaluation and not self.server.over:
-            self._evaluate_on_the_way()
-        if self.server.over:
-            self.clock.halt()
-        elif self.server.started and isinstance(message, Join | Leave):
-            self.clock.go()  # who came, or will never come, was the last to be awaited
-        self._reply(outcome, began)
-        if isinstance(message, Push):
-            self._progress.count(message.loss)
-        elif outcome.verdict == Verdict.TAKEN:
-            self._notes.take(message, now, self.stop_reason)
-        if self._progress.is_due(now):
-            self.tell_progress()
-        if self._snapshots is not None:
-            self._keep_weights()
-        self._notes.look_for_a_deal(now)
-        if self._checkpoints.look(now, self.memories, self.may_be_cut):
-            self.checkpoint()
-
-    def _reply(self, outcome: Outcome, began: float) -> None:
-        """Each worker is sent its reply as soon as its copy is made, or where the log is synced when that is done."""
-        for reply in outcome.replies:
-            if outcome.verdict != Verdict.REPEATED:  # then the memory holds what that reply was about
-                self.server.hand_out(reply, self.memories[reply.worker])
-            if self.config.durable:
-                self._unsent.append(reply)
-            else:
-                self.send(reply)
-            self.accounts.answered(reply, began, self.clock.source())
-
-    @property
-    def is_cut_due(self) -> bool:
-        """Whether the next checkpoint is only waiting for its moment."""
-        return self._checkpoints.is_due(self.clock.now())
+    def _evaluate(self) -> None:
+        """Halt the clock, score the test data, and stop the run if it has reached its target."""
+        self.clock.halt()
+        halted = self.clock.source()
+        self._runtime.gather()
+        scores = self._evaluator.evaluate()
+        self.accounts.deadlines.excuse(self.clock.source() - halted)
+        self.clock.go()
+        if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
+            self.stop(self._goal.reason)
 
     def _keep_weights(self) -> None:
-        """A snapshot, where one is due; written before any later checkpoint, so that a resumed run misses none."""
+        """Take a snapshot if one is due, before any later checkpoint, so that a resumed run misses none."""
         assert self._snapshots is not None
         if self.server.over or self._snapshots.is_due(self.server):
-            self.gather()
+            self._runtime.gather()
         self._snapshots.look(self.server)
         if self.server.over:
             self._snapshots.end(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
-        what = (
-            "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"writing failed ({error.strerror})"
-        )
-        return UserError(
-            f"{what} in {self.folder.path} at update {self.server.version}: make room, then "
-            f"{self.folder.way_on(self.config)}"
-        )
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "no space is left" if is_full else f"writing failed ({error.strerror})"
+        way_on = self.folder.way_on(self.config)
+        return UserError(f"{what} in {self.folder.path} at update {self.server.version}: make room, then {way_on}")
 
     @property
     def lost(self) -> list[int]:
@@ -209,23 +198,23 @@ class Host:
         return self._notes.lost
 
     def note_fault(self, fault: dict[str, Any]) -> None:
-        """The event row of a fault that was fired on purpose."""
+        """Write the event of an injected fault."""
         self._notes.fault(fault, self.clock.now())
 
     def look_for_requests(self) -> None:
-        """Do what somebody outside asks for in the run's folder; whoever waits for inputs in vain may look too."""
+        """Carry out the requests in the run's folder, as of `paceline drain`."""
         for request in take_requests(self.folder):
             refused = {worker: self.drain(worker) for worker in request.drain}
             request.answer({worker: why for worker, why in refused.items() if why is not None})
 
     def drain(self, worker: int) -> str | None:
-        """Have a worker leave after the push it is making; returns why that cannot be, if it cannot."""
+        """Let a worker leave after its current push. Returns the reason if that is impossible."""
         member = self.server.members.get(worker)
         if self.server.over:
             return "training is over"
         if member is None or not member.live or member.dismissed:
             here = [number for number, one in sorted(self.server.members.items()) if one.live and not one.done]
-            return f"it is not at work here; workers {', '.join(map(str, here)) or 'none'} are"
+            return f"it is not a worker of this run; these are: {', '.join(map(str, here)) or 'none'}"
         if member.done or member.draining:
             return "it has no work left" if member.done else "it is being drained already"
         self.handle(Drain(worker))
@@ -239,157 +228,72 @@ class Host:
 
     @property
     def seconds_left(self) -> float:
-        """Until --max-seconds are over, while the clock runs."""
+        """Seconds of training until `--max-seconds`; infinite without it or if training is over."""
         limit = self.config.max_seconds
         return math.inf if limit is None or self.server.over else max(0.0, limit - self.clock.now())
 
     def look_at_the_clock(self) -> None:
-        """Whoever brings inputs asks for this between two of them: the stop is an input like any other, and logged."""
+        """Stop if `--max-seconds` are over. Call it between two inputs: the stop is a logged input too."""
         if not self.seconds_left:
             self.stop(TIME_IS_UP)
 
+    def housekeep(self) -> None:
+        """Do what time alone makes due: the time limit and the accounting row. Sets `next_due`."""
+        self.look_at_the_clock()
+        try:
+            self._account_rows.write_if_due()
+        except OSError as error:
+            raise self._disk_error(error) from None
+        self.next_due = min(self._account_rows.next_due, self.clock.source() + self.seconds_left)
+
     def tell_progress(self) -> None:
-        """To the user and to whoever tracks the run; and what has to be looked at now and then is."""
-        self._progress.tell(self.clock.now(), with_norm=self.gather is _all_is_here)
+        """Report progress, look for requests and trackers, and write the accounting row if it is due."""
+        self._progress.tell(self.clock.now(), with_norm=not self._runtime.is_sharded)
         if not self._is_virtual:
             self.look_for_requests()
         self._trackers.look()
-        self.tick()
-
-    def tick(self) -> None:
-        """Write down where each worker's time went, now and then; in silence too, so that silence is seen."""
-        share = self._progress.next_share
-        at = self.clock.source() if share is None else share
-        if at >= self._next_accounts and (share is None or self.server.num_workers <= MANY_VIRTUAL):
-            try:
-                nbytes = self._write_accounts()
-            except OSError as error:
-                raise self._disk_error(error) from None
-            self._next_accounts = at + (max(ROW_SECONDS, nbytes / BYTES_A_SECOND) if share is None else OFTEN_VIRTUAL)
-
-    def _write_accounts(self) -> int:
-        return self.events.write("workers", self.clock.now(), **self.accounts.row(self.server, self.clock.source()))
+        self._account_rows.write_if_due(self._progress.next_share)
 
     def checkpoint(self) -> None:
-        """Cut now; the cut is written beside the run."""
-        self._checkpoints.take(self.clock.now(), self.memories, self.gather)
+        """Copy a checkpoint now; it is written in the background."""
+        self._checkpoints.take(self.clock.now(), self.memories, self._runtime.gather)
 
     def checkpoint_now(self) -> None:
-        """Cut, and return when that is on disk."""
+        """Write a checkpoint; it is on disk when this returns."""
         try:
-            self._checkpoints.take_and_wait(self.clock.now(), self.memories, self.gather)
+            self._checkpoints.take_and_wait(self.clock.now(), self.memories, self._runtime.gather)
         except OSError as error:
             raise self._disk_error(error) from None
 
-    def _evaluation_after(self, samples: int) -> float:
-        if self.config.eval_every is None:
-            return math.inf
-        step = self.config.eval_every * self.server.budget.epoch_samples
-        return (math.floor(samples / step) + 1) * step
-
-    def _evaluate_on_the_way(self) -> None:
-        """Pause the clock, score the test data, and stop when the target is reached."""
-        self._next_evaluation = self._evaluation_after(self.server.samples)
-        if self.task is None or self.task.test is None:
-            return
-        self.clock.halt()
-        began, halted = time.perf_counter(), self.clock.source()
-        self.gather()
-        scores = self._scorer.score(self.task, "test")
-        seconds = {} if is_simulated(self.config) else {"test_seconds": round(time.perf_counter() - began, 3)}
-        assert scores is not None
-        found = named("test", scores)
-        if self._best is not None:
-            self._best.look(self.server, scores)
-        if self.config.eval_train and (train := self._scorer.score(self.task, "train")) is not None:
-            found |= named("train", train)
-        at = {"updates": self.server.version, "samples": self.server.samples}
-        self.events.write("evaluation", self.clock.now(), **at, **found, **seconds)
-        epochs = self.server.samples / self.server.budget.epoch_samples
-        accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
-        metrics = "".join(f", {name} {value:.4g}" for name, value in scores.metrics.items())
-        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}{metrics}"
-        self._report({"kind": "note", "text": text})
-        self.accounts.deadlines.excuse(self.clock.source() - halted)
-        self.clock.go()
-        if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
-            self.stop(self._goal.reason)
-
     def note_figures(self, worker: int, figures: dict[str, float]) -> None:
-        """What a user's own loop measured: for the result and the events, and perhaps what the run was to reach."""
+        """Record what a user's own loop measured, and stop the run if it has reached its target."""
         self.figures.setdefault(str(worker), {}).update(figures)
         row = {"samples": self.server.samples, "figures": finite(figures)}
         self.events.write("reported", self.clock.now(), worker=worker, **row)
         if self._goal is not None and self._goal.is_met(figures.get(self._goal.metric)):
             self.stop(self._goal.reason)
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """The trained tensors by name, for `load_state_dict`."""
-        return trained_tensors(self.server, self._trained)
-
-    @property
-    def status(self) -> str:
-        """How the run ended: finished, diverged or stopped."""
-        if self.server.divergence is not None or not torch.isfinite(self.server.weights).all():
-            return "diverged"
-        as_asked = self.stop_reason is not None and self.stop_reason.startswith(("target", TIME_IS_UP))
-        return "finished" if self.stop_reason is None or as_asked else "stopped"
-
-    def _worth_scoring(self) -> tuple[str, ...]:
-        """All data after a finished run, test data after Ctrl-C, nothing when the machine is being taken away."""
-        if self.task is None or self.status == "diverged" or self.stop_reason in (ALL_GONE, NOT_COME, TERMINATED):
-            return ()
-        last = "test" if self.config.fold is None else "validation"
-        if self.config.score == "none":
-            return ()
-        return (
-            (last,)
-            if self.stop_reason == INTERRUPTED or self.config.score == "test"
-            else tuple(dict.fromkeys(("train", "validation", last)))
-        )
-
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Score, save the weights, write the result (with what else was found) last of all, and return it."""
+        """Score and save the weights, and write the result (with `found` in it) last of all; returns the result."""
         self.clock.halt()
-        self.gather()
-        status = self.status
-        self._write_accounts()
+        self._runtime.gather()
+        status = status_of(self.server, self.stop_reason)
+        self._account_rows.write()
         timing = self.timekeeper.row(self.server.pushes)
         if timing is not None:
             self.events.write("timing", self.clock.now(), **timing)
             found = {"utilisation": self.timekeeper.shares(self.server.num_workers), **(found or {})}
-        scores: dict[str, Scores | None] = {}
-        for which in self._worth_scoring():
-            self._report({"kind": "scoring", "which": which})
-            assert self.task is not None, "only what has data is worth scoring"
-            scores[which] = self._scorer.score(self.task, which)
+        scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
         try:
             if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
                 self.checkpoint()
-            if self._best is not None and (last := scores.get("test")) is not None:
-                self._best.look(self.server, last)
             self._checkpoints.writer.wait()
             self._checkpoints.complain(self.clock.now())
-            tensors = self.named_weights()
-            write_atomically(self.folder.weights_file, save(tensors))
-            if self.server.evaluated is not self.server.weights:
-                live = trained_tensors(self.server, self._trained, live=True)
-                write_atomically(self.folder.live_weights_file, save(live))
-            result = {
-                **summarise(self.config, self.server, self.clock.now(), scores),
-                "weights_sha256": weights_sha256(tensors),
-                "num_parameters": self._num_parameters,
-                "status": status,
-                "reason": why_diverged(self.config, self.server) if status == "diverged" else self.stop_reason,
-                "lost_workers": self._notes.lost,
-                **({"deals": self._notes.generation} if self.server.deals is not None else {}),
-                **self._checkpoints.upkeep(),
-                **({"best": self._best.found} if self._best is not None else {}),
-                **({"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {}),
-                **(found or {}),
-                **self._facts,
-                "environment": environment(),
-            }
+            tensors = save_weights(self.folder, self.server, self._trained)
+            model = self._trained if isinstance(self._trained, TimingModel) else self._trained.layout
+            measured = scores, tensors, model.num_parameters, self.stop_reason, self._notes.lost
+            more = *self._more_rows(), found or {}, self._facts
+            result = make_result(self.config, self.server, self.clock.now(), *measured, *more)
             self.events.write("run_ended", self.clock.now(), status=status, updates=self.server.version)
             self.folder.write_result(result)
         except OSError as error:
@@ -397,8 +301,17 @@ class Host:
         self._trackers.end(hurry=self.stop_reason == TERMINATED)
         return result
 
+    def _more_rows(self) -> list[dict[str, Any]]:
+        """Rows of the result that only some runs have."""
+        return [
+            {"deals": self._notes.generation} if self.server.deals is not None else {},
+            self._checkpoints.upkeep(),
+            {"best": self._best.found} if self._best is not None else {},
+            {"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {},
+        ]
+
     def close(self) -> None:
-        """Let go of the files."""
+        """Close all files."""
         self._trackers.close()
         self._checkpoints.writer.close()
         self.events.close()

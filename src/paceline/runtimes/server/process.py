@@ -1,4 +1,4 @@
-"""The server process: builds the host from settings and runs the service."""
+"""The server process of a local run: build the host from settings and serve."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Control, Service
 from paceline.system.memory import allow_many_files, keep_freed_memory, require_memory
-from paceline.transports.shared_memory import Slot
+from paceline.transports.shared_memory import SharedMemoryPeer, Slot
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
-    """Host one run."""
+    """Serve one run until it is finished."""
 
     def serve(control: Control) -> None:
-        host = _make_host(spec, fds[1:], control)
+        config, folder = from_dict(spec["config"]), RunFolder(Path(spec["folder"]))
+        dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
+        peers: Peers[SharedMemoryPeer] = Peers()
+        host = make_host(config, dataset, folder, control.send, peers, spec["facts"], spec["resume"])
         assert host.task is not None
-        with torch.inference_mode():  # autograd has no part in an update
-            Service(host, control, identity_of(host.task)).run()
+        with torch.inference_mode():  # updates need no autograd
+            Service(host, peers, control, identity_of(host.task)).run()
         host.finish()
         host.close()
 
@@ -43,7 +47,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
 
 
 def reporting(serve: Callable[[Control], None], line: int) -> int:
-    """Serve, and tell the supervisor how it ended; every error that is no bug goes to it in one line."""
+    """Call `serve` and tell the supervisor how it ended; a PacelineError goes to it as one line."""
     control = Control(socket.socket(fileno=line))
     allow_many_files()
     keep_freed_memory()
@@ -56,16 +60,16 @@ def reporting(serve: Callable[[Control], None], line: int) -> int:
     return 0
 
 
-def _make_host(spec: dict[str, Any], fds: list[int], control: Control) -> Host:
-    dataset = attach(spec["dataset"], fds) if spec["dataset"] is not None else None
-    folder = RunFolder(Path(spec["folder"]))
-    return make_host(from_dict(spec["config"]), dataset, folder, control.send, spec["facts"], spec["resume"])
-
-
 def make_host(
-    config: RunConfig, dataset: Dataset | None, folder: RunFolder, report: Report, facts: dict[str, Any], resume: bool
+    config: RunConfig,
+    dataset: Dataset | None,
+    folder: RunFolder,
+    report: Report,
+    runtime: Runtime,
+    facts: dict[str, Any],
+    resume: bool,
 ) -> Host:
-    """The host of a run: a new one, or one brought to where its log ends."""
+    """The host of a new run, or of one rebuilt from its checkpoint and log."""
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
@@ -73,12 +77,12 @@ def make_host(
     require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
     if not resume:
-        return Host(server, task, work, config, folder, report, 0.0, facts)
+        return Host(server, task, work, config, folder, report, runtime, 0.0, facts)
 
     def seat(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
     rebuilt = rebuild(server, seat, task, config, folder, report)
-    host = Host(server, task, work, config, folder, report, rebuilt.now, facts)
+    host = Host(server, task, work, config, folder, report, runtime, rebuilt.now, facts)
     host.go_on(rebuilt)
     return host

@@ -1,4 +1,4 @@
-"""How far a run has come: for the user several times a second, and as a row of its events now and then."""
+"""Report a run's progress: to the user several times a second, and as rows in the run's events."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from typing import Any
 
 import torch
 
-from paceline.core.messages import Drain, Input, Join, Leave, Rate, Steps, Stop
+from paceline.core.messages import Deal, Drain, Input, Join, Leave, Rate, Steps, Stop
 from paceline.core.server import Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
+from paceline.runtimes.server.accounting import Accounts
+from paceline.runtimes.server.timing import TrainingClock
 
 SHARE = 0.002
-"""Of the server's time, at most."""
+"""Most of the server's time that computing norms may take."""
 
 
 class Weighing:
-    """Says how long the vector of all weights is; None while it is too soon, or where there are none."""
+    """Computes the norm of all weights, but not so often that it costs much of the server's time."""
 
     def __init__(self, server: Server, virtual: bool) -> None:
         self._server, self._virtual = server, virtual
         self._next = 0.0
 
     def norm(self) -> float | None:
-        """To six digits; a virtual clock has it measured every time, so that equal runs have equal rows."""
+        """The norm to six digits; None if there are no weights or the last one is too recent.
+
+        Under a virtual clock it is computed every time, so that equal runs have equal rows.
+        """
         began = time.perf_counter()
         if not self._server.weights.numel() or (not self._virtual and began < self._next):
             return None
@@ -36,16 +41,16 @@ class Weighing:
 
 
 class Notes:
-    """Writes a row for each input that is no push, and tells the user what he should know of at once."""
+    """Writes an event for each input other than a push, and notifies the user of what matters at once."""
 
     def __init__(self, server: Server, events: EventLog, report: Report) -> None:
         self._server, self._events, self._report = server, events, report
         self.lost: list[int] = []
         self.generation = server.deals.now.generation if server.deals is not None else 0
-        """Of the last deal that a row tells of."""
+        """Of the data assignment that the last event was about."""
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
-        """An input that the server has taken."""
+        """Write the event of an input that the server has accepted."""
         if isinstance(message, Join):
             row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
             self._events.write("worker_joined", now, **row)
@@ -71,27 +76,54 @@ class Notes:
             self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
 
-    def look_for_a_deal(self, now: float) -> None:
-        """Of data that was dealt anew; the log needs no record, since the deal follows from its inputs."""
-        deals = self._server.deals
-        if deals is not None and deals.now.generation != self.generation:
-            self.generation, members = deals.now
-            self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
+    def assignment(self, deal: Deal, now: float) -> None:
+        """Write that the data was divided again; the log needs no record, since its inputs determine the division."""
+        self.generation, members = deal
+        self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
-        """Of a fault that was fired on purpose."""
+        """Write that a fault was injected."""
         row = {name: value for name, value in fault.items() if name != "kind"}
         self._events.write("fault", now, fault=fault["kind"], **row)
+
+
+ACCOUNT_SECONDS = 2.0
+BYTES_A_SECOND = 4096.0
+"""Limit on the size of all rows: longer rows are written less often. 1,000 workers take 80 kB, so one every 20 s."""
+OFTEN_VIRTUAL, MANY_VIRTUAL = 0.1, 100
+"""A simulated run writes a row at every tenth of its budget; with more workers than this only at its end."""
+
+
+class AccountRows:
+    """Writes the workers' accounts as events, less often the longer they are; also while no worker pushes."""
+
+    def __init__(self, accounts: Accounts, server: Server, events: EventLog, clock: TrainingClock) -> None:
+        self._accounts, self._server, self._events, self._clock = accounts, server, events, clock
+        self.next_due = 0.0
+        """By the clock's source; in a simulated run the share of its budget."""
+
+    def write_if_due(self, share: float | None = None) -> None:
+        """Write a row if one is due; `share` of its budget is what a simulated run has done, None in a real run."""
+        at = self._clock.source() if share is None else share
+        if at >= self.next_due and (share is None or self._server.num_workers <= MANY_VIRTUAL):
+            nbytes = self.write()
+            pause = max(ACCOUNT_SECONDS, nbytes / BYTES_A_SECOND) if share is None else OFTEN_VIRTUAL
+            self.next_due = at + pause
+
+    def write(self) -> int:
+        """Write a row now; returns its size in bytes."""
+        row = self._accounts.row(self._server, self._clock.source())
+        return self._events.write("workers", self._clock.now(), **row)
 
 
 TOLD_SECONDS = 0.25
 ROW_SECONDS = 1.0
 VIRTUAL_SHARE = 0.01
-"""A simulated run tells of every hundredth of its budget: virtual seconds say nothing about ours."""
+"""A simulated run reports at every hundredth of its budget, since its seconds are virtual."""
 
 
 class Progress:
-    """Of one server, since the last row."""
+    """The progress of one server, averaged since the last event row."""
 
     def __init__(
         self, server: Server, events: EventLog, report: Report, seconds: float, limit: float | None, virtual: bool
@@ -99,28 +131,26 @@ class Progress:
         self._server, self._events, self._report, self._limit = server, events, report, limit
         self._weighing = Weighing(server, virtual)
         self.next_share = 0.0 if virtual else None
-        """How much will be done when a simulated run tells of itself next."""
+        """The share of the budget at which a simulated run reports next; None for a real run."""
         self._next_told = self._next_row = 0.0
         self._since, self._samples_then = seconds, server.samples
         self._loss_sum, self._loss_count = 0.0, 0
 
-    def count(self, loss: float) -> None:
-        """One push more."""
-        self._loss_sum += loss
-        self._loss_count += 1
-
-    def is_due(self, now: float) -> bool:
-        """Whether it is time to tell."""
+    def observe(self, loss: float | None, now: float) -> bool:
+        """Count the loss of a push (None: another input). Returns whether a report is due."""
+        if loss is not None:
+            self._loss_sum += loss
+            self._loss_count += 1
         return now >= self._next_told if self.next_share is None else self.share(now) >= self.next_share
 
     def share(self, now: float) -> float:
-        """How much of the run is done, by whichever of its budgets is nearer to its end."""
+        """The share of the run that is done, by the budget or the time limit, whichever is further."""
         server, limit = self._server, self._limit
         done = server.budget.fraction(server.samples, server.version)
         return done if limit is None else max(done, min(1.0, now / limit))
 
     def tell(self, now: float, with_norm: bool) -> None:
-        """Where the run stands; the norm of its weights only where all of them are here."""
+        """Report to the user, and write an event row if one is due; `with_norm` if all weights are in this process."""
         server, span, share = self._server, now - self._since, self.share(now)
         loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
         row = {

@@ -1,37 +1,39 @@
-"""The server process: one thread owns the weights and takes what the workers bring, in order of arrival."""
+"""Serve workers on this machine: one thread owns the weights and handles messages in order of arrival."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import select
 import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from paceline.core.messages import Leave, Push, Rate, Reply
+from paceline.core.messages import Leave, Push, Rate
 from paceline.core.step_balancing import Pacing
 from paceline.errors import ProtocolError, differing
 from paceline.runs.folder import ALL_GONE
-from paceline.runtimes.server.accounting import ROW_SECONDS
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import Peer, Peers
+from paceline.system.event_loop import EventLoop
 from paceline.system.signals import TERMINATED
-from paceline.transports.protocol import Hello, Peer, Timing
+from paceline.transports.protocol import Hello
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 GRACE_SECONDS = 5.0
+"""After the end of training: how long to wait until every worker has its last reply."""
 
 
 class Control:
-    """The line to the supervisor: it sends workers' connections and stops; we send progress and the end."""
+    """The connection to the supervisor: it sends workers' connections and stops, the server sends progress."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
     def send(self, row: dict[str, Any]) -> None:
-        """Progress may be lost when the supervisor is slow; everything else waits until it is taken."""
+        """Send a message. Progress is dropped if the supervisor is slow; everything else waits."""
         flags = socket.MSG_DONTWAIT if row["kind"] == "progress" else 0
         try:
             self.connection.send(json.dumps(row).encode(), flags)
@@ -40,8 +42,12 @@ class Control:
         except (BrokenPipeError, ConnectionResetError):
             os._exit(1)
 
+    def note(self, text: str) -> None:
+        """Show the user one line."""
+        self.send({"kind": "note", "text": text})
+
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next order; when the supervisor is gone there is nobody to train for."""
+        """The next order and its descriptors; ends this process if the supervisor is gone."""
         packet, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
         if not packet:
             os._exit(1)
@@ -49,202 +55,194 @@ class Control:
         return order, fds
 
 
-class Line(Protocol):
-    """What can be polled."""
+class Dispatcher:
+    """Turns what workers send into inputs of the host, and tells the supervisor when the training clock runs."""
 
-    def fileno(self) -> int: ...
+    def __init__(self, host: Host, control: Control, expected: dict[str, Any]) -> None:
+        """`expected` are the facts about model and data in which every worker must agree with the run."""
+        self._host, self._control, self._expected = host, control, expected
+        self._pacing = Pacing() if host.config.local_steps == "speed" else None
+        self._clock_runs = False
+
+    def push(self, peer: Peer, push: Push) -> None:
+        """Hand a push to the host. ProtocolError if it cannot be decoded; then nothing has changed."""
+        host, worker, timing = self._host, push.worker, peer.timing
+        steps = host.server.steps_of(worker)
+        host.timekeeper.add(worker, timing, steps)
+        if self._pacing is not None:
+            change = self._pacing.look(host.server, worker, timing.wall / steps)
+            if change is not None:
+                host.handle(change)
+        try:
+            host.handle(push)
+        except ProtocolError as error:
+            raise ProtocolError(f"worker {worker}: {error}") from None
+
+    def join(self, hello: Hello, capacities: tuple[int | None, int | None]) -> str | None:
+        """Let a worker join. Returns why not if its model, data or codecs differ from this run's.
+
+        `capacities` are the most bytes of an encoded push and of an encoded reply.
+        """
+        wrong = differing(self._expected, hello.facts)
+        if hello.slot.sizes[0] != self._host.server.weights.numel():
+            wrong.append("size")
+        if hello.slot.sizes[2:4] != capacities:
+            wrong.append("codecs")
+        if wrong:
+            return f"it differs from this run in {' and '.join(wrong)}"
+        self._host.memories[hello.join.worker] = hello.slot
+        self._host.handle(hello.join)
+        self.tell_clock()
+        return None
+
+    def leave(self, worker: int, incarnation: int) -> None:
+        """Let a worker leave the run."""
+        self._host.handle(Leave(worker, incarnation))
+        self.tell_clock()
+
+    def miss(self, worker: int) -> None:
+        """Stop waiting for a worker that has not joined."""
+        member = self._host.server.members.get(worker)
+        self._host.handle(Leave(worker, member.incarnation + 1 if member is not None else 0))
+
+    def tell_clock(self) -> None:
+        """Tell the supervisor if the training clock has started or stopped: it injects faults by this clock."""
+        runs = self._host.server.started and not self._host.server.over
+        if self._clock_runs != runs:
+            self._clock_runs = runs
+            self._control.send({"kind": "clock", "now": self._host.clock.now(), "runs": runs})
+
+
+def serve_until(
+    host: Host, loop: EventLoop, all_know: Callable[[float], bool], check: Callable[[], float] | None = None
+) -> None:
+    """Serve until training is over and every worker knows it.
+
+    `all_know` says whether they do, given the end of the grace period. `check` is called between messages when it is
+    due; it returns the time (`perf_counter`) of its next call.
+    """
+    next_check = 0.0 if check is not None else float("inf")
+    deadline: float | None = None
+    while True:
+        if host.unsent:
+            host.commit()
+        if host.server.over:
+            deadline = deadline or time.monotonic() + GRACE_SECONDS
+            if all_know(deadline):
+                return
+        seconds = min(host.next_due, next_check) - time.perf_counter()
+        loop.poll(seconds if deadline is None else min(seconds, 0.5))
+        now = time.perf_counter()
+        if now >= host.next_due:
+            host.housekeep()
+        if check is not None and now >= next_check:
+            next_check = check()
 
 
 class Service:
-    """The event loop: doors in, replies out."""
+    """Serves workers over shared memory; the supervisor starts them and passes their connections on."""
 
-    def __init__(self, host: Host, control: Control, expected: dict[str, Any], patient: bool = False) -> None:
-        self.host = host
-        host.send = self._answer
-        host.in_groups = True
-        self._expected = expected
-        self.control = control
-        self._patient = patient
-        self._pacing = Pacing() if host.config.local_steps == "speed" else None
-        self.doors: dict[int, Peer] = {}
-        self._poll = select.epoll()
-        self._callbacks: dict[int, Callable[[], None]] = {}
-        self._listen(control.connection, self._order)
-        self._dismissed: set[int] = set()
+    def __init__(
+        self,
+        host: Host,
+        peers: Peers[SharedMemoryPeer],
+        control: Control,
+        expected: dict[str, Any],
+        patient: bool = False,
+    ) -> None:
+        """`peers` is the host's runtime. A patient service runs until every worker has left."""
+        self._host, self._peers, self._control, self._patient = host, peers, control, patient
+        self._dispatcher = Dispatcher(host, control, expected)
         self._returning: set[int] = set()
-        self._clock_runs = False
-        self._listen_to_signals()
-
-    def _listen_to_signals(self) -> None:
-        """A SIGTERM wakes the loop up."""
+        """Workers that the supervisor will start again."""
+        self._loop = EventLoop()
+        self._loop.register(control.connection, self._on_order)
         self._wakeup, writer = socket.socketpair()
         writer.setblocking(False)
-        self._listen(self._wakeup, self._terminate)
+        self._loop.register(self._wakeup, self._on_sigterm)
         signal.set_wakeup_fd(writer.detach())
         signal.signal(signal.SIGTERM, lambda number, frame: None)
 
-    def _listen(self, line: Line, callback: Callable[[], None]) -> None:
-        self._callbacks[line.fileno()] = callback
-        self._poll.register(line.fileno(), select.EPOLLIN)
-
     def run(self) -> None:
-        """Serve until training is over and every worker knows (a patient service: until every worker has left)."""
-        deadline: float | None = None
-        while True:
-            self.host.commit()
-            if self.host.server.over:
-                if deadline is None:
-                    deadline = time.monotonic() + GRACE_SECONDS
-                    self._tell_clock()
-                if self._all_know(deadline):
-                    break
-            patience = min(self._patience(), self.host.seconds_left)
-            for line, _ in self._poll.poll(0.5 if deadline is not None else patience):
-                if line in self._callbacks:  # else it was hung up on meanwhile
-                    self._callbacks[line]()
-            self.host.look_at_the_clock()
-            self._look_around()
-            self.host.tick()
-        for door in self.doors.values():
-            door.close()
-
-    def _patience(self) -> float:
-        """How long to wait for the next message."""
-        return ROW_SECONDS
-
-    def _look_around(self) -> None:
-        """Between messages: what time alone brings about."""
+        """Serve until training is over and every worker knows it."""
+        serve_until(self._host, self._loop, self._all_know)
+        for peer in self._peers.by_worker.values():
+            peer.close()
 
     def _all_know(self, deadline: float) -> bool:
+        self._dispatcher.tell_clock()
         if self._patient:
-            return not self.doors
-        return all(worker in self._dismissed for worker in self.doors) or time.monotonic() > deadline
+            return not self._peers.by_worker
+        return self._peers.by_worker.keys() <= self._peers.released or time.monotonic() > deadline
 
-    def admit(self, door: SharedMemoryPeer) -> None:
+    def admit(self, peer: SharedMemoryPeer) -> None:
         """Listen to one more worker."""
-        self.doors[door.worker] = door
-        self._returning.discard(door.worker)
-        self._dismissed.discard(door.worker)
-        self._listen(door, lambda: self._serve(door))
+        self._peers.add(peer)
+        self._returning.discard(peer.worker)
+        self._loop.register(peer, functools.partial(self._on_message, peer))
 
-    def _order(self) -> None:
+    def _on_order(self) -> None:
         """Do what the supervisor asks for."""
-        order, fds = self.control.receive()
+        order, fds = self._control.receive()
         if order["kind"] == "worker":
             self.admit(SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
-            self.host.stop(order["reason"])
+            self._host.stop(order["reason"])
         elif order["kind"] == "expected":
             self._returning.add(order["worker"])
         elif order["kind"] == "fault":
-            self._note_fault(order["fault"], order["returns"])
+            self._on_fault(order["fault"], order["returns"])
 
-    def _note_fault(self, fault: dict[str, Any], returns: bool) -> None:
-        """A fault was fired on purpose; a worker who is to come back is waited for, even when nobody else is left."""
+    def _on_fault(self, fault: dict[str, Any], returns: bool) -> None:
+        """Record an injected fault; if its worker `returns`, the run waits for it even without other workers."""
         if returns:
             self._returning.add(fault["worker"])
         elif fault["kind"] == "join":
-            self._returning.discard(fault["worker"])  # it is here already
-        self.host.note_fault(fault)
+            self._returning.discard(fault["worker"])  # it has joined already
+        self._host.note_fault(fault)
         if fault["kind"] == "drain":
-            self.host.drain(fault["worker"])
+            self._host.drain(fault["worker"])
 
-    def _tell_clock(self) -> None:
-        """Tell the supervisor when training begins and when it is over: faults come by this clock."""
-        runs = self.host.server.started and not self.host.server.over
-        if self._clock_runs != runs:
-            self._clock_runs = runs
-            self.control.send({"kind": "clock", "now": self.host.clock.now(), "runs": runs})
-
-    def _terminate(self) -> None:
-        """A SIGTERM came: end at this safe moment between two inputs."""
+    def _on_sigterm(self) -> None:
+        """End the run between two inputs."""
         self._wakeup.recv(64)
-        self.host.stop(TERMINATED)
+        self._host.stop(TERMINATED)
 
-    def _serve(self, door: SharedMemoryPeer) -> None:
+    def _on_message(self, peer: SharedMemoryPeer) -> None:
+        """Handle a worker's next message. A malformed one, or a closed connection, ends the worker's membership."""
         try:
-            message = door.receive()
+            message = peer.receive()
+            if isinstance(message, Push):
+                self._dispatcher.push(peer, message)
+                return
         except ProtocolError as error:
-            self.control.send({"kind": "note", "text": str(error)})
+            self._control.note(str(error))
             message = None
-        if isinstance(message, Push):
-            self._take(door, message)
-        elif isinstance(message, Rate):
-            self.host.handle(message)
-        elif message is None:
-            self._send_off(door)
+        if message is None:
+            self.remove(peer)
         elif isinstance(message, Hello):
-            self.welcome(door, message)
+            self.join(peer, message)
+        elif isinstance(message, Rate):
+            self._host.handle(message)
         else:
-            self.host.note_figures(message.worker, message.values)
+            self._host.note_figures(message.worker, message.values)
 
-    def _keep_time(self, worker: int, timing: Timing) -> None:
-        """Before a push counts: what it took, and whether its worker should make fewer local steps from now on."""
-        steps = self.host.server.steps_of(worker)
-        self.host.timekeeper.add(worker, timing, steps)
-        told = self._pacing.look(self.host.server, worker, timing.wall / steps) if self._pacing is not None else None
-        if told is not None:
-            self.host.handle(told)
-
-    def _take(self, door: Peer, push: Push) -> None:
-        """A push whose bytes are none is its worker's fault: nothing has changed, and the worker is sent away."""
-        self._keep_time(push.worker, door.timing)
-        try:
-            self.host.handle(push)
-        except ProtocolError as error:
-            self.control.send({"kind": "note", "text": f"worker {door.worker}: {error}"})
-            self._send_off(door)
-
-    def welcome(self, door: Peer, hello: Hello) -> None:
-        """Let a worker join, if it brings the model and the data that this run is about."""
-        wrong = differing(self._expected, hello.facts)
-        if hello.slot.sizes[0] != self.host.server.weights.numel():
-            wrong.append("size")
-        if hello.slot.sizes[2:4] != self._capacities():
-            wrong.append("codecs")
-        if wrong:
-            self._refuse(door, f"it differs from this run in {' and '.join(wrong)}")
-            return
-        self.host.memories[door.worker] = hello.slot
-        self.host.handle(hello.join)
-        self._tell_clock()
-
-    def _capacities(self) -> tuple[int | None, int | None]:
-        """The most bytes of an encoded push and of an encoded reply, as workers must know them too."""
-        return self.host.server.codecs.capacities
-
-    def _refuse(self, door: Peer, why: str) -> None:
-        self.control.send({"kind": "note", "text": f"worker {door.worker} was refused: {why}"})
-        self._send_off(door)
+    def join(self, peer: SharedMemoryPeer, hello: Hello) -> None:
+        """Let a worker join, or refuse and disconnect it."""
+        why_not = self._dispatcher.join(hello, self._host.server.codecs.capacities)
+        if why_not is not None:
+            self._control.note(f"worker {peer.worker} was refused: {why_not}")
+            self.remove(peer)
 
     def miss(self, worker: int) -> None:
-        """A worker that was awaited will never come."""
-        member = self.host.server.members.get(worker)
-        self.host.handle(Leave(worker, member.incarnation + 1 if member is not None else 0))
+        """Stop waiting for a worker that has not joined."""
+        self._dispatcher.miss(worker)
 
-    def _stop_listening(self, line: Line) -> None:
-        self._poll.unregister(line.fileno())
-        del self._callbacks[line.fileno()]
-
-    def _send_off(self, door: Peer) -> None:
-        """A worker is gone for good, or is to be."""
-        self._stop_listening(door)
-        door.close()
-        if self.doors.get(door.worker) is door:  # not yet its next incarnation's
-            del self.doors[door.worker]
-        server = self.host.server
-        self.host.handle(Leave(door.worker, door.incarnation))
-        self._tell_clock()
-        if not self.doors and not self._returning and not server.over:
-            self._nobody_left()
-
-    def _nobody_left(self) -> None:
-        """The last worker is gone, and nobody is to come back."""
-        self.host.stop(ALL_GONE)
-
-    def _answer(self, reply: Reply) -> None:
-        door = self.doors.get(reply.worker)
-        if door is not None and door.incarnation == reply.incarnation:
-            door.answer(reply)
-            if reply.over:
-                self._dismissed.add(reply.worker)
+    def remove(self, peer: SharedMemoryPeer) -> None:
+        """Disconnect a worker; stop the run if it was the last and none will return."""
+        self._loop.unregister(peer)
+        peer.close()
+        self._peers.remove(peer)
+        self._dispatcher.leave(peer.worker, peer.incarnation)
+        if not self._peers.by_worker and not self._returning and not self._host.server.over:
+            self._host.stop(ALL_GONE)

@@ -20,7 +20,7 @@ RECENT = 33
 
 
 class Told(NamedTuple):
-    """What a worker has said so far: seconds it computed, seconds it waited for replies, in so many steps."""
+    """A worker's reports so far: seconds it computed, seconds it waited for replies, in so many steps."""
 
     computing: float
     waited: float
@@ -30,31 +30,22 @@ class Told(NamedTuple):
 
 
 class WorkerTimes:
-    """The latest steps of one worker, its first few left out."""
+    """The latest steps of one worker, without its first few."""
 
     def __init__(self) -> None:
-        self._steps: deque[Timing] = deque(maxlen=KEPT)
+        self.kept: deque[Timing] = deque(maxlen=KEPT)
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
-        self._seen = self.steps = 0
+        self.pushes = self.steps = 0
         self.computing = self.waiting = 0.0
 
-    def add(self, timing: Timing, steps: int) -> None:
-        self._seen += 1
-        self.steps += steps
-        self.computing += timing.wall
-        self.waiting += timing.waited
-        self.recent.append((timing.wall / steps, timing.waited))
-        if self._seen > WARM_UP:
-            self._steps.append(timing._replace(cpu=timing.cpu / steps, wall=timing.wall / steps))
-
     def row(self) -> dict[str, Any]:
-        """Seconds of a step and of an exchange, and the spread of a step's processor time over its mean."""
-        if not self._steps:
-            return {"steps": self._seen}
-        cpu, wall, waited = np.array(self._steps).T
+        """Seconds of a step and of an exchange, and the quantiles of a step's processor time over its mean."""
+        if not self.kept:
+            return {"steps": self.pushes}
+        cpu, wall, waited = np.array(self.kept).T
         mean = float(cpu.mean()) or 1e-9
         return {
-            "steps": self._seen,
+            "steps": self.pushes,
             "cpu": round(mean, 9),
             "wall": round(float(wall.mean()), 9),
             "waited": round(float(np.median(waited)), 9),
@@ -64,7 +55,7 @@ class WorkerTimes:
 
 
 class Timekeeper:
-    """The server's account: what workers say of their steps, and its own processor time, scoring left out."""
+    """The server's record: what workers report of their steps, and its own processor time without scoring."""
 
     def __init__(self) -> None:
         self._workers: dict[int, WorkerTimes] = {}
@@ -72,20 +63,27 @@ class Timekeeper:
         self._cores = len(os.sched_getaffinity(0))
 
     def add(self, worker: int, timing: Timing, steps: int = 1) -> None:
-        """A push of so many steps came, and with it the time they took."""
-        if worker not in self._workers:
-            self._workers[worker] = WorkerTimes()
+        """Record the time that a push of `steps` local steps took."""
+        times = self._workers.get(worker)
+        if times is None:
+            times = self._workers[worker] = WorkerTimes()
             self._began = self._began or time.process_time()
-        self._workers[worker].add(timing, steps)
+        times.pushes += 1
+        times.steps += steps
+        times.computing += timing.wall
+        times.waiting += timing.waited
+        times.recent.append((timing.wall / steps, timing.waited))
+        if times.pushes > WARM_UP:
+            times.kept.append(timing._replace(cpu=timing.cpu / steps, wall=timing.wall / steps))
 
     def told(self, worker: int) -> Told | None:
-        """Sums of what this worker has said; None where it says nothing, as in one process."""
+        """Sums of this worker's reports; None if it makes none, as in one process."""
         times = self._workers.get(worker)
         return Told(times.computing, times.waiting, times.steps, tuple(times.recent)) if times is not None else None
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Meanwhile the server does not serve."""
+        """Leave the processor time of this block out: the server is scoring, not serving."""
         began = time.process_time()
         try:
             yield
@@ -93,7 +91,7 @@ class Timekeeper:
             self._scoring += time.process_time() - began
 
     def row(self, pushes: int) -> dict[str, Any] | None:
-        """The fields of a `timing` event; None where nobody told anything, as in one process."""
+        """The fields of a `timing` event; None if no worker reported anything, as in one process."""
         if not self._workers:
             return None
         cpu = time.process_time() - self._began - self._scoring
@@ -101,7 +99,7 @@ class Timekeeper:
         return {"server_cpu": round(cpu / max(1, pushes), 9), "cores": self._cores, "workers": rows}
 
     def shares(self, num_workers: int) -> list[dict[str, float]]:
-        """What part of its time each worker computed and waited, newcomers included."""
+        """The share of its time that each worker computed and waited, late joiners included."""
         shares = []
         for worker in range(max(num_workers, 1 + max(self._workers, default=0))):
             times = self._workers.get(worker, WorkerTimes())
@@ -111,9 +109,9 @@ class Timekeeper:
 
 
 class TrainingClock:
-    """Seconds of training so far; made standing still, perhaps not at zero (a resumed run).
+    """Counts seconds of training. It starts halted, at `seconds` if the run is resumed.
 
-    `source` is what it counts by: a simulated run gives its virtual time.
+    `source` is the clock underneath: a simulated run passes its virtual time.
     """
 
     def __init__(self, seconds: float = 0.0, source: Callable[[], float] = time.perf_counter) -> None:

@@ -1,31 +1,31 @@
-"""The first of several servers: it decides on order and acceptance, and takes what everybody has a part of."""
+"""Coordinate the servers of a sharded run: the first decides on the order of inputs and whether a push counts."""
 
 from __future__ import annotations
 
 import functools
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.core.buffers import Sizes
 from paceline.core.messages import Input, Push
+from paceline.core.server import Server
 from paceline.errors import ProtocolError
-from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.remote_service import BUSY_SECONDS, ClusterService, OwnLine
+from paceline.runtimes.server.remote_service import Gate
+from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.sharded.channel import Message
 from paceline.runtimes.sharded.orders import Part, is_finite, spoil
 from paceline.runtimes.sharded.peers import Shard, Shards
-from paceline.transports.listener import Listener
-from paceline.transports.protocol import Hello, Peer
+from paceline.transports.protocol import Hello
+from paceline.transports.tcp_server import TcpPeer
 
 VOTE_SECONDS = 60.0
-"""How long a worker may take to bring the other servers their parts of what it brought the first."""
+"""How long a worker may take to send the other servers their parts of what it sent the first."""
 
 
 class Vote(NamedTuple):
-    """What another server says of its part: whether it is finite, and how many bytes came."""
+    """What another server says about its part of a push: whether it is finite, and how many bytes came."""
 
     finite: bool
     nbytes: int
@@ -33,161 +33,171 @@ class Vote(NamedTuple):
 
 @dataclass
 class Pending:
-    """What a worker brings: here or not, and what the other servers that have their part say of it."""
+    """A message of a worker, here or still to come, and the votes of the other servers on their parts of it."""
 
     act: Callable[[list[Vote]], None] | None = None
     since: float = 0.0
     votes: dict[int, Vote] = field(default_factory=dict)
 
 
-class ShardedService(ClusterService):
-    """A push counts when every server has its part, and only if all of them are finite."""
+class ShardedPeers(TcpPeers):
+    """The runtime of the first of several servers: replies go to the workers, inputs to the other servers too."""
 
-    def __init__(
-        self,
-        host: Host,
-        line: OwnLine,
-        expected: dict[str, Any],
-        largest: Sizes,
-        listener: Listener,
-        shards: Shards,
-    ) -> None:
-        payload, pulled = shards.coding.capacities
-        size = shards.own.stop - shards.own.start
-        largest = largest._replace(weights=size, payload=payload, pulled=pulled)
-        super().__init__(host, line, expected, largest, listener)
-        self._shards = shards
-        self._welcome["shards"] = shards.rows
+    is_sharded = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coordinator: Coordinator | None = None
+
+    def connect(self, coordinator: Coordinator) -> None:
+        """The other servers have come: from now on they are told of every input."""
+        self._coordinator = coordinator
+
+    def announce(self, message: Input) -> None:
+        """Pass an input on to the other servers, once they have come."""
+        if self._coordinator is not None:
+            self._coordinator.announce(message)
+
+    def gather(self) -> None:
+        """Fetch all weights and rule state from the other servers, once they have come."""
+        if self._coordinator is not None:
+            self._coordinator.gather()
+
+
+class Coordinator(Gate):
+    """Lets a push take effect when every server has its part of it; it counts only if all parts are finite."""
+
+    def __init__(self, server: Server, peers: ShardedPeers, shards: Shards, largest: Sizes) -> None:
+        self._server, self._peers, self._shards = server, peers, shards
+        self.capacities = payload, pulled = shards.coding.capacities
+        self.largest = largest._replace(weights=shards.own.stop - shards.own.start, payload=payload, pulled=pulled)
+        self.welcome = {"shards": shards.rows}
+        self.full = f"all {len(shards.all) + 1} servers of this run are here"
         self._pending: dict[Part, Pending] = {}
         self._broken: set[Part] = set()
-        host.announce = self._announce
-        for shard in shards.all:
-            self._listen(shard.link, functools.partial(self._hear_shard, shard))
+        """Pushes of which some part is not finite."""
+        self._remove: Callable[[TcpPeer, str], None] | None = None
+        peers.connect(self)
 
-    def _no_room_for_servers(self) -> str:
-        return f"all {len(self._shards.all) + 1} servers of this run are here"
+    def open(self, remove: Callable[[TcpPeer, str], None]) -> None:
+        """Listen to the other servers; `remove` disconnects a worker and tells the user why."""
+        self._remove = remove
+        for shard in self._shards.all:
+            self._peers.loop.register(shard.link, functools.partial(self._on_message, shard))
 
-    # what is told to the others
+    # the other servers
 
-    def _announce(self, message: Input) -> None:
-        """Every input goes to all servers, but a push that came before: that is answered again, and changes nothing."""
+    def announce(self, message: Input) -> None:
+        """Send an input to all other servers, unless it is a repeated push, which changes nothing."""
         finite = True
         if isinstance(message, Push):
-            if self._came_before(message):
-                return
             part = Part(message.worker, message.incarnation, message.seq)
+            if self._is_repeated(part):
+                return
             finite = part not in self._broken
             self._broken.discard(part)
         self._shards.order(message, finite)
         for shard in self._shards.all:
-            self._watch_shard(shard)
+            self._peers.loop.watch_writes(shard.link)
 
-    def _watch_shard(self, shard: Shard) -> None:
-        self._poll.modify(shard.link.fileno(), select.EPOLLIN | (select.EPOLLOUT if shard.link.wants_write else 0))
+    def gather(self) -> None:
+        """Fetch all weights and rule state; votes that come meanwhile are counted after the current input."""
+        self._shards.gather()
+        if self._shards.heard:
+            self._peers.loop.call_soon(self._count_postponed)
 
-    def _came_before(self, push: Push) -> bool:
-        member = self.host.server.members.get(push.worker)
-        return member is not None and member.incarnation == push.incarnation and push.seq <= member.seq
+    def _count_postponed(self) -> None:
+        while self._shards.heard:
+            self._count(*self._shards.heard.popleft())
 
-    # what the others tell
+    def _is_repeated(self, part: Part) -> bool:
+        member = self._server.members.get(part.worker)
+        return member is not None and member.incarnation == part.incarnation and part.seq <= member.seq
 
-    def _hear_shard(self, shard: Shard) -> None:
+    def _on_message(self, shard: Shard) -> None:
         while (message := self._shards.receive(shard)) is not None:
             if "part" in message:
                 self._count(shard, message)
-        self._watch_shard(shard)
-
-    def _look_around(self) -> None:
-        if time.monotonic() - self._looked > BUSY_SECONDS:
-            self._shards.excuse()
-        self._shards.require_signs()
-        super()._look_around()
-        while self._shards.heard:
-            self._count(*self._shards.heard.popleft())
-        late = time.monotonic() - VOTE_SECONDS
-        for worker in {part.worker for part, pending in self._pending.items() if pending.act and pending.since < late}:
-            self._note(f"worker {worker} did not bring every server its part in {VOTE_SECONDS:g} s: it is sent away")
-            self._send_off(self._tcp[worker])
+        self._peers.loop.watch_writes(shard.link)
 
     def _count(self, shard: Shard, message: Message) -> None:
-        """A server has its part of something."""
+        """Count a server's vote on its part of a message."""
         part = Part(*message["part"])
-        door = self._tcp.get(part.worker)
-        if door is None or door.incarnation != part.incarnation:
-            return  # its worker is gone
-        member = self.host.server.members.get(part.worker)
-        if member is not None and member.incarnation == part.incarnation and part.seq <= member.seq:
-            return  # it came before
+        peer = self._peers.by_worker.get(part.worker)
+        if peer is None or peer.incarnation != part.incarnation or self._is_repeated(part):
+            return
         if "wrong" in message:
-            self._note(f"worker {part.worker}: {message['wrong']}")
-            self._send_off(door)
+            self._expel(part.worker, f"worker {part.worker}: {message['wrong']}")
             return
         vote = Vote(bool(message["finite"]), int(message["nbytes"]))
         self._pending.setdefault(part, Pending()).votes[shard.number] = vote
-        self._act_on(part)
+        self._act_if_complete(part)
+
+    def _expel(self, worker: int, why: str) -> None:
+        assert self._remove is not None, "workers come after `open`"
+        self._remove(self._peers.by_worker[worker], why)
+
+    def check(self, was_busy: bool) -> None:
+        """Check that the other servers are alive, and remove workers that do not send them their parts."""
+        if was_busy:
+            self._shards.excuse()
+        self._shards.require_signs()
+        late = time.monotonic() - VOTE_SECONDS
+        for worker in {part.worker for part, pending in self._pending.items() if pending.act and pending.since < late}:
+            what = f"worker {worker} did not send every server its part within {VOTE_SECONDS:g} s"
+            self._expel(worker, f"{what}: it is disconnected")
+
+    # workers
+
+    def push(self, peer: TcpPeer, push: Push, apply: Callable[[Push], None]) -> None:
+        """Decode this server's part of the push, and call `apply` when all servers have theirs."""
+        part = Part(push.worker, push.incarnation, push.seq)
+        if self._is_repeated(part):
+            apply(push)
+            return
+        if part in self._pending and self._pending[part].act is not None:
+            return  # sent again after a reconnect
+        opened, nbytes = self._shards.opened, push.update.nbytes
+        try:
+            decoded = push if opened is None else push._replace(update=opened.open(push.update))
+        except ProtocolError as error:
+            raise ProtocolError(f"worker {peer.worker}: {error}") from None
+        finite = is_finite(decoded.update)
+
+        def act(votes: list[Vote]) -> None:
+            if not (finite and all(vote.finite for vote in votes)):
+                spoil(decoded.update)
+                self._broken.add(part)
+            self._set_size([nbytes, *(vote.nbytes for vote in votes)])
+            apply(decoded)
+
+        self._wait_for(part, act)
+
+    def _set_size(self, parts: list[int]) -> None:
+        """Set how many bytes the next push counts for; once if every server is sent all of it."""
+        opened, push = self._shards.opened, self._shards.coding.push
+        if opened is not None and push is not None:
+            opened.nbytes = parts[0] if push.is_shared else sum(parts)
+
+    def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
+        """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""
+        weights = self._server.weights
+        whole = hello.slot.widened(weights.new_zeros(weights.shape), self._shards.own)
+        part = Part(peer.worker, peer.incarnation, -1)
+        self._wait_for(part, lambda votes: join(Hello(hello.join, whole, hello.facts)))
 
     def _wait_for(self, part: Part, act: Callable[[list[Vote]], None]) -> None:
         pending = self._pending.setdefault(part, Pending())
         pending.act, pending.since = act, time.monotonic()
-        self._act_on(part)
+        self._act_if_complete(part)
 
-    def _act_on(self, part: Part) -> None:
+    def _act_if_complete(self, part: Part) -> None:
         pending = self._pending[part]
         if pending.act is not None and len(pending.votes) == len(self._shards.all):
             del self._pending[part]
             pending.act(list(pending.votes.values()))
 
-    # workers
-
-    def _take(self, door: Peer, push: Push) -> None:
-        """A push is handed on when everybody has its part of it."""
-        if self._came_before(push):
-            super()._take(door, push)
-            return
-        part = Part(push.worker, push.incarnation, push.seq)
-        if part in self._pending and self._pending[part].act is not None:
-            return  # again, after a reconnect: it is waited for already
-        try:
-            opened = self._open(push)
-        except ProtocolError as error:
-            self._note(f"worker {door.worker}: {error}")
-            self._send_off(door)
-            return
-        here, nbytes = is_finite(opened.update), push.update.nbytes
-
-        def act(elsewhere: list[Vote]) -> None:
-            if not (here and all(vote.finite for vote in elsewhere)):
-                spoil(opened.update)
-                self._broken.add(part)
-            self._weigh([nbytes, *(vote.nbytes for vote in elsewhere)])
-            ClusterService._take(self, door, opened)
-
-        self._wait_for(part, act)
-
-    def _open(self, push: Push) -> Push:
-        opened = self._shards.opened
-        return push if opened is None else push._replace(update=opened.open(push.update))
-
-    def _weigh(self, parts: list[int]) -> None:
-        """What the push weighs that is about to be taken; where every server is sent all of it, it counts once."""
-        opened, push = self._shards.opened, self._shards.coding.push
-        if opened is not None and push is not None:
-            opened.nbytes = parts[0] if push.is_shared else sum(parts)
-
-    def _capacities(self) -> tuple[int | None, int | None]:
-        return self._shards.coding.capacities
-
-    def welcome(self, door: Peer, hello: Hello) -> None:
-        """So is a worker let in; its memory here is the part of one that `gather` can fill."""
-        weights = self.host.server.weights
-        whole = hello.slot.widened(weights.new_zeros(weights.shape), self._shards.own)
-
-        def act(elsewhere: list[Vote]) -> None:
-            ClusterService.welcome(self, door, Hello(hello.join, whole, hello.facts))
-
-        self._wait_for(Part(door.worker, door.incarnation, -1), act)
-
-    def _send_off(self, door: Peer) -> None:
-        for part in [part for part in self._pending if part[:2] == (door.worker, door.incarnation)]:
+    def forget(self, peer: TcpPeer) -> None:
+        """Drop what waits for votes of a worker that is gone."""
+        for part in [part for part in self._pending if part[:2] == (peer.worker, peer.incarnation)]:
             del self._pending[part]
-        super()._send_off(door)

@@ -113,7 +113,6 @@ class Shards:
         self.heard: deque[tuple[Shard, Message]] = deque()
         """What came while something else was awaited."""
         self._changed = False
-        host.gather = self.gather
 
     def _begin(
         self, number: int, applicant: Applicant, span: slice, config: RunConfig, layout: Layout, skew: float | None

@@ -20,7 +20,8 @@ from paceline.transports.tls import Tls, make_certificate, server_tls
 
 if TYPE_CHECKING:
     from paceline.runtimes.server.host import Host
-    from paceline.runtimes.server.remote_service import ClusterService, OwnLine
+    from paceline.runtimes.server.remote_service import OwnLine, RemoteService
+    from paceline.runtimes.server.runtime import TcpPeers
     from paceline.runtimes.sharded.peers import Shards
     from paceline.transports.listener import Listener
 
@@ -37,6 +38,13 @@ class Retinue:
         self._children: list[subprocess.Popen[bytes]] = []
         self._shards: Shards | None = None
 
+    def make_peers(self) -> TcpPeers:
+        """The runtime of the first server's host."""
+        from paceline.runtimes.server.runtime import TcpPeers
+        from paceline.runtimes.sharded.coordinator import ShardedPeers
+
+        return ShardedPeers() if self._count else TcpPeers()
+
     def __enter__(self) -> Retinue:
         return self
 
@@ -48,18 +56,21 @@ class Retinue:
         if self._shards is not None:
             self._shards.close()
 
-    def service(self, host: Host, line: OwnLine, console: Console) -> ClusterService:
-        """What serves the run: alone, or with the others, which are here when this returns."""
+    def service(
+        self, host: Host, peers: TcpPeers, line: OwnLine, console: Console, wait_seconds: float | None
+    ) -> RemoteService:
+        """The service of the run. Other servers are connected when this returns; `peers` come from `make_peers`."""
         from paceline.assembly.run import sizes_of
         from paceline.assembly.task import identity_of
-        from paceline.runtimes.server.remote_service import ClusterService
+        from paceline.runtimes.server.remote_service import RemoteService, SingleServer
+        from paceline.runtimes.sharded.coordinator import Coordinator, ShardedPeers
+        from paceline.runtimes.sharded.peers import Shards, muster
 
         assert host.task is not None and host.work is not None
         expected, largest = identity_of(host.task), sizes_of(host.config, host.task, host.work)
-        if not self._count:
-            return ClusterService(host, line, expected, largest, self._listener)
-        from paceline.runtimes.sharded.coordinator import ShardedService
-        from paceline.runtimes.sharded.peers import Shards, muster
+        if not isinstance(peers, ShardedPeers):
+            gate = SingleServer(host, largest)
+            return RemoteService(host, peers, line, expected, self._listener, gate, wait_seconds)
 
         if self._elsewhere:
             console.note(f"waiting for {self._count} x 'paceline shard --connect {self._listener.address}'")
@@ -68,8 +79,9 @@ class Retinue:
         seconds = ELSEWHERE_SECONDS if self._elsewhere else HERE_SECONDS
         applicants, workers = muster(self._listener, self._count, self._children, seconds)
         self._shards = Shards(host, applicants)
-        service = ShardedService(host, line, expected, largest, self._listener, self._shards)
-        service.look_at(workers)
+        coordinator = Coordinator(host.server, peers, self._shards, largest)
+        service = RemoteService(host, peers, line, expected, self._listener, coordinator, wait_seconds)
+        service.admit(workers)
         return service
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -5,6 +5,7 @@ Taken from the pure Server under the simulator, so the lab follows every policy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.work import Work
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
-from paceline.core.messages import Input, Join, Verdict
+from paceline.core.messages import Input, Join, Reply, Verdict
 from paceline.core.schedules import Training
 from paceline.core.server import AppliedUpdate, Exchange, Roster, Server
 from paceline.core.worker import Seat
@@ -52,8 +53,8 @@ class Trace:
 class _TracingDriver(Unlogged):
     """Records every update of the server and every reply to it."""
 
-    def __init__(self, server: Server) -> None:
-        super().__init__(server)
+    def __init__(self, server: Server, send: Callable[[Reply], None]) -> None:
+        super().__init__(server, send)
         server.on_update = self._record
         self.rows: list[tuple[list[int], list[int], int, float, int]] = []
         self.released: list[list[int]] = [[]]
@@ -92,11 +93,11 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
     model = TimingModel(num_floats, config.batch_size)
     drivers: list[_TracingDriver] = []
 
-    def start() -> Unlogged:
+    def start(send: Callable[[Reply], None]) -> Unlogged:
         rule, training = make_rule(config, Layout((), 0)), Training(work.budget, make_schedule(config))
         exchange = Exchange(nbytes=4 * num_floats)
         server = Server(torch.empty(0), rule, make_policy(config), training, Roster(num_workers), exchange)
-        drivers.append(_TracingDriver(server))
+        drivers.append(_TracingDriver(server, send))
         return drivers[-1]
 
     def come(worker: int, incarnation: int) -> Seat:

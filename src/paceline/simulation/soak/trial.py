@@ -81,8 +81,9 @@ class Stage:
         server.on_update = lambda update: self.witness.applied(update.pushes, server)
         return server
 
-    def start(self) -> Stage:
+    def start(self, send: Callable[[Reply], None]) -> Stage:
         """The first server; later, what checkpoint and log say it was, which must be what it was."""
+        self.send = send
         if not self._begun:
             self._begun = True
             return self

@@ -1,0 +1,253 @@
+"""Admit workers that come over TCP: check them, give them a number, and warn about the machines they are on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from paceline.config import to_dict
+from paceline.core.buffers import Sizes
+from paceline.runs.folder import NOT_COME
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import Peers
+from paceline.runtimes.server.service import Control
+from paceline.system.environment import machine_name, package_version
+from paceline.transports.connection import ANYWHERE, parse_address
+from paceline.transports.listener import Applicant
+from paceline.transports.tcp_server import TcpPeer
+
+CEILING_SECONDS = 60.0
+"""The longest that a silent worker is waited for."""
+REMIND_SECONDS, RAREST_SECONDS = 30.0, 1800.0
+"""When the user is first reminded of workers that have not joined, and the longest pause between two reminders."""
+SKEW_SECONDS = 10.0
+"""Clocks that differ by less are taken as equal, since the message itself was under way."""
+
+
+class Place(NamedTuple):
+    """Where a worker computes. Workers of one process take turns and share its threads."""
+
+    machine: str
+    cores: int
+    process: int
+    threads: int
+    clock: float
+    """Seconds since 1970 by that machine's clock."""
+
+
+def own_place(threads: int) -> dict[str, Any]:
+    """What a worker reports about this process when it asks to join."""
+    return Place(machine_name(), os.cpu_count() or 1, os.getpid(), threads, time.time())._asdict()
+
+
+class Machines:
+    """The machine of each worker. Warns once a machine about too few cores and a clock that is off."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+        self._crowded: set[str] = set()
+        self._off: set[str] = set()
+
+    def come(self, worker: int, told: object, now: float) -> list[str]:
+        """Note where a new worker computes; returns the warnings that its machine gives rise to.
+
+        >>> machines, here = Machines(), {"machine": "m", "cores": 2, "threads": 2, "clock": 70.0}
+        >>> machines.come(0, here | {"process": 71}, 70.1), machines.come(1, here | {"process": 71}, 70.1)
+        ([], [])
+        >>> print(*machines.come(2, here | {"process": 72}, 70.1))
+        workers 0, 1 and 2 share the 2 cores of a machine with 4 threads, and wait for each other: give each --threads 1
+        """
+        place = _parse(told)
+        if place is None:
+            return []
+        self._places[worker] = place
+        return [*self._crowd(place), *self._skew(worker, place, now)]
+
+    def leave(self, worker: int) -> None:
+        """Forget a worker that has left."""
+        self._places.pop(worker, None)
+
+    def _crowd(self, place: Place) -> Iterator[str]:
+        here = {number: one for number, one in self._places.items() if one.machine == place.machine}
+        threads = {one.process: one.threads for one in here.values()}
+        total = sum(threads.values())
+        if total > place.cores and len(threads) > 1 and place.machine not in self._crowded:
+            self._crowded.add(place.machine)
+            *others, last = sorted(here)
+            yield (
+                f"workers {', '.join(map(str, others))} and {last} share the {place.cores} cores of a machine with "
+                f"{total} threads, and wait for each other: give each --threads {max(1, place.cores // len(threads))}"
+            )
+
+    def _skew(self, worker: int, place: Place, now: float) -> Iterator[str]:
+        behind = now - place.clock
+        if abs(behind) > SKEW_SECONDS and place.machine not in self._off:
+            self._off.add(place.machine)
+            off = f"{abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead of'} ours"
+            yield (
+                f"the clock of worker {worker}'s machine is {off}: training does not mind, but dates of files and "
+                "certificates will not agree; set it right"
+            )
+
+
+def _parse(told: object) -> Place | None:
+    """Read a worker's report; None if it is malformed.
+
+    >>> _parse({"machine": "m", "cores": 0, "process": 7, "threads": 1, "clock": 7.0}) is None
+    True
+    """
+    if not isinstance(told, Mapping) or set(told) != set(Place._fields):
+        return None
+    place = Place(**told)
+    counts = (place.cores, place.process, place.threads)
+    if not isinstance(place.machine, str) or not isinstance(place.clock, float):
+        return None
+    return place if all(type(count) is int and count > 0 for count in counts) else None
+
+
+class Admission:
+    """Decides on a worker's request to join: its number and incarnation, or why it is refused."""
+
+    def __init__(
+        self,
+        host: Host,
+        peers: Peers[TcpPeer],
+        largest: Sizes,
+        welcome: Mapping[str, Any],
+        note: Callable[[str], None],
+    ) -> None:
+        """`largest` bounds a worker's memory. `welcome` is sent to every worker in addition to the settings."""
+        self._host, self._peers, self._largest, self._note = host, peers, largest, note
+        self._welcome = {"config": to_dict(host.config), "run": host.folder.path.name, **welcome}
+        self._machines = Machines()
+
+    def known(self, fields: Mapping[str, Any]) -> TcpPeer | None:
+        """The peer of a worker that reconnects; None if this server does not know that incarnation."""
+        peer = self._peers.by_worker.get(fields.get("worker", -1)) if fields.get("again") else None
+        return peer if peer is not None and peer.incarnation == fields.get("incarnation") else None
+
+    def number_for(self, fields: Mapping[str, Any]) -> int | str:
+        """The number that a new worker gets, or why it is refused."""
+        why_not = self._why_not(fields)
+        if why_not is not None:
+            return why_not
+        wanted = fields.get("worker")
+        number = self._free_number(wanted)
+        if number is None and fields.get("again"):  # another worker has its number: any other will do
+            wanted, number = None, self._free_number(None)
+        return number if number is not None else self._no_place(wanted)
+
+    def admit(self, applicant: Applicant, worker: int) -> TcpPeer:
+        """Welcome a new worker under a free number."""
+        member, least = self._host.server.members.get(worker), self._host.first_incarnation
+        incarnation = max(least, member.incarnation + 1) if member is not None else least
+        device = applicant.fields.get("device", "cpu")
+        if device != "cpu":
+            self._note(f"worker {worker} computes on {device}: 'paceline replay' will differ from its first push on")
+        for warning in self._machines.come(worker, applicant.fields.get("place"), time.time()):
+            self._note(warning)
+        return applicant.welcome({**self._welcome, "worker": worker, "incarnation": incarnation}, self._largest)
+
+    def turn_away(self, applicant: Applicant, why: str) -> None:
+        """Refuse a request, and tell the user of this server."""
+        applicant.refuse(why)
+        self.note_refused(f"{applicant.peer}: {why}", f"{applicant.peer} was turned away: {why}")
+
+    def note_refused(self, row: str, text: str) -> None:
+        """Write the event of a refused connection, and tell the user."""
+        self._host.events.write("turned_away", self._host.clock.now(), text=row)
+        self._note(text)
+
+    def leave(self, worker: int) -> None:
+        """Forget the machine of a worker that has left."""
+        self._machines.leave(worker)
+
+    def _why_not(self, fields: Mapping[str, Any]) -> str | None:
+        version = package_version("paceline")
+        if fields.get("version") != version:
+            return f"it has paceline {fields.get('version')}, and this run is served by {version}: install the same"
+        device = fields.get("device", "cpu")
+        if device != "cpu" and self._host.config.recovery != "checkpoint":
+            return (
+                f"it computes on {device}, and after a crash the server cannot recompute its pushes bit for bit: "
+                "start the server with --recovery checkpoint"
+            )
+        return "training is over" if self._host.server.over else None
+
+    def _free_number(self, wanted: Any) -> int | None:
+        """The lowest number (or the wanted one) that has work left and no worker, or a disconnected one."""
+        members, free, disconnected = self._host.server.members, [], []
+        for worker in range(self._host.server.places):
+            if wanted not in (None, worker) or (worker in members and members[worker].spent):
+                continue
+            if worker not in self._peers.by_worker:
+                free.append(worker)
+            elif self._peers.by_worker[worker].fileno() < 0:
+                disconnected.append(worker)
+        return next(iter(free + disconnected), None)
+
+    def _no_place(self, wanted: Any) -> str:
+        last = self._host.server.places - 1
+        if wanted is not None:
+            return f"worker {wanted} of 0 to {last} is here already, has done its work, or does not exist"
+        return f"all {last + 1} workers of this run are here: start the server with a larger --max-workers"
+
+
+class StartBarrier:
+    """Watches a run that has not started: reminds the user of missing workers, and does not wait for lost ones."""
+
+    def __init__(
+        self,
+        host: Host,
+        peers: Peers[TcpPeer],
+        control: Control,
+        miss: Callable[[int], None],
+        address: str,
+        wait_seconds: float | None = None,
+    ) -> None:
+        """`miss` gives a worker up. After `wait_seconds` the run stops if not all workers have joined."""
+        self._host, self._peers, self._control, self._miss = host, peers, control, miss
+        self._address, self._wait_seconds = address, wait_seconds
+        self._since = time.monotonic()
+        self._remind_after = REMIND_SECONDS
+        self._joined_at: float | None = None
+        """When the first worker was seen at the start barrier of a resumed run."""
+
+    def check(self, now: float) -> None:
+        """Do what is due at `now`, by the monotonic clock."""
+        if not self._host.server.started:
+            self._remind(now - self._since)
+        self.give_up_lost(now)
+
+    def _remind(self, seconds: float) -> None:
+        if self._wait_seconds is not None and seconds > self._wait_seconds:
+            self._host.stop(NOT_COME)
+        elif seconds > self._remind_after:
+            self._remind_after += min(self._remind_after, RAREST_SECONDS)
+            host, port = parse_address(self._address)
+            where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._address
+            here, expected = len(self._peers.by_worker), self._host.server.num_workers
+            self._control.note(
+                f"{here} of {expected} workers are here after {seconds:.0f} s: start the others with "
+                f"'paceline worker --connect {where}'"
+            )
+
+    def give_up_lost(self, now: float) -> None:
+        """Start a resumed run without workers that do not come back in time; they may still join later."""
+        server = self._host.server
+        if server.started or not self._host.first_incarnation:  # a new run waits for all its workers
+            self._joined_at = None
+            return
+        if self._joined_at is None and server.num_live:
+            self._joined_at = now
+        if self._joined_at is None or now < self._joined_at + CEILING_SECONDS:
+            return
+        for worker in server.awaited:
+            if worker not in self._peers.by_worker:
+                self._control.note(
+                    f"worker {worker} did not come back within {CEILING_SECONDS:g} s: the run goes on without it"
+                )
+                self._miss(worker)
