@@ -22,7 +22,7 @@ from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import Forgotten
-from paceline.runtimes.server.worker_hosts import own_place
+from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
 from paceline.runtimes.worker_loop import WorkerLoop

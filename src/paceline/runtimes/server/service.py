@@ -16,10 +16,10 @@ from paceline.core.step_balancing import Pacing
 from paceline.errors import ProtocolError, differing
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import Peer, Peers
+from paceline.runtimes.server.runtime import Peers
 from paceline.system.event_loop import EventLoop
 from paceline.system.signals import TERMINATED
-from paceline.transports.protocol import Hello
+from paceline.transports.protocol import Hello, Peer
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 GRACE_SECONDS = 5.0
