@@ -20,8 +20,8 @@ from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Ver
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import AtOnce
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule
-from paceline.core.server import Server
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server
 from paceline.errors import Forgotten, ProtocolError, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
@@ -122,8 +122,8 @@ class Restless(Server):
 
 
 def restless() -> Restless:
-    parts = (Plain(Sgd()), AtOnce(), Budget(12, 12), Schedule(0.1), 1)
-    return Restless(torch.ones(LAYOUT.size), *parts, places=4)
+    training = Training(Budget(12, 12), Schedule(0.1))
+    return Restless(torch.ones(LAYOUT.size), Plain(Sgd()), AtOnce(), training, Roster(1, 4))
 
 
 @pytest.mark.parametrize("cuts", [[], [("down", 900), ("down", 700)], [("up", 1500), ("down", 800), ("up", 900)]])

@@ -40,8 +40,7 @@ class Server:
         self.updater = Updater(weights, rule, exchange or Exchange(), roster.places)
         self.weights, self.rule_state = self.updater.weights, self.updater.rule_state
         self.codecs, self.nbytes, self.differences = self.updater.codecs, self.updater.nbytes, self.updater.differences
-        self.lr_factor = 1.0
-        """Multiplies the learning rate of the schedule."""
+        self.lr_factor = 1.0  # multiplies the learning rate of the schedule
         self.worker_states: dict[int, Tensor] = {}
         self.version = self.samples = 0
         self.pushes = self.replies = self.bytes_pushed = self.bytes_pulled = 0
@@ -51,7 +50,7 @@ class Server:
         self.over = False
         self.divergence: Divergence | None = None
         self.held: dict[int, Push] = {}
-        """By worker, pushes that were taken and wait for their round to close."""
+        """By worker, taken pushes that wait for their round to close."""
         self.on_update: Callable[[AppliedUpdate], None] | None = None
         """Called after every update."""
 
@@ -183,9 +182,8 @@ class Server:
 
     def _open_barrier(self, was_started: bool) -> tuple[Reply, ...]:
         """Reply to every worker, in worker order, once the last expected one has joined; to none before."""
-        if was_started or not self.started:
-            return ()
-        return tuple(self._reply(worker) for worker in self.roster.waiting())
+        opens = self.started and not was_started
+        return tuple(self._reply(worker) for worker in self.roster.waiting()) if opens else ()
 
     def _leave(self, leave: Leave) -> Outcome:
         worker, member = leave.worker, self.members.get(leave.worker)
@@ -237,9 +235,9 @@ class Server:
 
     def _drop(self, workers: Iterable[int]) -> None:
         """Drop held pushes of `workers`: they are never applied, and no reply says that they count."""
-        for worker in tuple(workers):
-            self.dropped += 1
-            self.updater.free([self.held.pop(worker)])
+        pushes = [self.held.pop(worker) for worker in tuple(workers)]
+        self.dropped += len(pushes)
+        self.updater.free(pushes)
 
     def _carry_out(self, decision: Decision) -> tuple[Reply, ...]:
         """Make the update, reply to the workers that are released, then dismiss those that have finished their work."""
