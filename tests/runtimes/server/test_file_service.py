@@ -175,7 +175,7 @@ def test_only_so_many_look_at_once(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MOST_OBSERVERS):
             stack.enter_context(contextlib.closing(served.observer()))
-        with pytest.raises(UserError, match="observers look at this run already"):
+        with pytest.raises(UserError, match="observers watch this run already"):
             served.observer()
 
 

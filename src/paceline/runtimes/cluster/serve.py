@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1:0"
 
 @dataclass(frozen=True)
 class Opened:
-    """A server that listens: where, and what ends its run from another thread."""
+    """A server that listens: its address, and the function that ends its run from another thread."""
 
     address: str
     stop: Callable[[str], None]
@@ -41,7 +41,7 @@ Tell = Callable[[Opened], None]
 
 @dataclass(frozen=True)
 class Entrance:
-    """Where a server listens, and what a worker must show there."""
+    """Where a server listens, and how workers authenticate."""
 
     listen: str | None = None
     token_file: str | None = None
@@ -49,11 +49,11 @@ class Entrance:
     certificate: str | None = None
     key: str | None = None
     servers: int | None = None
-    """How many hold the weights together; None: one, or as many as before."""
+    """How many servers share the weights; None: one, or as many as before."""
     elsewhere: bool = False
-    """Whether the others are not started here."""
+    """Whether the other servers are started by the user, on other machines."""
     wait: float | None = None
-    """Seconds to wait for all workers to come; None: for ever."""
+    """Seconds that all workers have to join; None: no limit."""
 
     @property
     def num_servers(self) -> int:
@@ -63,7 +63,7 @@ class Entrance:
 def serve(
     config: RunConfig, entrance: Entrance, console: Console, tell: Tell | None = None
 ) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve a new run to workers that come over the network; `tell` is called once they can."""
+    """Serve a new run to workers that come over the network; `tell` is called once they can connect."""
     config = resolve(config)
     refuse_imagined(config)
     require_star(config)
@@ -83,9 +83,9 @@ def serve_again(
     upkeep: dict[str, Any] | None = None,
     tell: Tell | None = None,
 ) -> tuple[RunFolder, dict[str, Any]]:
-    """Go on serving a run whose server ended, where it was served before: its workers find back by themselves.
+    """Resume serving a run at the address where it was served before; its workers reconnect by themselves.
 
-    `upkeep` are settings about the run's files that are to be others from here on.
+    `upkeep` are settings about the run's files that change from here on.
     """
     folder = RunFolder.open(path)
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
@@ -105,7 +105,7 @@ def serve_again(
 
 
 def refuse_restarts(config: RunConfig) -> None:
-    """Who starts workers when it is told where the server is would be a process that is replaced too."""
+    """Refuse `--restart` if this process also starts the workers: a restart would replace it."""
     if config.restart:
         raise UserError(
             f"--restart {config.restart} is for 'paceline server' and for runs on one machine: leave it out here, and "
@@ -143,7 +143,7 @@ class _Order:
 
 
 def _keep_serving(order: _Order) -> dict[str, Any]:
-    """Serve in this process, or with `--restart` in others that replace each other at the same address."""
+    """Serve in this process, or with `--restart` in child processes, one after another at the same address."""
     config, folder, console = order.config, order.folder, order.console
     if not config.restart:
         return _serve(order)
@@ -226,7 +226,7 @@ def _tls(entrance: Entrance, folder: RunFolder, console: Console) -> Tls | None:
 
 
 def _token(entrance: Entrance, host: str, folder: RunFolder, console: Console) -> bytes:
-    """What was given; else what the run had before; else nothing on loopback, and a new one elsewhere."""
+    """The given token, else the run's earlier one, else none on loopback and a new one on other interfaces."""
     given = _read_token(entrance.token_file)
     if given is not None:
         return given
@@ -242,7 +242,7 @@ def _token(entrance: Entrance, host: str, folder: RunFolder, console: Console) -
 
 
 def join_server(visitor: ConnectOptions, console: Console) -> bool:
-    """Work for a server until it is over; False where it went away before."""
+    """Work for a server until its run is over; False if the server is gone before that."""
     parse_address(visitor.connect)
     token = token_of(visitor)
     if visitor.threads is not None and visitor.threads < 1:
@@ -274,7 +274,7 @@ def _require_device(device: str) -> None:
 
 
 def join_as_shard(visitor: ConnectOptions, listen: str | None, once: bool, console: Console) -> bool:
-    """Be a further server of a run until it is over; False where its first server went away before."""
+    """Serve a part of a run until it is over; False if its first server is gone before that."""
     token = token_of(visitor)
     return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, once, console)
 

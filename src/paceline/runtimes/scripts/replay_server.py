@@ -1,6 +1,6 @@
-"""The server of a script's replay: takes each push when its turn in the log has come, however early it was made.
+"""The server of a script's replay: takes each push when the log says that it was applied, however early it comes.
 
-It writes nothing into the run folder but, when asked, the weights of one update; the outcome goes to the conductor.
+It writes nothing into the run folder except, if asked, the weights of one update; the outcome goes to the parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.transports.protocol import Figures, Hello
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 SILENCE_SECONDS = 60.0
-"""How long a worker may be silent when its push is due; longer where the run itself was slower."""
+"""How long a worker may be silent when its push is due; longer if the run itself was slower."""
 START_SECONDS = 600.0
 """How long a script may take until it calls session.prepare(...)."""
 
@@ -47,21 +47,21 @@ class ScriptSeat:
         raise AssertionError("a script keeps its own state to itself")
 
     def push(self) -> Push | None:
-        """The push that the script sends next; None when it ended instead."""
+        """The push that the script sends next; None if it has ended."""
         self.pending = None
         message = receive(self.door, self._patience, "a push")
         return message if isinstance(message, Push) else None
 
 
 def receive(door: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | None:
-    """A worker's next message but for figures and learning rates, which the log has; None when it is gone."""
+    """A worker's next hello or push; None if it is gone. Figures and learning rates are skipped: the log has them."""
     door.connection.settimeout(patience)
     try:
         while isinstance(message := door.receive(), Figures | Rate):
             pass
     except TimeoutError:
         raise RunFailed(
-            f"worker {door.worker} was silent for {patience:.0f} s where the log has {what} of it: the script waits "
+            f"worker {door.worker} was silent for {patience:.0f} s, but the log has {what} of it: the script waits "
             "for something, or does other work than in the run"
         ) from None
     except ProtocolError as error:
@@ -89,21 +89,21 @@ class Scripts:
             self._doors[door.worker] = door
 
     def hello(self, join: Join) -> Hello:
-        """What a worker says of itself when it joins, once."""
+        """The hello of a worker that joins; received once."""
         worker = join.worker
         if worker not in self._doors:
             raise RunFailed(
                 f"worker {worker} joins again in the log: a script cannot come back in the middle of its run"
             )
         if worker not in self._hellos:
-            message = receive(self._doors[worker], START_SECONDS, "the first word")
+            message = receive(self._doors[worker], START_SECONDS, "the hello")
             if not isinstance(message, Hello):
                 raise RunFailed(f"worker {worker} ended before session.prepare(...): in the run it went on")
             self._hellos[worker] = message
         return self._hellos[worker]
 
     def seat(self, join: Join) -> ScriptSeat:
-        """The seat of a worker that has joined as it did in the run."""
+        """The worker that joins as it did in the run."""
         hello = self.hello(join)
         if hello.join.quota != join.quota:
             raise RunFailed(
@@ -120,7 +120,7 @@ class Scripts:
         self._doors[reply.worker].answer(reply)
 
     def hang_up(self, worker: int) -> None:
-        """Where the run lost a worker, or it left: nothing more is heard from it."""
+        """Disconnect a worker that the run lost, or that left."""
         self._hellos.pop(worker, None)
         door = self._doors.pop(worker, None)
         if door is not None:
@@ -128,7 +128,7 @@ class Scripts:
 
 
 def patience(records: Iterable[Record]) -> float:
-    """Long enough for the slowest step of the run, five times over."""
+    """Seconds to wait for a push: five times the slowest step of the run."""
     last: dict[int, float] = {}
     longest = 0.0
     for record in records:
@@ -164,7 +164,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
 
 
 def _starters(records: list[Record]) -> list[Join]:
-    """The joins before the first push, in worker order: who stood at the starting line."""
+    """The joins before the first push, in worker order."""
     starters: list[Join] = []
     for record in records:
         if record.kind == "push":

@@ -1,6 +1,6 @@
-"""Who looks at a served run: each observer has a thread that hands out pieces of the folder's files, and else sleeps.
+"""Serve a run's files to observers over the network: one thread an observer.
 
-The thread that owns the weights lets them in, and has nothing more to do with them.
+The server's thread only admits them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from paceline.transports.listener import Applicant
 MOST_OBSERVERS = 16
 IDLE_SECONDS = 120.0
 ENDING_SECONDS = 3.0
-"""After the run's end they may still ask how it ended."""
+"""How long observers may still read the result after the run's end."""
 
 
 class Observers:
-    """All of one run."""
+    """The observers of one run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._here: dict[Connection, set[str]] = {}
-        """What each has seen of the end: the result, and then the last event."""
+        """Which of the last files each has read completely: the result, and then the events."""
         self._changed = threading.Condition()
 
     def admit(self, applicant: Applicant) -> None:
-        """Let one in, unless there are many."""
+        """Admit an observer, unless there are too many."""
         connection = applicant.connection
         with self._changed:
             if len(self._here) >= MOST_OBSERVERS:
-                applicant.refuse(f"{MOST_OBSERVERS} observers look at this run already")
+                applicant.refuse(f"{MOST_OBSERVERS} observers watch this run already: close one of them")
                 return
             self._here[connection] = set()
         applicant.take_on({"run": str(self._folder.path)})
@@ -59,7 +59,7 @@ class Observers:
     def _answer(self, connection: Connection, look: dict[str, Any]) -> None:
         name, offset, most = look.get("file"), look.get("offset"), look.get("most")
         if name not in SHOWN or type(offset) is not int or type(most) is not int or not 0 <= most <= MOST_PIECE:
-            raise ProtocolError("an observer asked for what is not shown")
+            raise ProtocolError("an observer asked for a file that is not served")
         piece = read_piece(self._folder, str(name), offset, most)
         known = {"offset": piece.offset, "size": piece.size, "age": piece.age} if piece is not None else {}
         data = piece.data if piece is not None else b""
@@ -68,7 +68,7 @@ class Observers:
             self._note(connection, str(name))
 
     def _note(self, connection: Connection, name: str) -> None:
-        """Somebody has seen all of a file."""
+        """Record that an observer has read a file completely."""
         with self._changed:
             seen = self._here[connection]
             if name == "result.json" or (name == "events.jsonl" and seen):
@@ -76,7 +76,7 @@ class Observers:
                 self._changed.notify_all()
 
     def end(self, seconds: float = ENDING_SECONDS) -> None:
-        """The result is written: let those who are here see it, and send everybody away."""
+        """Wait until every observer has read the result, but at most `seconds`, and disconnect all."""
         with self._changed:
             self._changed.wait_for(lambda: all(len(seen) == 2 for seen in self._here.values()), seconds)
             for connection in self._here:
@@ -84,7 +84,7 @@ class Observers:
 
 
 def read_piece(folder: RunFolder, name: str, offset: int, most: int) -> Piece | None:
-    """Some bytes of one of the run's files, from its end where `offset` is negative; None where there is none."""
+    """Read bytes of one of the run's files, from its end if `offset` is negative; None if there is no such file."""
     try:
         with (folder.path / name).open("rb") as file:
             found = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""What the first server tells the others of a run, in words that JSON has: every input, in the order it decided on."""
+"""Encode the inputs that the first server sends to the other servers of a run, as JSON values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMPTY = torch.empty(0)
 
 
 class Part(NamedTuple):
-    """Names what a worker brings: a push, or before the first one (seq -1) its hello."""
+    """Identifies a worker's message: a push, or its hello before the first one (seq -1)."""
 
     worker: int
     incarnation: int
@@ -50,26 +50,26 @@ def from_words(words: list[Any]) -> Input:
 
 
 def is_finite(update: Tensor) -> bool:
-    """Whether no number of it is a NaN or an infinity: the sum tells, or where it is too large, a look at all."""
+    """Whether all numbers are finite: usually the sum shows it; if it overflows, every number is checked."""
     return math.isfinite(update.sum().item()) or bool(torch.isfinite(update).all())
 
 
 def spoil(update: Tensor) -> None:
-    """Another server's part of this push is not finite: then none of it is."""
+    """Make an update non-finite, because another server's part of the push is."""
     update[0] = math.nan
 
 
 def at_work(server: Server) -> list[int]:
-    """The workers whose weights, as last sent, belong into a checkpoint."""
+    """The workers whose last sent weights belong in a checkpoint."""
     return [worker for worker, member in sorted(server.members.items()) if member.live and not member.done]
 
 
 def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor]:
-    """All that a server of several has, in the order in which it is sent."""
+    """All tensors of a shard, in the order in which they are sent."""
     return [weights, *(state[name] for name in sorted(state)), *sent]
 
 
 def sent_to(server: Server, memories: dict[int, Memory]) -> list[Tensor]:
-    """The weights that each worker at work has: as last sent or, where replies are encoded, as those add up."""
+    """The weights that each active worker has: as last sent or, if replies are encoded, the sum of what was sent."""
     held = server.differences.held if server.differences is not None else {}
     return [held[worker] if worker in held else memories[worker].weights for worker in at_work(server)]

@@ -1,4 +1,4 @@
-"""The other servers of a run, as the first sees them: it tells them every input, and gathers what they have."""
+"""The other servers of a run as the first sees them: it sends them every input and gathers their parts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from paceline.transports.listener import Applicant, Listener
 ENDING_SECONDS = 8.0
 LOOK_SECONDS = 0.25
 SILENT_SECONDS = 20.0
-"""They beat every second; one that is silent for so long while we listen is stopped, or its machine is gone."""
+"""Servers send a heartbeat every second; one that is silent for so long has stopped, or its machine has failed."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of them: the link to it, its range, and where workers find it."""
+    """Another server: the link to it, its range of the weights, and where workers find it."""
 
     number: int
     link: Link
@@ -50,7 +50,7 @@ class Shard:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As workers are told of it."""
+        """What workers must know about it."""
         return {
             "address": self.address,
             "span": [self.span.start, self.span.stop],
@@ -62,7 +62,7 @@ class Shard:
 def muster(
     listener: Listener, count: int, children: Sequence[subprocess.Popen[bytes]], seconds: float
 ) -> tuple[list[Applicant], list[Applicant]]:
-    """Wait until so many servers have come; and the workers that came meanwhile."""
+    """Wait until `count` servers have connected. Returns them, and the requests of workers that came meanwhile."""
     shards: list[Applicant] = []
     others: list[Applicant] = []
     deadline = time.monotonic() + seconds
@@ -85,7 +85,7 @@ def muster(
 
 
 def _reachable(applicant: Applicant) -> str:
-    """Where workers find it: a server that listens everywhere is where it comes from, unless that is this machine."""
+    """Where workers find a server: if it listens on all interfaces, the address it connects from, unless loopback."""
     address = str(applicant.fields.get("address"))
     host, port = parse_address(address)
     peer, _ = parse_address(applicant.peer)
@@ -111,13 +111,13 @@ class Shards:
         ]
         server.updater.restrict_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
         self.heard: deque[tuple[Shard, Message]] = deque()
-        """What came while something else was awaited."""
+        """Messages that came during `gather`."""
         self._changed = False
 
     def _begin(
         self, number: int, applicant: Applicant, span: slice, config: RunConfig, layout: Layout, skew: float | None
     ) -> Shard:
-        """Tell a server all that it must know, and give it its part."""
+        """Send a server the description of the run and its part of the weights and rule state."""
         server, fields, address = self._host.server, applicant.fields, _reachable(applicant)
         shard = Shard(
             number,
@@ -143,7 +143,7 @@ class Shards:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """As workers are told of all servers, the first included."""
+        """What workers must know about all servers, the first included."""
         return [{"span": [self.own.start, self.own.stop]}, *(shard.row for shard in self.all)]
 
     def _try(self, shard: Shard, do: Callable[[], T]) -> T:
@@ -160,24 +160,24 @@ class Shards:
         return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there")
 
     def require_signs(self) -> None:
-        """ServerLost where one has said nothing for too long, though we have read all that came."""
+        """Raise ServerLost if a server has been silent for too long, though all that came has been read."""
         now = time.monotonic()
         for shard in self.all:
             if now > shard.link.last_heard + SILENT_SECONDS:
                 raise self._lost(shard, f"has said nothing for {SILENT_SECONDS:g} s")
 
     def excuse(self) -> None:
-        """We have not listened for a while: silence counts from now on."""
+        """Count silence from now on, because this server has not listened for a while."""
         for shard in self.all:
             shard.link.last_heard = time.monotonic()
 
     def order(self, message: Input, finite: bool = True) -> None:
-        """Tell all of an input, before it is handled here."""
+        """Send an input to all servers, before it is handled here."""
         self._changed = True
         self._send({"input": to_words(message), "finite": finite})
 
     def end(self) -> None:
-        """Tell all that it is over."""
+        """Tell all servers that the run is over."""
         self._send({"end": True})
 
     def _send(self, message: Message) -> None:
@@ -185,13 +185,13 @@ class Shards:
             self._try(shard, functools.partial(shard.link.send, message))
 
     def receive(self, shard: Shard) -> Message | None:
-        """What it says next; None where nothing more is there."""
+        """A server's next message; None if no whole one has come."""
         self._try(shard, shard.link.flush)
         return self._try(shard, shard.link.receive)
 
     @torch.inference_mode()
     def gather(self) -> None:
-        """Bring everybody's part of weights, rule state and what workers were sent here, as of the last input."""
+        """Fetch all parts of the weights, the rule state and the workers' weights, as of the last input."""
         if not self._changed:
             return
         self._changed = False
@@ -220,20 +220,20 @@ class Shards:
                 place.copy_(found)
 
     def _places(self, shard: Shard) -> list[torch.Tensor]:
-        """Where what a server has belongs."""
+        """The slices of this process's tensors that a server's part is copied into."""
         server, memories = self._host.server, self._host.memories
         state = self._ranged.of_span(server.rule_state, shard.span)
         sent = [weights[shard.span] for weights in sent_to(server, memories)]
         return tensors_of(server.weights[shard.span], state, sent)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all links."""
         for shard in self.all:
             shard.link.close()
 
 
 def see_off(children: Sequence[subprocess.Popen[bytes]], seconds: float = ENDING_SECONDS) -> None:
-    """Wait for processes of ours that were told that it is over; those that do not end by themselves are ended."""
+    """Wait for child processes to end; kill those that do not."""
     deadline = time.monotonic() + seconds
     for child in children:
         try:

@@ -1,4 +1,4 @@
-"""The further servers of a run: started here, or awaited from elsewhere; and `paceline shard`, which is one of them."""
+"""Start or await the further servers of a sharded run; and `paceline shard`, which is one of them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from paceline.transports.listener import Listener
 
 HERE_SECONDS, ELSEWHERE_SECONDS = 120.0, 3600.0
-LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where one finds a server on this machine that listens there
+LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the loopback address of a server that listens on all interfaces
 
 
 class Retinue:
-    """The servers beside the first. Leaving the context ends the processes that were started here."""
+    """The servers beside the first. Leaving the context kills the processes that were started here."""
 
     def __init__(self, count: int, elsewhere: bool, listener: Listener, token: bytes, tls: Tls | None) -> None:
         self._count, self._elsewhere = count, elsewhere
@@ -87,7 +87,7 @@ class Retinue:
     def _start(self) -> subprocess.Popen[bytes]:
         host, port = parse_address(self._listener.address)
         words = ["--connect", format_address((LOCAL.get(host, host), port)), "--listen", format_address((host, 0))]
-        words.append("--once")  # whoever starts us again starts others
+        words.append("--once")  # a resumed run starts new ones
         if self._tls is not None and self._tls.fingerprint is not None:
             words += ["--fingerprint", self._tls.fingerprint]
         return subprocess.Popen(
@@ -95,16 +95,16 @@ class Retinue:
             env={**os.environ, **({TOKEN_VARIABLE: self._token.decode()} if self._token else {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is for the first server, which tells the others
+            process_group=0,  # Ctrl-C reaches the first server alone, which ends the others
         )
 
     @property
     def known(self) -> dict[str, Any]:
-        """For whoever looks for them."""
+        """What the run's folder says about them."""
         return {"shards": [shard.row for shard in self._shards.all]} if self._shards is not None else {}
 
     def end(self) -> None:
-        """The run has its result: let the others tell their workers, and end."""
+        """End the other servers after the run has its result; they tell their workers first."""
         from paceline.runtimes.sharded.peers import see_off
 
         if self._shards is not None:
@@ -115,9 +115,9 @@ class Retinue:
 def serve_part(
     connect: str, listen: str | None, token: bytes, tls: Tls | None, patience: float, once: bool, console: Console
 ) -> bool:
-    """Be a further server of the run at `connect` until it is over; False where that went away before.
+    """Serve a part of the run at `connect` until it is over; False if its first server is gone before that.
 
-    It is waited for, `patience` seconds, unless it is served `once` alone: a run that is resumed may need us again.
+    Unless `once`, wait `patience` seconds for the first server to come back: a resumed run needs this server again.
     """
     here = is_loopback(parse_address(connect)[0])
     listen = listen or ("127.0.0.1:0" if here else "0.0.0.0:0")

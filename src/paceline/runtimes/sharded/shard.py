@@ -1,11 +1,11 @@
-"""One server of several: it has a range of the weights, takes its part of every push, and does what the first one says.
+"""Serve one shard of the weights: take this part of every push, and apply inputs in the first server's order.
 
-The same pure Server, fed the same inputs in the same order, so it answers at the version at which the first one does.
+It runs the same pure Server on the same inputs in the same order, so it replies at the same version as the first.
 """
 
 from __future__ import annotations
 
-import selectors
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.interfaces import Layout
 from paceline.runtimes.sharded.channel import FILLED, Link, Message
 from paceline.runtimes.sharded.orders import Part, from_words, is_finite, sent_to, spoil, tensors_of
 from paceline.runtimes.sharded.spans import Coding, coding_of, part_of
+from paceline.system.event_loop import EventLoop
 from paceline.transports.listener import Applicant, Listener
 from paceline.transports.protocol import Heard, Hello
 from paceline.transports.tcp_server import TcpPeer
@@ -57,7 +58,7 @@ def make_part(order: Message) -> tuple[Server, Coding, Opened | None]:
 
 
 class ShardService:
-    """The event loop of a server that is not the first."""
+    """Serves workers and obeys the first server."""
 
     def __init__(self, link: Link, listener: Listener, say: Callable[[str], None]) -> None:
         self._link, self._listener, self._say = link, listener, say
@@ -65,25 +66,23 @@ class ShardService:
         self._coding = Coding()
         self._opened: Opened | None = None
         self._doors: dict[tuple[int, int], TcpPeer] = {}
-        """By worker and incarnation: a newcomer may be here before we are told that the one before it is gone."""
+        """By worker and incarnation: a new one may connect before this server learns that the old one left."""
         self._parts: dict[tuple[int, int], Push] = {}
         self._memories: dict[int, Memory] = {}
         self._facts: dict[str, Any] = {}
         self._ended: float | None = None
         self._next_beat = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(link, selectors.EVENT_READ, self._hear_first)
-        self._selector.register(listener, selectors.EVENT_READ, self._let_in)
+        self._loop = EventLoop()
+        self._loop.register(link, self._hear_first)
+        self._loop.register(listener, self._let_in)
 
     def run(self) -> bool:
-        """Serve until the first server says that it is over; False where it went away before."""
+        """Serve until the first server ends the run; False if it is gone before that."""
         try:
             while not self._is_over():
-                for key, _ in self._selector.select(LOOK_SECONDS):
-                    if key.fd in self._selector.get_map():  # else it was hung up on meanwhile
-                        key.data()
+                self._loop.poll(LOOK_SECONDS)
                 self._beat(time.monotonic())
-                self._watch(self._link)
+                self._loop.watch_writes(self._link)
                 self._listener.expire(time.monotonic())
                 for text in self._listener.complaints():
                     self._say(text)
@@ -91,28 +90,21 @@ class ShardService:
             self._say(f"the first server is gone: {error}")
             return False
         finally:
-            self._selector.close()
+            self._loop.close()
             self._link.close()
             for door in self._doors.values():
                 door.close()
         return True
 
     def _beat(self, now: float) -> None:
-        """A sign of life for the first server; where much waits to be sent already, that is one."""
+        """Send the first server a heartbeat; not needed while other bytes wait to be sent."""
         if now >= self._next_beat and self._ended is None and not self._link.wants_write:
             self._link.send({"beat": True})
             self._next_beat = now + BEAT_SECONDS
 
     def _is_over(self) -> bool:
-        """Every worker has taken its last reply along, or has had the time for it."""
+        """Whether every worker has its last reply, or has had the time for it."""
         return self._ended is not None and (not self._doors or time.monotonic() > self._ended + GRACE_SECONDS)
-
-    def _watch(self, line: Link | TcpPeer) -> None:
-        if line.fileno() >= 0:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.wants_write else 0)
-            key = self._selector.get_key(line)
-            if key.events != events:
-                self._selector.modify(line, events, key.data)
 
     # the first server
 
@@ -138,20 +130,20 @@ class ShardService:
             self._link.send({"gathered": message["gather"]}, found)
         elif "end" in message:
             self._ended = time.monotonic()
-            self._selector.unregister(self._link)
+            self._loop.unregister(self._link)
             self._link.close()
 
     @property
     def _known(self) -> Server:
         if self._server is None:
-            raise ProtocolError("an order before the run was described")
+            raise ProtocolError("an order came before the description of the run")
         return self._server
 
     def _handle(self, words: list[Any], finite: bool) -> None:
         message, server = self._message(words, finite), self._known
         if isinstance(message, Join):
             slot = self._doors[message.worker, message.incarnation].slot
-            assert slot is not None, "the first server was told of a hello that did not come"
+            assert slot is not None, "this server voted for a hello that did not come"
             self._memories[message.worker] = slot
         outcome = server.handle(message)
         for reply in outcome.replies:
@@ -160,19 +152,19 @@ class ShardService:
                 door = self._doors.get((reply.worker, reply.incarnation))
                 if door is not None:
                     door.answer(reply)
-                    self._watch(door)
+                    self._loop.watch_writes(door)
         if isinstance(message, Leave):
             for key in [key for key in self._doors if key[0] == message.worker and key[1] <= message.incarnation]:
                 self._forget(self._doors[key])
 
     def _message(self, words: list[Any], finite: bool) -> Input:
-        """An order as the server takes it: a push with the part that its worker brought."""
+        """Turn an order into an input: a push gets the part that its worker sent here."""
         message = from_words(words)
         if not isinstance(message, Push):
             return message
         part = self._parts.get((message.worker, message.incarnation))
         if part is None or part.seq != message.seq:
-            return message  # from nobody we know: it will be rejected
+            return message  # of an unknown worker: the server rejects it
         if not finite:
             spoil(part.update)
         return message._replace(update=part.update)
@@ -186,7 +178,7 @@ class ShardService:
     def _consider(self, applicant: Applicant) -> None:
         key = applicant.fields.get("worker"), applicant.fields.get("incarnation")
         if self._server is None or not all(type(number) is int and number >= 0 for number in key):
-            applicant.refuse("a part of a run is served here: workers and observers apply to its first server")
+            applicant.refuse("a part of a run is served here: connect workers and observers to its first server")
             return
         worker, incarnation = int(key[0] or 0), int(key[1] or 0)
         known = self._doors.get((worker, incarnation))
@@ -203,8 +195,8 @@ class ShardService:
             known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
             self._doors[worker, incarnation] = known
         door = known
-        self._selector.register(door, selectors.EVENT_READ, lambda: self._serve(door))
-        self._watch(door)
+        self._loop.register(door, functools.partial(self._serve, door))
+        self._loop.watch_writes(door)
 
     def _serve(self, door: TcpPeer) -> None:
         if door.wants_write:
@@ -219,7 +211,7 @@ class ShardService:
             if door.left or door.slot is None or self._known.over:
                 self._forget(door)
             else:
-                self._hang_up(door)  # it will come back, or the first server will take it for lost
+                self._hang_up(door)  # it reconnects, or the first server gives it up
             return
         if isinstance(message, Hello):
             self._vote(Part(door.worker, door.incarnation, -1), finite=True)
@@ -227,18 +219,18 @@ class ShardService:
             self._take(door, message)
         else:
             assert isinstance(message, Heard) or message.worker == door.worker
-        self._watch(door)
+        self._loop.watch_writes(door)
 
     def _take(self, door: TcpPeer, push: Push) -> None:
-        """A part of a push: tell the first server of it, and keep it until the order comes."""
+        """Keep a part of a push until the order for it comes, and vote on it."""
         member = self._known.members.get(push.worker)
         if member is not None and member.incarnation == push.incarnation and push.seq <= member.seq:
-            if not member.waiting and push.seq == member.seq:  # it came before, and its answer was lost
+            if not member.waiting and push.seq == member.seq:  # repeated, because its reply was lost
                 door.answer(self._known.last_answer(push.worker))
             return
         part, known = Part(push.worker, push.incarnation, push.seq), self._parts.get((push.worker, push.incarnation))
         nbytes = push.update.nbytes
-        if known is None or known.seq != push.seq:  # else it came before, on a connection that broke
+        if known is None or known.seq != push.seq:  # else it came before the connection broke
             try:
                 known = push if self._opened is None else push._replace(update=self._opened.open(push.update))
             except ProtocolError as error:
@@ -253,9 +245,8 @@ class ShardService:
             self._link.send({"part": part, "finite": finite, "nbytes": nbytes})
 
     def _hang_up(self, door: TcpPeer) -> None:
-        if door.fileno() >= 0:
-            self._selector.unregister(door)
-            door.close()
+        self._loop.unregister(door)
+        door.close()
 
     def _forget(self, door: TcpPeer) -> None:
         self._hang_up(door)

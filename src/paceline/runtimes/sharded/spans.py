@@ -1,4 +1,4 @@
-"""Where the flat vector is cut for several servers, and which settings need it whole. It imports no torch."""
+"""Divide the flat weight vector among servers, and refuse settings that need it whole. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from paceline.interfaces import Layout
 
 GRAIN, CODED_GRAIN = 64, 256
-"""Floats. Vector instructions take this many or fewer at once, so a range has the bits that it has within the whole;
-where something is encoded, blocks of so many share a scale."""
+"""Ranges begin at multiples of so many floats. No vector instruction takes more at once, so a range gets the same bits
+as within the whole. With a codec, blocks of CODED_GRAIN floats share a scale."""
 
 
 def require_cuttable(config: RunConfig, servers: int) -> None:
-    """Refuse what one server must see whole."""
+    """Refuse settings that need all weights in one server."""
     if servers < 1:
         raise UserError(f"--servers {servers}: a run needs at least one")
     if servers == 1:
         return
-    asked = f"--servers {servers} cuts the weights into ranges, and"
+    asked = f"--servers {servers} divides the weights into ranges, and"
     pull = config.pull_codec
     if pull is not None and not CODECS[parse_codec(pull)[0]].by_range:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
         raise UserError(f"{asked} --pull-codec {pull} looks at all of them at once: use one of {known}")
     if parse_strategy(config.strategy).is_local:
-        return  # what needs the whole is inside the workers
+        return  # clipping and lars happen inside the workers
     if config.clip is not None:
         raise UserError(f"{asked} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
     if config.optimizer == "lars":
@@ -39,12 +39,12 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
 
 
 def grain_of(config: RunConfig) -> int:
-    """Ranges begin at multiples of so many floats."""
+    """The number of floats that every range begins at a multiple of."""
     return GRAIN if config.codec is None and config.pull_codec is None else CODED_GRAIN
 
 
 def spans_of(size: int, servers: int, grain: int = GRAIN) -> list[slice]:
-    """As many ranges of a vector of `size` floats, as equal as whole grains allow.
+    """Divide a vector of `size` floats into one range a server, as equal as whole grains allow.
 
     >>> spans_of(320, 2)
     [slice(0, 192, None), slice(192, 320, None)]
@@ -59,7 +59,7 @@ def spans_of(size: int, servers: int, grain: int = GRAIN) -> list[slice]:
 
 
 def part_of(layout: Layout, span: slice) -> Layout:
-    """The layout of a range: its parameters, or flat pieces of them.
+    """The layout of a range: its parameters, or flat slices of them.
 
     >>> from paceline.interfaces import pack
     >>> part_of(pack([("a", (100,), True), ("b", (7, 9), False)]), slice(64, 192)).parameters
@@ -76,7 +76,7 @@ def part_of(layout: Layout, span: slice) -> Layout:
 
 
 class Coding(NamedTuple):
-    """How the parts of pushes and replies of one range are encoded; None: as they are."""
+    """The codecs of one range's pushes and replies; None if they are not encoded."""
 
     push: CodecPart | None = None
     pull: Sliced | None = None
@@ -89,7 +89,7 @@ class Coding(NamedTuple):
 
 
 def coding_of(config: RunConfig, layout: Layout, span: slice) -> Coding:
-    """The codecs of a run, as a server of `span` has to do with them."""
+    """The codecs of a run, restricted to the range `span`."""
     from paceline.codecs.slices import Sliced
 
     push, pull = (
