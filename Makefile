@@ -23,7 +23,7 @@ demo: setup ## the same model alone, in step and free, on real images; two minut
 
 test: setup ## all tests: the fast ones on all cores, then those that start processes
 	$(BIN)/python -m pytest -m "not real" -n auto --dist worksteal
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m real -n 2 --dist worksteal
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m real -n 3 --dist worksteal
 
 check: setup ## format, lint, types and the quick tests; under a minute
 	$(BIN)/ruff format --check .

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
 
+import check_coverage
 import pytest
 
 import paceline
@@ -66,3 +68,14 @@ def test_the_readme_is_short_and_its_lines_fit() -> None:
 def test_no_test_does_what_the_house_has_a_better_way_for(pattern: str, instead: str) -> None:
     found = [str(path) for path, text in TESTS.items() if re.search(pattern, text, re.MULTILINE)]
     assert not found, instead
+
+
+@pytest.mark.parametrize(("branches", "code"), [(18, 0), (17, 1)])
+def test_a_package_below_the_bound_fails_by_itself(tmp_path: Path, branches: int, code: int) -> None:
+    """Lines and branches count together: 81 and 18 of 110 are 90 %."""
+    whole = {"covered_lines": 10, "num_statements": 10, "covered_branches": 0, "num_branches": 0}
+    some = {"covered_lines": 81, "num_statements": 85, "covered_branches": branches, "num_branches": 25}
+    files = {f"src/paceline/{package}/a.py": {"summary": whole} for package in ("codecs", "transports")}
+    files["src/paceline/core/rules/b.py"] = {"summary": some}
+    (tmp_path / "report.json").write_text(json.dumps({"files": files}))
+    assert check_coverage.main(str(tmp_path / "report.json")) == code

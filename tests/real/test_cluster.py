@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real
 
 def test_sync_over_tcp_has_the_bits_of_shared_memory(tmp_path: Path) -> None:
     """With a model whose last reply is larger than what a socket holds: it must come through all the same."""
-    settings = ("--strategy", "sync", "--workers", "2", "--model", "resnet18", "--batch-size", "4", "--steps", "6")
+    settings = ("--strategy", "sync", "--workers", "2", "--model", "resnet18", "--batch-size", "4", "--steps", "3")
     settings += ("--score", "none")
     with ExitStack() as stack:
         server = serve(stack, tmp_path, *RUN, *settings)

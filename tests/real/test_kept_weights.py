@@ -11,6 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from paceline.reports.console import Console
+from paceline.studies.replay import replay
 from tests.support.commands import Command, replays, run, wait_for_records
 
 SAMPLE = ("train", "--dataset", "fashion-mnist-sample", "--seed", "3", "--steps", "160", "--checkpoint-every", "0.2")
@@ -45,8 +47,9 @@ def test_a_snapshot_is_what_replay_saves_for_that_update(tmp_path: Path, strateg
     assert trained.process.returncode == 0, trained.err
     rows = json.loads((tmp_path / "runs/it/snapshots/index.json").read_text())["snapshots"]
     version = rows[len(rows) // 2]["version"]
-    again = run("replay", "runs/it", "--until", str(version), "--output", "there.safetensors", cwd=tmp_path)
-    assert again.process.returncode == 0, again.err
+    with Console() as console:
+        again = replay(tmp_path / "runs/it", console, version, tmp_path / "there.safetensors")
+    assert again["first_departure"] is None
     ours = load_file(tmp_path / f"runs/it/snapshots/{version:012d}.safetensors")
     theirs = load_file(tmp_path / "there.safetensors")
     assert ours.keys() == theirs.keys()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
-from tests.support.commands import replays, result_of, run
+from tests.support.commands import replays, result_of, run, simulate
 
 
 def test_star_equals_ring_equals_simulated_equals_replayed(tmp_path: Path, small_files: Path) -> None:
@@ -15,7 +15,7 @@ def test_star_equals_ring_equals_simulated_equals_replayed(tmp_path: Path, small
     for path in ("star", "ring"):
         done = run("train", *flags, "--name", path, "--path", path, cwd=tmp_path)
         assert done.process.returncode == 0, done.err
-    run("simulate", *flags, "--name", "simulated", "--speeds", "lognormal:1s,1", cwd=tmp_path)
+    simulate(*flags, "--name", "simulated", "--speeds", "lognormal:1s,1")
     star, ring, simulated = (result_of(tmp_path / name) for name in ("star", "ring", "simulated"))
     assert star["weights_sha256"] == ring["weights_sha256"] == simulated["weights_sha256"]
     assert (star["updates"], star["samples"]) == (5, simulated["samples"])

@@ -14,7 +14,7 @@ from tests.support.commands import result_of, run
 
 @pytest.mark.parametrize("model", ["resnet18", "inception-28-small"])
 def test_two_steps_of_sync_by_two_workers(tmp_path: Path, small_files: Path, model: str) -> None:
-    small = ("--dataset", "fashion-mnist", "--data-dir", str(small_files), "--batch-size", "8")
+    small = ("--dataset", "fashion-mnist", "--data-dir", str(small_files), "--batch-size", "8", "--score", "none")
     pace = ("--strategy", "sync", "--workers", "2", "--steps", "2", "--name", "it")
     command = run("train", *small, *pace, "--model", model, cwd=tmp_path)
     assert command.process.returncode == 0, command.err
@@ -29,6 +29,7 @@ def test_two_steps_of_sync_by_two_workers(tmp_path: Path, small_files: Path, mod
 
 def test_batch_norm_on_split_labels_warns_in_one_line_and_names_group_norm(tmp_path: Path, small_files: Path) -> None:
     small = ("--dataset", "fashion-mnist", "--data-dir", str(small_files), "--batch-size", "4", "--split", "labels")
+    small += ("--score", "none")
     pace = ("--strategy", "sync", "--workers", "2", "--steps", "1")
     for model, warned in (("resnet18", 1), ("resnet18-gn", 0)):
         command = run("train", *small, *pace, "--model", model, "--name", model, cwd=tmp_path)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.main import main
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import RECORD_BYTES
 from paceline.studies.replay import describe, replay
@@ -92,6 +93,11 @@ def run(*arguments: str, cwd: Path, seconds: float = PATIENCE, environment: dict
     return command
 
 
+def simulate(*arguments: str) -> None:
+    """Run `paceline simulate` in this process, where torch is imported already."""
+    assert main(["simulate", *arguments]) == 0
+
+
 def wait_for_records(folder: Path, count: int, seconds: float = PATIENCE) -> None:
     """Until the run's log holds at least `count` records."""
     log = folder / "arrivals.log"
@@ -104,7 +110,7 @@ def wait_until_gone(command: Command) -> None:
 
 
 def replays(folder: Path) -> bool:
-    """Whether a run's log gives its weights again, bit for bit; in this process, where torch is there already."""
+    """Whether a run's log gives its weights again, bit for bit; in this process, where torch is imported already."""
     with Console() as console:
         outcome = replay(folder, console)
     if not outcome["identical"]:

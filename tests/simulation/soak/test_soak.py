@@ -60,11 +60,6 @@ def test_a_few_hundred_seeds_keep_every_promise() -> None:
     assert summary.restarts > 50 and summary.pushes > 10_000 and summary.unfinished < 30 and summary.diverged > 2
 
 
-@pytest.mark.real
-def test_four_hundred_more_seeds_keep_every_promise() -> None:
-    require_clean(400, 1000)
-
-
 def test_a_seed_is_the_same_trial_every_time() -> None:
     one, other = draw(7), draw(7)
     assert one.cluster.faults == other.cluster.faults and one.quotas == other.quotas
