@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import in_this_process
 from paceline.config import FIELDS, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.launch import train as launch
 from paceline.reports.console import Console
+from paceline.settings.ranks import rank_here
+from paceline.settings.strategies import in_this_process
 from paceline.tasks.supervised import SupervisedTask
 
 
@@ -40,7 +41,7 @@ def train(
     if not in_this_process(config):
         require_main_guard()
     with Console(quiet=quiet) as console:
-        folder, result = launch(config, console)
+        folder, result = launch(config, console, rank_here())
     return {**result, "folder": str(folder.path)}
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig, places_of
 from paceline.core.schedules import Inside, Schedule
-from paceline.settings.resolve import MODELS, lr_scale, parse_schedule
-from paceline.settings.rules import build_rule, parse_rule
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.resolve import MODELS, lr_scale, schedule_of
+from paceline.settings.rules import build_rule, rule_of
+from paceline.settings.strategies import Waiting, strategy_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,31 +22,31 @@ def make_policy(config: RunConfig) -> Policy:
     """The reply policy of the config's strategy."""
     from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
 
-    strategy, (rule, number) = parse_strategy(config.strategy), parse_rule(config.rule)
-    if strategy.in_rounds:
-        spare = strategy.number if strategy.name == "backup" else 0
-        return Rounds(spare, at_the_door=config.max_workers is not None)
-    if strategy.name == "bounded":
-        return Bounded(strategy.number)
-    return Fresh(number) if rule == "ringmaster" else AtOnce()
+    strategy, rule = strategy_of(config), rule_of(config)
+    match strategy.waiting:
+        case Waiting.BARRIER:
+            return Rounds(strategy.num_backup, at_the_door=config.max_workers is not None)
+        case Waiting.BOUNDED:
+            return Bounded(strategy.max_lead)
+    return Fresh(rule.number) if rule.traits.drops else AtOnce()
 
 
 def make_schedule(config: RunConfig) -> Schedule:
     """The learning rate of an update over the budget; that of a drift is the outer one, and constant."""
-    if parse_strategy(config.strategy).is_local:
+    if strategy_of(config).is_local:
         return Schedule(config.outer_lr if config.outer_lr is not None else 1.0)
     return _schedule(config)
 
 
 def make_inside(config: RunConfig) -> Inside | None:
     """What workers do between two pushes, under strategies with local steps."""
-    strategy = parse_strategy(config.strategy)
-    return Inside(strategy.number, _schedule(config)) if strategy.is_local else None
+    strategy = strategy_of(config)
+    return Inside(strategy.local_steps, _schedule(config)) if strategy.is_local else None
 
 
 def _schedule(config: RunConfig) -> Schedule:
     """The learning rate that gradients are stepped with."""
-    kind, factor = parse_schedule(config.schedule)
+    kind, factor = schedule_of(config)
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 

@@ -15,7 +15,7 @@ from paceline.errors import UserError
 from paceline.settings.preprocessing import reading_of
 from paceline.settings.resolve import lr_scale
 from paceline.settings.rules import chosen
-from paceline.settings.strategies import parse_strategy, pushes_in_a_step
+from paceline.settings.strategies import strategy_of
 from paceline.settings.warnings import advice
 from paceline.system.environment import git_state
 
@@ -29,18 +29,6 @@ def refuse_imagined(config: RunConfig) -> None:
         )
 
 
-def refuse_restart(config: RunConfig, launched: bool = False) -> None:
-    """Only processes of our own are started again."""
-    if not config.restart or not (launched or in_this_process(config)):
-        return
-    what = "--device cuda" if config.device == "cuda" else "--strategy classic"
-    why = "a launcher started these processes" if launched else f"{what} trains in the process of this command"
-    raise UserError(
-        f"--restart {config.restart} starts a killed server again, and {why}: leave it out, "
-        "'paceline resume' goes on after a kill"
-    )
-
-
 def locate_data(config: RunConfig) -> Location | None:
     """Where the run's data set lies; a task of one's own brings its data along."""
     if config.task is not None:
@@ -50,17 +38,14 @@ def locate_data(config: RunConfig) -> Location | None:
 
 
 def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
-    """The data set of a new run; where that is the sample the config says so, and no later look-up finds other data."""
+    """Locate the data set of a new run. If the sample stands in for it, name the sample in the config and the location.
+
+    Otherwise a later look-up, when the complete data set has been fetched, would find other data.
+    """
     location = locate_data(config)
     if location is not None and location.sample:
-        config = dataclasses.replace(config, dataset=SAMPLE)
-        location = locate_data(config)
+        config, location = dataclasses.replace(config, dataset=SAMPLE), dataclasses.replace(location, name=SAMPLE)
     return config, location
-
-
-def in_this_process(config: RunConfig) -> bool:
-    """Whether the workers need no processes of their own."""
-    return parse_strategy(config.strategy).name == "classic" or config.device == "cuda"
 
 
 def require_device(config: RunConfig) -> None:
@@ -99,8 +84,8 @@ def startup_warnings(config: RunConfig, location: Location | None, skew: float |
             "using the built-in sample of Fashion-MNIST (12,000 + 2,000 images): "
             "'paceline data get fashion-mnist' fetches all 70,000"
         )
-    strategy = parse_strategy(config.strategy)
-    pushes = pushes_in_a_step(strategy, config.workers or 1)
+    strategy = strategy_of(config)
+    pushes = strategy.pushes_per_step(config.workers or 1)
     learns = not config.timing_only and not strategy.is_local
     if pushes > 1 and learns and lr_scale(config) == 1.0:
         lines.append(

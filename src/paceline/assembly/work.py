@@ -10,9 +10,10 @@ import numpy as np
 from paceline.config import RunConfig, places_of
 from paceline.core.messages import Deal
 from paceline.core.schedules import Budget
-from paceline.data.partition import hold_out, hold_out_fold, parse_fold, parse_split, partition
+from paceline.data.partition import hold_out, hold_out_fold, partition
 from paceline.data.sampler import Batches
 from paceline.errors import UserError
+from paceline.settings.preprocessing import fold_of, split_of
 from paceline.settings.strategies import on_ring
 
 
@@ -45,15 +46,16 @@ class Work:
         """The train set over so many members, by place; the last division is kept, since all seats ask for the same."""
         if num_members not in self._parts:
             self._parts.clear()
-            split = parse_split(config.split)
-            self._parts[num_members] = partition(self.labels, num_members, split, config.seed, config.shard_weights)
+            parts = partition(self.labels, num_members, split_of(config), config.seed, config.shard_weights)
+            self._parts[num_members] = parts
         return self._parts[num_members]
 
 
 def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """What a run trains on, and what it only scores: a share of the train set, or one fold of it."""
-    if config.fold is not None:
-        return hold_out_fold(labels, *parse_fold(config.fold), config.seed)
+    fold = fold_of(config)
+    if fold is not None:
+        return hold_out_fold(labels, *fold, config.seed)
     return hold_out(labels, config.validation, config.seed)
 
 
@@ -70,7 +72,7 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
             f"--{flag} {places}: {len(train)} samples make only {available} batches of {config.batch_size}; "
             f"use at most {available} workers or a smaller batch"
         )
-    parts = partition(labels[train], workers, parse_split(config.split), config.seed, config.shard_weights)
+    parts = partition(labels[train], workers, split_of(config), config.seed, config.shard_weights)
     shards = [train[part] for part in parts]
     work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
@@ -91,7 +93,7 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
 
 def _require_parts(work: Work, config: RunConfig) -> None:
     """However many share the data, each has a batch at least: even parts are smallest when most share them."""
-    drawn = parse_split(config.split).kind == "dirichlet"
+    drawn = split_of(config).kind == "dirichlet"
     for num_members in range(1 if drawn else places_of(config), places_of(config) + 1):
         try:
             smallest = min(len(part) for part in work.parts(num_members, config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.cli.arguments import Parser, add_settings, config_from, number
-from paceline.cli.output import parser_for, show
+from paceline.cli.output import show
 from paceline.config import SIMULATED_ONLY, UPKEEP
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -26,26 +26,28 @@ PATIENCE_SECONDS = 300.0
 
 
 def server_verb(arguments: list[str]) -> int:
-    parser = parser_for("server", SERVER_DESCRIPTION, "paceline server [RUN.toml] [flags]")
+    parser = Parser("server", SERVER_DESCRIPTION, "paceline server [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
-    door = parser.add_argument_group("door")
-    door.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [127.0.0.1 and a free port]")
-    door.add_argument("--token-file", metavar="FILE", help="what workers must know [PACELINE_TOKEN, or made anew]")
-    door.add_argument("--tls", action="store_true", help="encrypt; the certificate's fingerprint is shown")
-    door.add_argument("--certificate", metavar="FILE", help="your own, with --key [made anew]")
-    door.add_argument("--key", metavar="FILE", help="of the certificate")
-    door.add_argument(
-        "--servers", type=number(int), metavar="S",
+    parser.add_to("network", "--listen", metavar="HOST:PORT", help="where workers find it [127.0.0.1 and a free port]")
+    parser.add_to("network", "--token-file", metavar="FILE", help="secret of the run [PACELINE_TOKEN, or a new one]")
+    parser.add_to("network", "--tls", action="store_true", help="encrypt; the certificate's fingerprint is shown")
+    parser.add_to("network", "--certificate", metavar="FILE", help="your own, with --key [a new one]")
+    parser.add_to("network", "--key", metavar="FILE", help="of the certificate")
+    parser.add_to(
+        "network", "--servers", type=number(int), metavar="S",
         help="cut the weights into S ranges, each with a process of its own [1, or as before]",
     )  # fmt: skip
-    door.add_argument(
-        "--shards-elsewhere", action="store_true", help="wait for S - 1 'paceline shard' instead of starting them here"
+    parser.add_to(
+        "network",
+        "--shards-elsewhere",
+        action="store_true",
+        help="wait for S - 1 'paceline shard' instead of starting them here",
     )
-    door.add_argument(
-        "--wait", type=number(float), metavar="SECONDS",
+    parser.add_to(
+        "network", "--wait", type=number(float), metavar="SECONDS",
         help="give up, with exit code 1, when not all workers have come by then [wait for ever]",
     )  # fmt: skip
-    door.add_argument("--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
+    parser.add_to("network", "--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
@@ -87,7 +89,7 @@ def _add_way(parser: Parser) -> None:
 
 
 def shard_verb(arguments: list[str]) -> int:
-    parser = parser_for("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
+    parser = Parser("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
     _add_way(parser)
     parser.add_argument("--listen", metavar="HOST:PORT", help="where workers find it [as the server is reached]")
     parser.add_argument("--once", action="store_true", help="end when the server goes away: do not wait for its return")
@@ -101,7 +103,7 @@ def shard_verb(arguments: list[str]) -> int:
 
 
 def worker_verb(arguments: list[str]) -> int:
-    parser = parser_for("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
+    parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
     _add_way(parser)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set on this machine")
     parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
@@ -130,18 +132,17 @@ DESCRIPTION = """Have workers leave a run that is going on: each finishes its pu
 
 
 def drain_verb(arguments: list[str]) -> int:
-    parser = parser_for("drain", DESCRIPTION)
+    parser = Parser("drain", DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="the folder of a run that is going on, as in runs/NAME")
     parser.add_argument("workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of workers")
     parsed = parser.parse_strictly(arguments)
     from paceline.runs.control_files import ask_to_drain
     from paceline.runs.folder import RunFolder
-    from paceline.settings.strategies import on_ring
+    from paceline.settings.strategies import Feature, require_feature
 
     folder = RunFolder.open(Path(parsed.run))
     config = folder.config()
-    if on_ring(config):
-        raise UserError(f"{folder.path} is a ring ({config.strategy}), which nobody leaves: stop it, or let it finish")
+    require_feature(config, Feature.DRAIN, str(folder.path))
     if not folder.is_locked():
         raise UserError(f"{folder.path} is not being trained now: there is nobody to drain")
     workers = tuple(dict.fromkeys(parsed.workers))

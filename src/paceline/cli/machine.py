@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli.output import parser_for
+from paceline.cli.arguments import Parser
 from paceline.data.download import status
 from paceline.errors import PacelineError, UserError
 from paceline.system.environment import cpu_name, package_version
@@ -20,10 +20,10 @@ from paceline.system.terminal import fold_for, table_width
 
 
 def data_verb(arguments: list[str]) -> int:
-    parser = parser_for(
+    parser = Parser(
         "data", "List the data sets and where they lie, or fetch one (the only verb that uses the network)."
     )
-    parser.add_argument("action", choices=("list", "get"))
+    parser.add_choice("action", ("list", "get"))
     parser.add_argument("name", nargs="?", help="the data set to get")
     parser.add_argument("--data-dir", metavar="DIR", help="look here first, or fetch to here")
     parser.add_argument("--mirror", metavar="URL", help="fetch from here instead of upstream")
@@ -44,7 +44,7 @@ def data_verb(arguments: list[str]) -> int:
 
 
 def doctor_verb(arguments: list[str]) -> int:
-    parser_for("doctor", "What this machine has, what will be slow, what to do about it.").parse_strictly(arguments)
+    Parser("doctor", "What this machine has, what will be slow, what to do about it.").parse_strictly(arguments)
 
     findings = examine()
     print(fold_for(sys.stdout, findings.lines))

@@ -7,8 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import number
-from paceline.cli.output import parser_for
+from paceline.cli.arguments import Parser, number
 from paceline.errors import UserError
 from paceline.reports.console import Console
 
@@ -22,7 +21,7 @@ Runs may be finished, going on, killed, simulated, swept or damaged: what can be
 
 
 def report_verb(arguments: list[str]) -> int:
-    parser = parser_for("report", DESCRIPTION, "paceline report RUN... [-o FILE.html]")
+    parser = Parser("report", DESCRIPTION, "paceline report RUN... [-o FILE.html]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
     parser.add_argument(
         "-o", "--output", default="report.html", metavar="FILE", help="where the page goes [report.html]"
@@ -67,14 +66,14 @@ TRACE_DESCRIPTION = """A run as a trace for https://ui.perfetto.dev: what every 
 
 
 def export_verb(arguments: list[str]) -> int:
-    parser = parser_for("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
+    parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
     parser.add_argument("--to", required=True, metavar="NAME", help="csv, tensorboard, mlflow, wandb or MODULE:CLASS")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
     from paceline.runs.folder import RunFolder
-    from paceline.settings.trackers import check_tracker
+    from paceline.settings.imports import check_tracker
     from paceline.tracking.feed import feed
     from paceline.tracking.registry import make_tracker
 
@@ -96,7 +95,7 @@ def export_verb(arguments: list[str]) -> int:
 
 
 def trace_verb(arguments: list[str]) -> int:
-    parser = parser_for("trace", TRACE_DESCRIPTION, "paceline trace RUN [-o FILE] [flags]")
+    parser = Parser("trace", TRACE_DESCRIPTION, "paceline trace RUN [-o FILE] [flags]")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to, .json or .json.gz [RUN/trace.json.gz]")
     parser.add_argument("--from", dest="begin", type=number(float), metavar="S", help="from this second of training on")
@@ -134,13 +133,13 @@ MOST_PLACES = 1001
 
 
 def landscape_verb(arguments: list[str]) -> int:
-    parser = parser_for("landscape", LANDSCAPE_DESCRIPTION, "paceline landscape RUN... [flags]")
+    parser = Parser("landscape", LANDSCAPE_DESCRIPTION, "paceline landscape RUN... [flags]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, trained with --snapshots")
     parser.add_argument("--grid", type=number(int), default=41, metavar="N", help="N x N places around the paths [41]")
     parser.add_argument("--margin", type=number(float), default=0.25, help="room around them, in their lengths [0.25]")
-    parser.add_argument("--on", choices=("train", "test"), default="train", help="which data [train]")
+    parser.add_choice("--on", ("train", "test"), default="train", help="which data [train]")
     parser.add_argument("--samples", type=number(int), default=1000, metavar="N", help="how many of it [1000]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where losses are computed [cpu]")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="where losses are computed [cpu]")
     parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="where the files go [landscape]")
     parser.add_argument("--json", action="store_true", help="print landscape.json on standard output")
     parsed = parser.parse_strictly(arguments)

@@ -12,7 +12,6 @@ from typing import Any
 
 from paceline.cli.arguments import Parser, number
 from paceline.cli.cluster import add_proof
-from paceline.cli.output import parser_for
 from paceline.errors import UserError
 from paceline.system.terminal import can_draw, table_width, width_here
 
@@ -34,7 +33,7 @@ COMPARE_DESCRIPTION = """Several runs in one table: the settings that differ, an
 
 
 def status_verb(arguments: list[str]) -> int:
-    parser = parser_for("status", STATUS_DESCRIPTION)
+    parser = Parser("status", STATUS_DESCRIPTION)
     parser.add_argument("run", metavar="RUN|HOST:PORT", help="a run folder, as in runs/NAME; or where a run is served")
     parser.add_argument("--watch", type=number(float), metavar="SECONDS", help="again and again, until the run ends")
     parser.add_argument("--json", action="store_true", help="print it as JSON; with --watch a line each time")
@@ -94,7 +93,7 @@ def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: st
 
 
 def list_verb(arguments: list[str]) -> int:
-    parser = parser_for("list", LIST_DESCRIPTION)
+    parser = Parser("list", LIST_DESCRIPTION)
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where they lie [runs]")
     _add_choice(parser)
     parsed = parser.parse_strictly(arguments)
@@ -107,7 +106,7 @@ def list_verb(arguments: list[str]) -> int:
 
 
 def compare_verb(arguments: list[str]) -> int:
-    parser = parser_for("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
+    parser = Parser("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
     _add_choice(parser)
     parsed = parser.parse_strictly(arguments)

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.arguments import add_settings, config_from, number
-from paceline.cli.output import parser_for, show
+from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.output import show
 from paceline.config import to_dict
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -35,7 +35,7 @@ SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator
 
 
 def simulate_verb(arguments: list[str]) -> int:
-    parser = parser_for("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
+    parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
     add_settings(parser, left_out=("device", "restart", "durable"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -49,7 +49,7 @@ def simulate_verb(arguments: list[str]) -> int:
 
 
 def plan_verb(arguments: list[str]) -> int:
-    parser = parser_for("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
+    parser = Parser("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
     left_out = (
         "device",
         "strategy",
@@ -92,7 +92,7 @@ def _settings_of(run: str | None) -> dict[str, Any]:
 
 
 def soak_verb(arguments: list[str]) -> int:
-    parser = parser_for("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
+    parser = Parser("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
     parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="how many to try [2000]")
     parser.add_argument("--first", type=number(int), default=0, metavar="S", help="the first seed [0]")
     parser.add_argument("--faults", metavar="FILE", help="this table of faults instead of the seeds' own")

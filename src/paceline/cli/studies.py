@@ -6,8 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import add_settings, config_from, number
-from paceline.cli.output import parser_for
+from paceline.cli.arguments import Parser, add_settings, config_from, number
 from paceline.config import FIELDS, SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -35,14 +34,14 @@ REAL_TABLES = ("distml", "mxnet")
 def reproduce_verb(arguments: list[str]) -> int:
     if arguments and arguments[0] in REAL_TABLES:
         return reproduce_for_real(arguments[0], arguments[1:])
-    parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
-    parser.add_argument("table", choices=("optml", *REAL_TABLES), help="which published table")
+    parser = Parser("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
+    parser.add_choice("table", ("optml", *REAL_TABLES), help="which published table")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
     parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
     parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
     rule_help = "auto: every row once more as Paceline chooses by itself, in a third column [plain]"
-    parser.add_argument("--rule", choices=("plain", "auto"), default="plain", help=rule_help)
+    parser.add_choice("--rule", ("plain", "auto"), default="plain", help=rule_help)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
     parser.add_argument("--runs", metavar="DIR", default="runs/optml", help="a run folder a row goes here [runs/optml]")
     parsed = parser.parse_strictly(arguments)
@@ -66,9 +65,9 @@ def reproduce_verb(arguments: list[str]) -> int:
 
 
 def sweep_verb(arguments: list[str]) -> int:
-    parser = parser_for("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
+    parser = Parser("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
     parser.add_argument("file", metavar="FILE.toml", help="what to try")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="the sweep's folder, NAME, goes here [runs]")
     parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and run none")
@@ -130,9 +129,9 @@ Flags of 'paceline train' are handed on, but for --epochs. The same command goes
 
 
 def bench_verb(arguments: list[str]) -> int:
-    parser = parser_for("bench", DESCRIPTION, "paceline bench scaling [flags]")
-    parser.add_argument("benchmark", choices=("scaling",), help="what to measure")
-    parser.add_argument("--kind", choices=("strong", "weak"), default="weak", help="how the batch grows [weak]")
+    parser = Parser("bench", DESCRIPTION, "paceline bench scaling [flags]")
+    parser.add_choice("benchmark", ("scaling",), help="what to measure")
+    parser.add_choice("--kind", ("strong", "weak"), default="weak", help="how the batch grows [weak]")
     parser.add_argument("--workers", dest="counts", metavar="N,N,...", help="counts to try (default: up to the cores)")
     parser.add_argument("--repeats", type=number(int), default=1, help="runs of each count; the median counts [1]")
     parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
@@ -186,11 +185,11 @@ DESCRIPTIONS = {
 
 def reproduce_for_real(table: str, arguments: list[str]) -> int:
     more = "\n\nRows that need what this machine lacks are listed with the reason; what is done is not run again."
-    parser = parser_for(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
+    parser = Parser(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (resnet18 lm1) [all]")
     parser.add_argument("--epochs", type=number(float), help="instead of the published number")
     parser.add_argument("--steps", type=number(int), help="so many updates instead of epochs: a quick look")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what workers compute on [cpu]")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="what workers compute on [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
     parser.add_argument("--runs", metavar="DIR", default=f"runs/{table}", help=f"run folders go here [runs/{table}]")
     parser.add_argument("--strategy", metavar="NAME", help="for rows on several devices, instead of allreduce")

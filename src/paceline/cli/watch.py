@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.arguments import Parser
 from paceline.cli.cluster import add_proof
-from paceline.cli.output import parser_for
 from paceline.errors import UserError
 from paceline.transports.connection import is_loopback, parse_address
 
@@ -30,7 +30,7 @@ The same address with /metrics behind it is for Prometheus. Ctrl-C ends it; the 
 
 
 def watch_verb(arguments: list[str]) -> int:
-    parser = parser_for("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
+    parser = Parser("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
     parser.add_argument("what", nargs="?", default="runs", metavar="RUN|DIR|HOST:PORT", help="what to look at [runs]")
     parser.add_argument("--listen", metavar="HOST:PORT", help="where the page is [127.0.0.1:7223, or the next free]")
     parser.add_argument("--page-token", metavar="FILE", help="what a browser elsewhere must show [made anew]")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import UserError, name_and_argument
+from paceline.errors import UserError
+from paceline.settings.notation import name_and_argument
 
 if TYPE_CHECKING:
     import torch
@@ -40,17 +42,29 @@ CODECS = {
 }
 
 
-def parse_codec(text: str) -> tuple[str, float]:
-    """`int8` or `lowrank:4`, as (name, number); a clear error for anything else.
+class NamedCodec(NamedTuple):
+    """A codec as the user names it, and the number behind its colon."""
 
-    >>> parse_codec("lowrank:4")
-    ('lowrank', 4.0)
+    name: str
+    number: float
+
+    @property
+    def traits(self) -> Traits:
+        return CODECS[self.name]
+
+
+@cache
+def codec_of(text: str) -> NamedCodec:
+    """Parse `int8` or `lowrank:4`, once for each text.
+
+    >>> codec_of("lowrank:4")
+    NamedCodec(name='lowrank', number=4.0)
     """
     name, argument = name_and_argument("codec", text, {name: traits.letter for name, traits in CODECS.items()})
     letter = CODECS[name].letter
     if letter == "R" and (not argument.isdecimal() or int(argument) < 1):
         raise UserError(f"codec '{text}': the rank after the colon must be a whole number of at least 1")
-    return name, _fraction(text, argument) if letter == "F" else float(argument or 0)
+    return NamedCodec(name, _fraction(text, argument) if letter == "F" else float(argument or 0))
 
 
 def _fraction(text: str, argument: str) -> float:
@@ -72,7 +86,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
     from paceline.codecs.quantized import Int8, Sign
     from paceline.codecs.sparse import TopK
 
-    name, number = parse_codec(text)
+    name, number = codec_of(text)
     match name:
         case "fp16" | "bf16":
             return Rounded(layout, torch.float16 if name == "fp16" else torch.bfloat16, device)

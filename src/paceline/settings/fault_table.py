@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from paceline.config import parse_toml
 from paceline.errors import UserError, unknown_name
-from paceline.settings.durations import seconds
+from paceline.settings.notation import seconds
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,9 +9,9 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.errors import UserError
+from paceline.errors import UserError, unknown_name
 
 MAIN_MODULE = "__paceline_main__"
 
@@ -97,3 +97,31 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+class BuiltIn(NamedTuple):
+    """Where the class is, the package it needs, and how one gets that."""
+
+    home: str
+    needs: str | None = None
+    install: str | None = None
+
+
+TRACKERS = {
+    "csv": BuiltIn("paceline.tracking.backends:CsvFile"),
+    "tensorboard": BuiltIn("paceline.tracking.backends:TensorBoard", "tensorboard", "'paceline[tensorboard]'"),
+    "mlflow": BuiltIn("paceline.tracking.backends:MLflow", "mlflow", "mlflow"),
+    "wandb": BuiltIn("paceline.tracking.backends:Wandb", "wandb", "wandb"),
+}
+
+
+def check_tracker(name: str) -> None:
+    """Every mistake that can be found without loading anything."""
+    if ":" in name:
+        require_found("tracker", name, "CLASS")
+        return
+    if name not in TRACKERS:
+        raise unknown_name("tracker", name, (*TRACKERS, "MODULE:CLASS"))
+    needs, install = TRACKERS[name].needs, TRACKERS[name].install
+    if needs is not None and not is_installed(needs):
+        raise UserError(f"tracker {name} needs the package {needs}, which is not installed: pip install {install}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.settings.strategies import Feature, on_ring, require_feature
 from paceline.system.cpu import cores
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -127,11 +127,7 @@ def tasks_of_node(tasks: str, node: int) -> int:
 
 def config_of(rank: Rank, config: RunConfig) -> RunConfig:
     """The config of one rank: on a ring every process is a worker; else the first one serves the others."""
-    if parse_strategy(config.strategy).name == "classic":
-        raise UserError(
-            f"strategy classic is one worker, and a launcher has started {rank.size} of this command: leave the "
-            "launcher out, or choose --strategy allreduce or async"
-        )
+    require_feature(config, Feature.LAUNCHER, f"a launcher started {rank.size} processes of this command")
     ring = on_ring(config)
     workers = rank.size if ring else rank.size - 1
     if not workers:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import RunConfig, places_of
-from paceline.errors import UserError, name_and_argument, whole_number
-from paceline.settings.strategies import IN_ROUNDS, LOCAL, ON_ARRIVAL
+from paceline.errors import UserError
+from paceline.settings.notation import name_and_argument, whole_number
+from paceline.settings.strategies import Feature, require_feature, strategy_of
 
 if TYPE_CHECKING:
     from paceline.core.optimizers import Optimizer, Prepared
@@ -124,61 +126,56 @@ RULES = {
 }
 
 
-def parse_rule(text: str) -> tuple[str, int]:
-    """`dana` or `buffered:4`, as (name, number); a clear error for anything else.
+class NamedRule(NamedTuple):
+    """A rule as the user names it, and the number behind its colon."""
 
-    >>> parse_rule("buffered:4")
-    ('buffered', 4)
-    """
+    name: str
+    number: int
+
+    @property
+    def traits(self) -> Traits:
+        return RULES[self.name]
+
+
+@cache
+def _parse(text: str) -> NamedRule:
     name, argument = name_and_argument("rule", text, {name: traits.letter for name, traits in RULES.items()})
-    return name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0
+    return NamedRule(name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0)
 
 
-def rule_for(config: RunConfig) -> str:
-    """The config's rule; `auto` is left as it is only where there is something to choose."""
-    strategy = config.strategy.partition(":")[0]
-    if config.rule != "auto" or strategy in ON_ARRIVAL:
-        return config.rule
-    return "delayed" if strategy == "async-local" else "plain"  # under the others nothing is stale
+def rule_of(source: RunConfig | str) -> NamedRule:
+    """The rule of a config or of its text, parsed once.
 
-
-def _check_on_drifts(config: RunConfig, strategy: str, rule: str) -> None:
-    """What can be done with a drift is less than with a gradient: its learning rate is inside."""
-    if strategy == "async-local" and not RULES[rule].for_drifts:
-        raise UserError(
-            f"rule {config.rule} is for gradients, and strategy {config.strategy} pushes drifts: use --rule delayed, "
-            "its default"
-        )
-    if strategy in LOCAL and strategy != "async-local" and rule != "plain":
-        what = "averages drifts as they are" if strategy == "local" else "has its outer momentum"
-        raise UserError(f"strategy {config.strategy} {what}: leave out --rule {config.rule}")
-    if strategy not in LOCAL and RULES[rule].for_drifts:
-        raise UserError(f"rule {rule} is for drifts, and strategy {config.strategy} pushes gradients: use --rule auto")
+    >>> rule_of("buffered:4")
+    NamedRule(name='buffered', number=4)
+    """
+    return _parse(source if isinstance(source, str) else source.rule)
 
 
 def check_rule(config: RunConfig) -> None:
     """Refuse a rule that the chosen strategy or optimizer cannot be combined with, naming both."""
-    rule, strategy = parse_rule(config.rule)[0], config.strategy.partition(":")[0]
-    traits = RULES[rule]
-    _check_on_drifts(config, strategy, rule)
-    if strategy in LOCAL:
-        average_horizon(config)
-        return
-    if strategy in IN_ROUNDS and (traits.knows_workers or traits.drops):
+    name, traits, asked = rule_of(config).name, rule_of(config).traits, f"--rule {config.rule}"
+    if traits.for_drifts:
+        require_feature(config, Feature.DRIFT_RULE, asked)
+    elif name != strategy_of(config).kind.default_rule:
+        require_feature(config, Feature.GRADIENT_RULE, asked)
+    if traits.knows_workers:
+        require_feature(config, Feature.WORKER_RULE, asked)
+    if traits.drops:
+        require_feature(config, Feature.DROPPING_RULE, asked)
+    if traits.steps_itself and not strategy_of(config).is_local:
+        _require_own_steps(config)
+
+
+def _require_own_steps(config: RunConfig) -> None:
+    """A rule that brings its own momentum leaves no place for another optimizer."""
+    if config.optimizer != "sgd":
         raise UserError(
-            f"rule {config.rule} needs to know whose push it applies, and strategy {config.strategy} hands it the mean "
-            "of many: use --rule plain, or --strategy async"
-        )
-    if traits.drops and strategy != "async":
-        raise UserError(f"rule {config.rule} answers every push at once: use --strategy async, not {config.strategy}")
-    if traits.steps_itself and config.optimizer != "sgd":
-        raise UserError(
-            f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} has no place in: "
+            f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} cannot replace: "
             f"use --optimizer sgd, or --rule cached with {config.optimizer}"
         )
-    if traits.steps_itself and config.nesterov:
-        raise UserError(f"rule {config.rule} has its own way to step, and --nesterov another: leave out one of the two")
-    average_horizon(config)
+    if config.nesterov:
+        raise UserError(f"rule {config.rule} has its own momentum, and --nesterov another: leave out one of the two")
 
 
 def average_horizon(config: RunConfig) -> float | None:
@@ -187,8 +184,7 @@ def average_horizon(config: RunConfig) -> float | None:
     `auto` averages where pushes are applied as they come, unless the rule is one of the published settings.
     """
     if config.average in (None, "auto"):
-        as_they_come = config.strategy.partition(":")[0] in (*ON_ARRIVAL, "async-local")
-        return math.inf if as_they_come and config.rule not in PUBLISHED else None
+        return math.inf if strategy_of(config).is_stale and config.rule not in PUBLISHED else None
     if config.average in ("none", "on"):
         return math.inf if config.average == "on" else None
     try:
@@ -208,7 +204,7 @@ def average_in_words(config: RunConfig) -> str:
 
 def rows_nbytes(config: RunConfig, num_floats: int) -> int:
     """What a rule's rows, one a worker, take on the server."""
-    return 4 * num_floats * places_of(config) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
+    return 4 * num_floats * places_of(config) if rule_of(config).traits.knows_workers else 0
 
 
 def chosen(config: RunConfig, skew: float | None) -> Choice:
@@ -235,9 +231,9 @@ def build_rule(
         named = replace(config, rule=choice.rule, average="none")
         rule = build_rule(named, places, optimizer, prepared)
         rule = Paced(rule, choice.most) if choice.most else rule
-    elif config.strategy.partition(":")[0] in LOCAL or RULES[parse_rule(config.rule)[0]].for_drifts:
+    elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
-    elif RULES[parse_rule(config.rule)[0]].steps_itself:
+    elif rule_of(config).traits.steps_itself:
         rule = _stepping_itself(config, places, prepared())
     else:
         rule = _around(config, places, optimizer())
@@ -270,7 +266,7 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
         "compensated": lambda: Compensated(optimizer, places),
         "cached": lambda: Cached(optimizer, places),
     }
-    return rules[parse_rule(config.rule)[0]]()
+    return rules[rule_of(config).name]()
 
 
 def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
@@ -279,7 +275,7 @@ def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule
     from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
     from paceline.core.rules.ringleader import Ringleader
 
-    name, number = parse_rule(config.rule)
+    name, number = rule_of(config)
     if name == "buffered":
         return Buffered(number, config.momentum, prepared)
     rules: dict[str, Callable[[float, int, Prepared], Rule]]

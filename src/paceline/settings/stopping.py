@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
@@ -46,6 +47,7 @@ class Measure:
         return f"{'min' if self.lower else 'max'}:{self.metric}"
 
 
+@cache
 def parse_goal(text: str) -> Goal:
     """`METRIC<=VALUE` or `METRIC>=VALUE`.
 
@@ -62,6 +64,7 @@ def parse_goal(text: str) -> Goal:
     return Goal(found[1], "<" in found[2], value)
 
 
+@cache
 def parse_measure(text: str) -> Measure:
     """`min:METRIC` or `max:METRIC`.
 
@@ -85,7 +88,7 @@ def measure_of(config: RunConfig) -> Measure | None:
     """What the best weights are chosen by; None: accuracy, then loss."""
     if config.best is not None:
         return parse_measure(config.best)
-    goal = parse_goal(config.target) if config.target is not None else None
+    goal = goal_of(config) if config.target is not None else None
     return Measure(goal.metric, goal.lower) if goal is not None else None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.analysis.step_times import Measured, measured
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.durations import parse_delays, seconds
+from paceline.settings.durations import delays_of
 from paceline.settings.fault_table import Fault
-from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.settings.notation import seconds
+from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.network import parse_link
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.step_times import Distribution, StepTimes, parse_factors, parse_speeds
@@ -21,10 +22,9 @@ TURNS = 0.08
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
     """Everything about time that a simulation needs."""
-    strategy = parse_strategy(config.strategy)
     like = measured(Path(config.like)) if config.like is not None else None
     link = parse_link(config.link) if config.link is not None else None
-    delays = parse_delays(config.delay or [], places_of(config))
+    delays = delays_of(config)
 
     def delay(worker: int, seq: int) -> float:
         return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0
@@ -35,7 +35,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         link=link,
         latency=like.latency if like is not None else 0.0,
         ring=on_ring(config),
-        steps_a_push=strategy.local_steps,
+        steps_a_push=strategy_of(config).local_steps,
         by_speed=config.local_steps == "speed",
         server_seconds=0.0 if on_ring(config) else _server_seconds(config, like),
         cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,

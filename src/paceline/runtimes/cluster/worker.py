@@ -19,7 +19,7 @@ import torch
 
 from paceline.assembly.run import make_join, make_seat, work_of
 from paceline.assembly.task import identity_of, make_task, prepare_device
-from paceline.config import RunConfig, from_dict, places_of
+from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import Forgotten
@@ -27,7 +27,7 @@ from paceline.runtimes.server.timing import Stopwatch
 from paceline.runtimes.server.worker_hosts import own_place
 from paceline.runtimes.sharded.client import ShardDoors
 from paceline.runtimes.sharded.spans import coding_of
-from paceline.settings.durations import parse_delays
+from paceline.settings.durations import delays_of
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
@@ -198,7 +198,7 @@ class Lane:
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
         self._seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
-        self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
+        self._delay = delays_of(config).get(worker)
         self._bench.say(worker, config)
         self._identity = identity_of(task)
         self._stopwatch = Stopwatch()

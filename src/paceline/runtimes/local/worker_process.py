@@ -14,7 +14,7 @@ from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict, places_of
 from paceline.data.shared import attach
 from paceline.runtimes.server.timing import Stopwatch
-from paceline.settings.durations import parse_delays
+from paceline.settings.durations import delays_of
 from paceline.system.memory import keep_freed_memory
 from paceline.transports.shared_memory import Slot, WorkerDoor
 
@@ -32,7 +32,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     division = work_of(task, config)
     join = make_join(config, division, worker, spec["incarnation"])
     seat = make_seat(config, task, division, join, Slot.create)
-    delay = parse_delays(config.delay or [], places_of(config)).get(worker)
+    delay = delays_of(config).get(worker)
     lender = CoreLender(config, task.layout, spec.get("server_pid"))
     assert isinstance(seat.memory, Slot)
     reply = door.hello(join, seat.memory, identity_of(task))

@@ -21,7 +21,7 @@ from paceline.core.worker import Seat
 from paceline.interfaces import Loader
 from paceline.runtimes.ring.shared_memory import Round
 from paceline.runtimes.server.timing import Stopwatch, Timekeeper
-from paceline.settings.durations import parse_delays
+from paceline.settings.durations import delays_of
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.protocol import Timing
 
@@ -104,7 +104,7 @@ class Replica:
         self._driver, self._seat, self._ring, self._config = driver, seat, ring, config
         self._join = seat.join
         self._timekeeper = timekeeper
-        self._delay = parse_delays(config.delay or [], config.workers or 1).get(seat.join.worker)
+        self._delay = delays_of(config).get(seat.join.worker)
         self._reply: Reply | None = None
         driver.send = self._take
 

@@ -41,9 +41,9 @@ from paceline.runtimes.scripts.adopt import (
 from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
 from paceline.runtimes.scripts.standalone import OwnServer
 from paceline.runtimes.server.timing import Stopwatch
-from paceline.settings.durations import parse_delays
-from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
-from paceline.settings.strategies import require_gradients
+from paceline.settings.durations import delays_of
+from paceline.settings.resolve import require_own_loop, resolve
+from paceline.settings.strategies import CLASSIC
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_kept
@@ -129,7 +129,7 @@ class Session:
         self._samples = self._parts_left = 0
         self._loss = math.nan
         self._factor = 1.0 if not incarnation else math.nan  # where others were before, nobody knows what they told
-        self._delays = parse_delays(config.delay or [], self.num_workers)
+        self._delays = delays_of(config, self.num_workers)
 
     def __enter__(self) -> Session:
         return self
@@ -312,12 +312,10 @@ def join(config: RunConfig | None = None) -> Session:
     if inherited is not None:
         known = inherited.config, inherited.worker, inherited.incarnation, inherited.door
         return Session(*known, inherited.typed, inherited.folder)
-    asked = config if config is not None else RunConfig(strategy="classic")
+    asked = config if config is not None else RunConfig(strategy=CLASSIC)
     typed = frozenset(given(asked, SCRIPT_MAY_DECIDE))
     alone = resolve(dataclasses.replace(asked, task=asked.task or SCRIPT))
-    require_gradients(alone)
-    refuse_codecs(alone)
-    refuse_newcomers(alone)
+    require_own_loop(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
     return Session(alone, 0, 0, OwnServer(), typed)

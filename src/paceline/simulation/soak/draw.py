@@ -17,6 +17,7 @@ from paceline.interfaces import Policy, Rule
 from paceline.randomness import rng
 from paceline.settings.fault_table import Fault, random_faults
 from paceline.settings.rules import RULES, build_rule
+from paceline.settings.strategies import ON_GRADIENTS, STRATEGIES, SYNC, Feature, on_ring, strategy_of, why_not
 from paceline.simulation.network import Link
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.soak.oracle import BETAS, EPS
@@ -85,10 +86,7 @@ MOST_WORKERS = 6
 MOST_FAULTS = 8
 
 
-ON_GRADIENTS = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
-
-
-STRATEGIES = ("async", "sync", "backup", "bounded", "allreduce")
+RULE_NAMES = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
 
 
 T = TypeVar("T")
@@ -99,7 +97,7 @@ def draw(seed: int) -> Trial:
     chance = rng(seed, "soak")
     workers = int(chance.integers(1, MOST_WORKERS + 1))
     strategy = _strategy(chance, workers)
-    in_rounds = strategy.startswith(("sync", "backup", "allreduce"))
+    in_rounds = strategy_of(strategy).in_rounds
     pushes = int(chance.integers(20, 121)) // (1 if workers > 2 else 2)
     even = bool(chance.integers(2))
     budget, quotas = _budget(chance, pushes, workers, in_rounds)
@@ -122,7 +120,7 @@ def draw(seed: int) -> Trial:
 
 def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon: float) -> Trial:
     """Half of all trials over a star have workers who join or are drained; where the budget is shared, data moves."""
-    if trial.strategy == "allreduce" or chance.integers(2):
+    if on_ring(RunConfig(strategy=trial.strategy)) or chance.integers(2):
         return trial
     elastic = not trial.budget.own and bool(chance.integers(4))
     room = trial.workers + int(chance.integers(4)) if elastic else None
@@ -161,20 +159,24 @@ def _pick(chance: np.random.Generator, choices: tuple[T, ...]) -> T:
 
 
 def _strategy(chance: np.random.Generator, workers: int) -> str:
-    name = _pick(chance, STRATEGIES)
-    if name == "backup":
-        return f"backup:{chance.integers(1, workers)}" if workers > 1 else "sync"
-    return f"bounded:{chance.integers(4)}" if name == "bounded" else name
+    name = _pick(chance, ON_GRADIENTS)
+    match STRATEGIES[name].letter:
+        case "B":
+            return f"{name}:{chance.integers(1, workers)}" if workers > 1 else SYNC
+        case "S":
+            return f"{name}:{chance.integers(4)}"
+    return name
 
 
 def _rule(chance: np.random.Generator, strategy: str) -> str:
-    """Half of all trials have the plain rule, and those in rounds no rule that has to know whose push it is."""
-    name = _pick(chance, ON_GRADIENTS) if chance.integers(2) else "plain"
-    traits = RULES[name]
+    """Half of all trials have the plain rule, and so have those whose strategy refuses the rule that was drawn."""
+    name = _pick(chance, RULE_NAMES) if chance.integers(2) else "plain"
+    traits, config = RULES[name], RunConfig(strategy=strategy)
     text = f"{name}:{chance.integers(1, 5)}" if traits.letter else name
-    in_rounds = strategy.startswith(("sync", "backup", "allreduce"))
-    fits = strategy == "async" if traits.drops else not (in_rounds and traits.knows_workers)
-    return text if fits else "plain"
+    refused = (traits.drops and why_not(config, Feature.DROPPING_RULE)) or (
+        traits.knows_workers and why_not(config, Feature.WORKER_RULE)
+    )
+    return "plain" if refused else text
 
 
 def _budget(
@@ -197,7 +199,7 @@ def _cluster(chance: np.random.Generator, strategy: str, workers: int, pushes: i
     link = Link(_pick(chance, (100.0, 1e6)), _pick(chance, (0.0, 0.05, 0.5))) if chance.integers(2) else None
     server_seconds = _pick(chance, (0.0, 0.0, 0.05, 0.3))
     cores = int(chance.integers(1, workers + 1)) if chance.integers(4) == 0 else None
-    ring = strategy == "allreduce"
+    ring = on_ring(RunConfig(strategy=strategy))
     steps = _pick(chance, (1, 1, 1, 3))
     delay = _some_delay if chance.integers(8) == 0 else None
     cluster = Cluster(

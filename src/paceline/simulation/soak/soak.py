@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.settings.fault_table import Fault, faults_toml, read_faults
+from paceline.settings.rules import rule_of
+from paceline.settings.strategies import strategy_of
 from paceline.simulation.soak.draw import Trial, draw, with_faults
 from paceline.simulation.soak.trial import Story, perform
 from paceline.simulation.soak.violation import Broken
@@ -101,9 +103,9 @@ class Summary:
         self.diverged += story.diverged
         self.elastic += trial.room is not None
         self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
-        self.strategies[trial.strategy.partition(":")[0]] += 1
+        self.strategies[strategy_of(trial.strategy).name] += 1
         self.optimizers[trial.optimizer] += 1
-        self.rules[trial.rule.partition(":")[0]] += 1
+        self.rules[rule_of(trial.rule).name] += 1
 
     def progress(self) -> str:
         seconds = time.monotonic() - self.began
