@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import locate_data, refuse_imagined, require_device, settle_data
+from paceline.assembly.preflight import require_device
 from paceline.config import RunConfig, is_simulated
-from paceline.data.datasets import Location
+from paceline.data.datasets import Location, locate_data, settle_data
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.reports.console import Console
@@ -16,7 +16,7 @@ from paceline.runs.arrival_log import next_life
 from paceline.runs.folder import RunFolder, holding, is_script
 from paceline.settings.fault_table import Fault
 from paceline.settings.ranks import Rank, config_of
-from paceline.settings.resolve import check_names, check_processes, resolve
+from paceline.settings.resolve import check_names, check_processes, refuse_simulated, resolve
 from paceline.settings.strategies import Feature, in_this_process, on_ring, require_feature
 
 
@@ -36,11 +36,12 @@ def train(
     if tls:
         require_feature(config, Feature.TLS, "--tls")
     config = resolve(config, launched=rank is not None)
-    refuse_imagined(config)
+    refuse_simulated(config)
     check_processes(config, launched=rank is not None)
     faults = _faults(config)
     config, location = settle_data(config)
-    require_device(config)
+    if config.compile or config.device != "cpu":
+        require_device(config)
     if rank is not None:
         from paceline.runtimes.ring.rank import train_as_rank
 

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
-from paceline.config import SIMULATED_ONLY, RunConfig
-from paceline.data.datasets import SAMPLE, Location, locate
+from paceline.config import RunConfig
+from paceline.data.datasets import Location
 from paceline.errors import UserError
-from paceline.settings.preprocessing import reading_of
 from paceline.settings.resolve import lr_scale
 from paceline.settings.rules import chosen
 from paceline.settings.strategies import strategy_of
 from paceline.settings.warnings import advice
 from paceline.system.environment import git_state
-
-
-def refuse_imagined(config: RunConfig) -> None:
-    """Settings that only a simulated cluster has."""
-    asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
-    if asked:
-        raise UserError(
-            f"{asked[0]} = {getattr(config, asked[0])!r} is for 'paceline simulate': real machines have theirs"
-        )
-
-
-def locate_data(config: RunConfig) -> Location | None:
-    """Where the run's data set lies; a task of one's own brings its data along."""
-    if config.task is not None:
-        return None
-    location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
-    return dataclasses.replace(location, reading=reading_of(config))
-
-
-def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
-    """Locate the data set of a new run. If the sample stands in for it, name the sample in the config and the location.
-
-    Otherwise a later look-up, when the complete data set has been fetched, would find other data.
-    """
-    location = locate_data(config)
-    if location is not None and location.sample:
-        config, location = dataclasses.replace(config, dataset=SAMPLE), dataclasses.replace(location, name=SAMPLE)
-    return config, location
 
 
 def require_device(config: RunConfig) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cli.arguments import Parser
-from paceline.data.download import status
 from paceline.errors import PacelineError, UserError
 from paceline.system.environment import cpu_name, package_version
 from paceline.system.memory import available_memory
@@ -141,6 +140,8 @@ def _disk(found: Findings) -> None:
 
 
 def _data(found: Findings) -> None:
+    from paceline.data.download import status
+
     for row in status(None):
         if row.found and not row.sample:
             found.good(f"data set {row.name}: {row.origin}, {row.path}")

@@ -1,20 +1,15 @@
-"""Settings of the data: how files are read, how the train set is divided, how training images are augmented."""
+"""Settings of the data: how the train set is divided, how training images are augmented."""
 
 from __future__ import annotations
 
 from paceline.config import RunConfig
-from paceline.data.datasets import DATASETS, Reading
+from paceline.data.datasets import DATASETS
 from paceline.data.partition import Split, parse_fold, parse_split
 from paceline.errors import UserError
 
 WAYS = ("crop", "mirror")
 PADDING = 4
 """Black pixels around an image before a random window of its own size is cut out of it."""
-
-
-def reading_of(config: RunConfig) -> Reading:
-    """How the config wants files to be read."""
-    return Reading(config.max_length, config.image_size)
 
 
 def split_of(config: RunConfig) -> Split:

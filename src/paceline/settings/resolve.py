@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from paceline.config import RunConfig, given
+from paceline.config import SIMULATED_ONLY, RunConfig, given
 from paceline.data.datasets import DATASETS
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
@@ -182,6 +182,12 @@ def require_own_loop(config: RunConfig) -> None:
             f"--max-workers {config.max_workers}: your own loop keeps its workers and their data; leave it out, or use "
             "'paceline train --task'"
         )
+
+
+def refuse_simulated(config: RunConfig) -> None:
+    """Refuse settings that only a simulated cluster has."""
+    for name in given(config, SIMULATED_ONLY):
+        raise UserError(f"{name} = {getattr(config, name)!r} is for 'paceline simulate': real machines have theirs")
 
 
 def check_processes(config: RunConfig, launched: bool = False) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.assembly.preflight import facts_of, settle_data, startup_warnings
+from paceline.assembly.preflight import facts_of, startup_warnings
 from paceline.assembly.run import make_seat, make_server, timing_layout, timing_server, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.assembly.work import Work
@@ -19,7 +19,7 @@ from paceline.core.messages import Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.data.datasets import DATASETS, Location, load
+from paceline.data.datasets import DATASETS, Location, load, settle_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, holding

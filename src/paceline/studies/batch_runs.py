@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from paceline.assembly.preflight import facts_of, locate_data, require_device, settle_data
+from paceline.assembly.preflight import facts_of, require_device
 from paceline.config import FIELDS, RunConfig
-from paceline.data.datasets import load
+from paceline.data.datasets import load, locate_data, settle_data
 from paceline.errors import Interrupted, UserError
 from paceline.launch import train
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import weights_sha256
-from paceline.settings.preprocessing import reading_of
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED
@@ -188,7 +187,7 @@ def _run_in_lab(configs: list[RunConfig], device: str, watch: Watch) -> Spent:
 def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
     parts: dict[tuple[object, ...], list[RunConfig]] = {}
     for config in configs:
-        parts.setdefault((config.dataset, config.data_dir, reading_of(config)), []).append(config)
+        parts.setdefault((config.dataset, config.data_dir, config.max_length, config.image_size), []).append(config)
     yield from parts.values()
 
 

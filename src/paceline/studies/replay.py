@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import locate_data, require_device
+from paceline.assembly.preflight import require_device
 from paceline.config import is_simulated
-from paceline.data.datasets import load
+from paceline.data.datasets import load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import settle_data
 from paceline.config import RunConfig, from_dict, to_dict
+from paceline.data.datasets import settle_data
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors

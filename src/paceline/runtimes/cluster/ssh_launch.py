@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.assembly.preflight import settle_data
 from paceline.config import RunConfig
+from paceline.data.datasets import settle_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
