@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_command_even_when_the_run_under_way_had_only_its_scorin
 ) -> None:
     trained = []
 
-    def train(config: RunConfig, console: Console) -> tuple[None, dict[str, Any]]:
+    def train(config: RunConfig, console: Console, rank: None) -> tuple[None, dict[str, Any]]:
         trained.append(config.name)
         console.report({"kind": "stopping", "reason": "interrupted"})
         return None, {"reason": reason}

@@ -1,4 +1,4 @@
-"""`paceline.train`: a run from Python, with one's own task."""
+"""`paceline.train`: train from Python, with your own task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(
     """Train and return the result (the content of result.json, with `folder` added).
 
     `build` returns a `paceline.Task`; workers import it by name, so it is a function at the top of a module or script.
-    In a notebook that is a module too, unless the workers are in this process (strategy classic, device cuda).
+    In a notebook, too, it is in a module, unless the workers are in this process (strategy classic, device cuda).
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
     Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
@@ -46,7 +46,7 @@ def train(
 
 
 def importable_name(build: Callable[[], Any], here: bool = False) -> str:
-    """`MODULE:NAME` or `FILE.py:NAME` under which another process finds this function, or this one if it is `here`."""
+    """The `MODULE:NAME` or `FILE.py:NAME` by which another process (or this one, if `here`) imports a function."""
     name = build.__qualname__
     if not name.isidentifier() or name == "<lambda>":
         raise UserError(f"build '{name}' cannot be imported by workers: make it a function at the top of a module")
@@ -65,9 +65,9 @@ def importable_name(build: Callable[[], Any], here: bool = False) -> str:
 
 
 def require_main_guard() -> None:
-    """Workers import the script: without a guard each of them would start the training again.
+    """Check that the script has a main guard: workers import it, and would start the training again.
 
-    Prints one line and exits with code 2, since it is the script itself that is wrong.
+    Print one line and exit with code 2 if it has none.
     """
     frame = inspect.currentframe()
     while frame is not None:

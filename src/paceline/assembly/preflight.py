@@ -1,4 +1,4 @@
-"""Checks made before a run starts: data, device, settings that do not apply, and warnings for the user."""
+"""What happens before a run starts: check the device, warn the user, record where things came from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.system.environment import git_state
 
 
 def require_device(config: RunConfig) -> None:
-    """The device that was asked for must be there, and a compiler where the step is to be compiled."""
+    """Check that the device is there, and a compiler if the step is compiled."""
     if config.compile:
         _require_compiler(config)
     if config.device == "cuda":
@@ -35,7 +35,7 @@ def require_device(config: RunConfig) -> None:
 
 
 def _require_compiler(config: RunConfig) -> None:
-    """What torch.compile needs: a C++ compiler, and Triton for a GPU."""
+    """Check what torch.compile needs: a C++ compiler, and Triton for a GPU."""
     wanted = [os.environ.get("CXX", ""), "g++", "clang++", "c++"] if config.device == "cpu" else ["gcc", "clang", "cc"]
     if not any(name and shutil.which(name) for name in wanted):
         raise UserError(f"--compile needs a compiler ({', '.join(filter(None, wanted))}): install one, or leave it out")
@@ -46,7 +46,7 @@ def _require_compiler(config: RunConfig) -> None:
 
 
 def startup_warnings(config: RunConfig, location: Location | None, skew: float | None = None) -> list[str]:
-    """What the user should know before the run starts, one line each; `skew`: how far labels differ."""
+    """Warnings for the user before the run starts, one line each; `skew` says how far labels differ."""
     lines = []
     if location is not None and location.sample:
         lines.append(
@@ -67,7 +67,7 @@ def startup_warnings(config: RunConfig, location: Location | None, skew: float |
 
 
 def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:
-    """What the result records about where things came from."""
+    """The origin of data and code, for the result."""
     return {
         "data_origin": location.origin if location is not None else f"task {config.task}",
         "data_path": str(location.path) if location is not None else None,

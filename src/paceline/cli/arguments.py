@@ -48,7 +48,14 @@ class Parser(argparse.ArgumentParser):
             return text
 
         self._choices[name] = choices
+        options.setdefault("help", " or ".join(choices))
         self.add_argument(name, type=choose, metavar=f"{{{','.join(choices)}}}" if name[0] == "-" else None, **options)
+
+    def add_either(self, **flags: str) -> None:
+        """Add flags of which only one may be given, each with its help."""
+        group = self.add_mutually_exclusive_group()
+        for name, text in flags.items():
+            self._known.append(group.add_argument(f"--{name}", action="store_true", help=text))
 
     def format_help(self) -> str:
         """Fold the help to the terminal: argparse itself breaks names and flags at their hyphens."""

@@ -13,7 +13,7 @@ EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
 
 
 def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
-    """The closing lines (on standard error when JSON goes to standard output), then the exit code."""
+    """Print the closing lines, on standard error if JSON goes to standard output; return the exit code."""
     from paceline.data.datasets import DATASETS
 
     info = DATASETS.get(result["dataset"]) if result["task"] is None else None

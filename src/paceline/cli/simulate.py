@@ -15,19 +15,19 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.terminal import table_width
 
-SIMULATE_DESCRIPTION = """The same training under a virtual clock, on a cluster that does not exist.
+SIMULATE_DESCRIPTION = """Train under a virtual clock, on a simulated cluster.
 
   paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
   paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
   paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
 
-PLAN_DESCRIPTION = """Which strategy fits, and how many workers: every one simulated, in one table.
+PLAN_DESCRIPTION = """Find the strategy and the number of workers for a cluster: simulate each, and make one table.
 
-  paceline plan                                        after a short probe of this machine
-  paceline plan --like runs/NAME --workers 8           from the times of a run
+  paceline plan                                        after a short measurement of this machine
+  paceline plan --like runs/NAME --workers 8           with the times of a run
   paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
 
-SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator; every promise is checked.
+SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check every promise.
 
   paceline soak --seeds 2000
   paceline soak --seeds 1 --first 4711                      one seed again
@@ -82,7 +82,7 @@ LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots", "restart", "durab
 
 
 def _settings_of(run: str | None) -> dict[str, Any]:
-    """What a new run takes over from an old one: what was trained, not where it lies and what went wrong."""
+    """The settings that a new run takes from an old one: those of its training, without names and faults."""
     if run is None:
         return {}
     from paceline.runs.folder import RunFolder
@@ -93,9 +93,9 @@ def _settings_of(run: str | None) -> dict[str, Any]:
 
 def soak_verb(arguments: list[str]) -> int:
     parser = Parser("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
-    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="how many to try [2000]")
+    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="number of seeds [2000]")
     parser.add_argument("--first", type=number(int), default=0, metavar="S", help="the first seed [0]")
-    parser.add_argument("--faults", metavar="FILE", help="this table of faults instead of the seeds' own")
+    parser.add_argument("--faults", metavar="FILE", help="inject the faults of this table instead of random ones")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     parsed = parser.parse_strictly(arguments)
     if parsed.seeds < 1:

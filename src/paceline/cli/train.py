@@ -1,4 +1,4 @@
-"""Verbs that train on real processes, and that look at what a run left."""
+"""Verbs that train, resume and replay runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCRIPT_DECIDES = (
     "restart",
     "recovery",
 )
-TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
+TRAIN_DESCRIPTION = """Train a model; the run folder keeps all results.
 
   paceline train --strategy sync --workers 4 --split labels
   paceline train --strategy bounded:3 --delay 30ms@1 --model cnn --epochs 1
@@ -68,9 +68,9 @@ def train_verb(arguments: list[str]) -> int:
 
 
 def _add_places(parser: Parser) -> None:
-    hosts = "start workers over ssh on these hosts, one a line; serve here"
+    hosts = "start workers over ssh on the hosts of this file, one on each line; serve here"
     parser.add_to("places", "--hosts", metavar="FILE", help=hosts)
-    listen = "of --hosts: where workers find this machine [any, free]"
+    listen = "of --hosts: address of this machine for workers [any interface, a free port]"
     parser.add_to("places", "--listen", metavar="HOST:PORT", help=listen)
     tls = "of --hosts, Ray, torchrun and srun: encrypt what workers send"
     parser.add_to("places", "--tls", action="store_true", help=tls)
@@ -128,7 +128,7 @@ def run_verb(arguments: list[str]) -> int:
 
 
 def resume_verb(arguments: list[str]) -> int:
-    parser = Parser("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
+    parser = Parser("resume", "Resume a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     _add_places(parser)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
@@ -153,10 +153,10 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
 
 
 def replay_verb(arguments: list[str]) -> int:
-    parser = Parser("replay", "Execute a run again from its log, and compare weights and losses bit for bit.")
+    parser = Parser("replay", "Execute a run again from its log, and compare weights and losses bit by bit.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
-    parser.add_argument("--output", metavar="FILE", help="where to save them [RUN/replay-N.safetensors]")
+    parser.add_argument("--output", metavar="FILE", help="file for these weights [RUN/replay-N.safetensors]")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.replay import describe, replay

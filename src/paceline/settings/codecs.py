@@ -1,4 +1,4 @@
-"""The codecs by name: what each does, and how it is built. Importing this file imports no torch."""
+"""The codecs by name: what each does, and how to build it. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from paceline.interfaces import Layout
 
 MOST_FRACTION = 0.5
-"""Of values sent by `topk`: beyond it, places and values are more bytes than all values."""
+"""Of the values that `topk` sends: beyond it, indices and values take more bytes than all values."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What there is to know of a codec before it is built."""
+    """What is known of a codec before it is built."""
 
     text: str
     letter: str = ""
-    """What stands for the number behind its colon."""
+    """Stands for the number behind the colon."""
     by_range: bool = True
-    """Whether a range of an update can be encoded without knowing the rest."""
+    """Whether it can encode a range of an update without the rest."""
 
 
 CODECS = {
@@ -78,7 +78,7 @@ def _fraction(text: str, argument: str) -> float:
 
 
 def build_codec(text: str, layout: Layout, device: torch.device | None = None, first: int = 0) -> FlatCodec:
-    """The codec of that name for the updates of `layout`, which may be the range of a longer one from `first` on."""
+    """Build a codec for updates of `layout`, which may be the range of a longer layout that begins at `first`."""
     import torch
 
     from paceline.codecs.dense import Exact, Rounded
@@ -102,7 +102,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
 
 
 def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
-    """The same for one of several servers, which has the range `span` of `layout`, laid out as `part`."""
+    """Build the codec of one of several servers, which holds the range `span` of `layout`, laid out as `part`."""
     from paceline.codecs.slices import part_of_codec
 
     return part_of_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))

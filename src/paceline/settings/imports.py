@@ -1,4 +1,4 @@
-"""A user's own code by its name: MODULE:NAME or FILE.py:NAME, found, loaded and called; every mistake is one line."""
+"""Find and load the user's own code by its name, MODULE:NAME or FILE.py:NAME, and trackers; a mistake is one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAIN_MODULE = "__paceline_main__"
 
 
 def split_name(kind: str, text: str, wanted: str = "FUNCTION") -> tuple[str, str]:
-    """The module or file, and the name in it."""
+    """Split a name into the module or file, and the name in it."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise UserError(f"{kind} '{text}': write MODULE:{wanted} or FILE.py:{wanted}")
@@ -25,7 +25,7 @@ def split_name(kind: str, text: str, wanted: str = "FUNCTION") -> tuple[str, str
 
 
 def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
-    """What the function or class of that name makes when called without arguments; `kind` says what it is for."""
+    """Load the function or class of that name and call it without arguments; `kind` names its use in messages."""
     where, name = split_name(kind, text, wanted)
     try:
         file = Path(where)
@@ -41,7 +41,7 @@ def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What a user's code raised, and where."""
+    """Describe an exception of the user's code, with file and line."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     what = " ".join(str(error).split())
     return f"{type(error).__name__}: {what} ({Path(line.filename).name}, line {line.lineno})"
@@ -79,7 +79,7 @@ def _module_from_file(kind: str, path: Path) -> ModuleType:
 
 
 def require_found(kind: str, text: str, wanted: str = "FUNCTION") -> None:
-    """Without loading anything: the file or the module must be there."""
+    """Check that the file or the module exists, without loading it."""
     where, _ = split_name(kind, text, wanted)
     if where.endswith(".py"):
         if not Path(where).is_file():
@@ -100,7 +100,7 @@ def is_installed(module: str) -> bool:
 
 
 class BuiltIn(NamedTuple):
-    """Where the class is, the package it needs, and how one gets that."""
+    """A built-in tracker: its class, the package that it needs, and what to install for it."""
 
     home: str
     needs: str | None = None
@@ -116,7 +116,7 @@ TRACKERS = {
 
 
 def check_tracker(name: str) -> None:
-    """Every mistake that can be found without loading anything."""
+    """Check the name of a tracker without loading anything."""
     if ":" in name:
         require_found("tracker", name, "CLASS")
         return

@@ -1,4 +1,4 @@
-"""What a user should know of the settings before they train with them: one line each, what will happen, what to use."""
+"""Warnings about settings before a run starts: one line each, with what will happen and what to use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.settings.strategies import Feature, strategy_of, why_not
 SKEWED_BELOW = 1.0
 """A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""
 GROUP_NORM = "-gn"
-"""Ends the names of models with group norm in the place of batch norm."""
+"""Ends the names of models with group norm instead of batch norm."""
 STARVING = ("damped", "gap", "ringmaster")
-"""Rules that let pushes of slow workers count for less, or not at all."""
+"""Rules that damp or drop the pushes of slow workers."""
 FEWEST_EXCHANGES = 30
-"""With fewer in a whole run, local steps have little to average, and an outer momentum no time to grow."""
+"""With fewer exchanges in a run, local steps are averaged too rarely and an outer momentum cannot build up."""
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""What /proc/cpuinfo says of a CPU that multiplies bf16 itself."""
+"""Flags in /proc/cpuinfo of CPUs with bf16 instructions."""
 
 
 def advice(config: RunConfig) -> list[str]:
-    """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
+    """Warnings about a resolved config, the most serious first."""
     if config.timing_only:
         return []
     found = [_batch_norm_on_skew(config), _slow_precision(config), _few_exchanges(config), _codec_at_home(config)]
@@ -44,7 +44,7 @@ def is_skewed(config: RunConfig) -> bool:
 
 
 def has_batch_norm(model: str) -> bool:
-    """Whether a built-in model normalises by the batch, and so by its worker's labels.
+    """Whether a built-in model has batch norm, and so normalises by the labels of one worker.
 
     >>> has_batch_norm("resnet18"), has_batch_norm("resnet18-gn"), has_batch_norm("cnn")
     (True, False, False)
@@ -53,7 +53,7 @@ def has_batch_norm(model: str) -> bool:
 
 
 def most_momentum(workers: int) -> float:
-    """What is left for explicit momentum beside that of asynchrony, about 1 - 1/n (arXiv 1605.09774).
+    """The largest momentum beside that of asynchrony, which is about 1 - 1/n (arXiv 1605.09774).
 
     Momentum m makes steps 1/(1 - m) times as long, asynchrony n times: together at most as .9 with 4 workers, since
     with 5 the published runs begin to end in NaN.
@@ -109,9 +109,9 @@ def _adam_on_skew(config: RunConfig) -> str | None:
     if not config.optimizer.startswith("adam") or not is_skewed(config) or config.rule in ("cached", "auto"):
         return None
     return (
-        f"{config.optimizer} with --split {config.split} and pushes applied one by one follows whose labels came last, "
-        "and its means mix them: --rule cached steps along everybody's gradients, or --optimizer sgd with --rule auto "
-        "looks ahead"
+        f"{config.optimizer} with --split {config.split} and pushes applied one by one follows the labels of the "
+        "worker that pushed last: --rule cached steps along the gradients of all workers, or --optimizer sgd with "
+        "--rule auto looks ahead"
     )
 
 

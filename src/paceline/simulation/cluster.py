@@ -1,4 +1,4 @@
-"""The cluster that a config describes: stated speeds and links, or those measured in a real run."""
+"""Build the simulated cluster of a config, from stated speeds and links or from those of a real run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.simulation.step_times import Distribution, StepTimes, parse_factor
 
 DEFAULT_SPEED = "1s"
 TURNS = 0.08
-"""Share of a machine's cores that is lost when processes take turns: 4 LeNet5 workers on 2 cores lost about 10 %."""
+"""Share of the cores that is lost to context switches: 4 LeNet5 workers on 2 cores lost about 10 %."""
 
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
-    """Everything about time that a simulation needs."""
+    """The times, links and faults of a simulation."""
     like = measured(Path(config.like)) if config.like is not None else None
     link = parse_link(config.link) if config.link is not None else None
     delays = delays_of(config)
@@ -46,7 +46,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
 
 
 def step_times(config: RunConfig, like: Measured | None) -> list[Distribution]:
-    """One distribution a worker: as stated, or as measured times the factors stated."""
+    """One distribution of step times for each worker: as stated, or as measured times the stated factors."""
     workers = config.workers or 1
     if like is None:
         return parse_speeds(config.speeds or DEFAULT_SPEED, workers)

@@ -1,4 +1,4 @@
-"""How fast a cluster would be: a simulation of times alone, without a run folder."""
+"""Forecast the speed of a strategy on a cluster: simulate times only, without a run folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEWEST_PUSHES = 400
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one strategy on one number of workers comes to."""
+    """The speed and staleness of one strategy on one number of workers."""
 
     strategy: str
     workers: int
@@ -36,7 +36,7 @@ class Forecast:
 
 
 def forecast(config: RunConfig, layout: Layout) -> Forecast:
-    """Simulate `config` (its strategy, workers, speeds, links) for some tens of pushes a worker."""
+    """Simulate the cluster of `config` for about 40 pushes of each worker."""
     workers = config.workers or 1
     pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
     updates = -(-pushes // strategy_of(config).pushes_per_update(workers))

@@ -27,7 +27,7 @@ from paceline.tasks.synthetic import Quadratic, part_of
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything a seed decides."""
+    """Everything that a seed decides."""
 
     seed: int
     strategy: str
@@ -44,7 +44,7 @@ class Trial:
     """The worker and the batch whose gradient holds a NaN."""
     rule: str = "plain"
     room: int | None = None
-    """Workers that may be there at once, where they may come and go."""
+    """Most workers at once, if workers may join and leave."""
 
     @property
     def workers(self) -> int:
@@ -55,7 +55,7 @@ class Trial:
         return self.room or self.workers
 
     def quota(self, worker: int) -> int | None:
-        """Of a worker that was there at the start; a newcomer has none."""
+        """The quota of a worker that was there at the start; one that joins late has none."""
         return self.quotas[worker] if worker < self.workers else None
 
     def make_optimizer(self) -> Optimizer:
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 
 def draw(seed: int) -> Trial:
-    """The trial of a seed."""
+    """Draw the trial of a seed."""
     chance = rng(seed, "soak")
     workers = int(chance.integers(1, MOST_WORKERS + 1))
     strategy = _strategy(chance, workers)
@@ -119,7 +119,7 @@ def draw(seed: int) -> Trial:
 
 
 def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon: float) -> Trial:
-    """Half of all trials over a star have workers who join or are drained; where the budget is shared, data moves."""
+    """Let workers join and leave in half of all trials over a star; if the budget is shared, data is divided again."""
     if on_ring(RunConfig(strategy=trial.strategy)) or chance.integers(2):
         return trial
     elastic = not trial.budget.own and bool(chance.integers(4))
@@ -137,7 +137,7 @@ def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon:
 
 
 def _on_the_beat(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """All times as multiples of half a second, so that much happens at once."""
+    """Round all times to half seconds, so that many events coincide."""
 
     def beat(seconds: float | None) -> float | None:
         return None if seconds is None else max(0.5, round(2.0 * seconds) / 2.0)
@@ -182,7 +182,7 @@ def _rule(chance: np.random.Generator, strategy: str) -> str:
 def _budget(
     chance: np.random.Generator, pushes: int, workers: int, in_rounds: bool
 ) -> tuple[Budget, tuple[int | None, ...]]:
-    """Samples or versions for all, or a quota for each; about so many pushes in the end."""
+    """A budget of samples or steps for all, or a quota for each worker, of about this many pushes."""
     kind = _pick(chance, ("shared", "steps", "own"))
     if kind == "own":
         most = max(2, 2 * pushes // workers)
@@ -192,7 +192,7 @@ def _budget(
 
 
 def _cluster(chance: np.random.Generator, strategy: str, workers: int, pushes: int) -> tuple[Cluster, float]:
-    """The cluster, and about how long so many pushes take on it."""
+    """A cluster, and about how long this many pushes take on it."""
     kind = _pick(chance, ("constant", "lognormal", "exponential", "normal"))
     means = [_pick(chance, (1.0, 1.0, 1.5, 4.0)) for _ in range(workers)]
     times = StepTimes([Distribution(kind, mean, 0.3) for mean in means], int(chance.integers(2**32)))
@@ -220,5 +220,5 @@ def _some_delay(worker: int, push: int) -> float:
 
 
 def with_faults(trial: Trial, faults: tuple[Fault, ...]) -> Trial:
-    """The same trial, with other things going wrong."""
+    """The same trial with other faults."""
     return replace(trial, cluster=replace(trial.cluster, faults=faults))
