@@ -189,8 +189,8 @@ class RunConfig:
     target: str | None = setting(
         None,
         "length",
-        "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE', with loss, accuracy or "
-        "a metric of your task (needs --eval-every); in your own loop, with a metric that it reports",
+        "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE', with loss, "
+        "accuracy or a metric of your task (needs --eval-every); in your own loop, with a metric that it reports",
         metavar="GOAL",
     )
     best: str | None = setting(
