@@ -26,11 +26,10 @@ import pairs
 import torch
 from processes import ended
 
-from paceline.assembly.preflight import locate_data
 from paceline.assembly.run import work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
-from paceline.data.datasets import SAMPLE, load
+from paceline.data.datasets import SAMPLE, load, locate_data
 from paceline.reports.console import Console
 from paceline.settings.resolve import resolve
 from paceline.simulation.run import simulate

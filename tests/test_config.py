@@ -45,7 +45,7 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 
 
 def parse(*arguments: str, file: str | None = None) -> RunConfig:
-    parser = Parser("paceline train", "for tests")
+    parser = Parser("train", "for tests")
     add_settings(parser)
     return config_from(parser.parse_strictly(list(arguments)), file)
 

@@ -56,7 +56,7 @@ def test_every_command_is_one_that_works(command: str) -> None:
         return
     assert words[1] in VERBS
     if words[1] in ("train", "simulate") and "--like" not in words:
-        parser = Parser(f"paceline {words[1]}", "")
+        parser = Parser(words[1], "")
         parser.add_argument("file", nargs="?")
         add_settings(parser)
         resolve(config_from(parser.parse_strictly(words[2:]), None))

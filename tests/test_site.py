@@ -94,7 +94,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_every_command_that_trains_is_one_that_works(command: str) -> None:
     words = shlex.split(command, comments=True)
-    parser = Parser(f"paceline {words[1]}", "")
+    parser = Parser(words[1], "")
     add_settings(parser)
     resolve(config_from(parser.parse_strictly(words[2:]), None))
 

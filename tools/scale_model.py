@@ -17,7 +17,7 @@ from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import Seat
 from paceline.randomness import rng
 from paceline.settings.fault_table import Fault
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.strategies import strategy_of
 from paceline.simulation.event_queue import Agenda
 from paceline.simulation.network import Link, ring_seconds
 from paceline.simulation.simulator import Cluster, Simulation
@@ -70,7 +70,7 @@ class Cell:
 
     @property
     def steps_a_push(self) -> int:
-        return parse_strategy(self.text).local_steps
+        return strategy_of(self.text).local_steps
 
     @property
     def pushes(self) -> int:

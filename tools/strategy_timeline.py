@@ -12,8 +12,8 @@ from paceline.config import RunConfig
 from paceline.core.messages import Verdict
 from paceline.runs.arrival_log import Record, read_arrivals
 from paceline.runs.folder import RunFolder
-from paceline.settings.durations import seconds
-from paceline.settings.strategies import on_ring, parse_strategy, pushes_per_update
+from paceline.settings.notation import seconds
+from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.network import parse_link, ring_seconds
 
 SLACK = 0.0001
@@ -47,7 +47,7 @@ class Timeline:
 
     @property
     def in_rounds(self) -> bool:
-        return parse_strategy(self.strategy).in_rounds
+        return strategy_of(self.strategy).in_rounds
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -60,9 +60,9 @@ def read_timeline(path: Path) -> Timeline:
     exchange = _exchange(config, ring)
     updates = _updates(records, config)
     way = 0.0 if ring else exchange
-    steps = {worker: parse_strategy(config.strategy).local_steps for worker in range(len(step_seconds))}
+    steps = {worker: strategy_of(config).local_steps for worker in range(len(step_seconds))}
     told, pushes, taken = dict(steps), [], 0
-    number = pushes_per_update(parse_strategy(config.strategy), len(step_seconds))
+    number = strategy_of(config).pushes_per_update(len(step_seconds))
     last: dict[int, tuple[float, int]] = {}  # when a worker's last push came, and the version after it
     for record in records:
         worker = record.worker
@@ -93,7 +93,7 @@ def _exchange(config: RunConfig, ring: bool) -> float:
 def _updates(records: list[Record], config: RunConfig) -> list[float]:
     """When each update was made: at every push that counts, or at the last of every round."""
     taken = [record.now for record in records if record.kind == "push" and record.verdict == Verdict.TAKEN]
-    number = pushes_per_update(parse_strategy(config.strategy), config.workers or 1)
+    number = strategy_of(config).pushes_per_update(config.workers or 1)
     return taken[number - 1 :: number]
 
 

@@ -1,4 +1,4 @@
-"""`paceline.train`: a run from Python, with one's own task."""
+"""`paceline.train`: train from Python, with your own task."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import in_this_process
 from paceline.config import FIELDS, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.launch import train as launch
 from paceline.reports.console import Console
+from paceline.settings.ranks import rank_here
+from paceline.settings.strategies import in_this_process
 from paceline.tasks.supervised import SupervisedTask
 
 
@@ -24,7 +25,7 @@ def train(
     """Train and return the result (the content of result.json, with `folder` added).
 
     `build` returns a `paceline.Task`; workers import it by name, so it is a function at the top of a module or script.
-    In a notebook that is a module too, unless the workers are in this process (strategy classic, device cuda).
+    In a notebook, too, it is in a module, unless the workers are in this process (strategy classic, device cuda).
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
     Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
@@ -40,12 +41,12 @@ def train(
     if not in_this_process(config):
         require_main_guard()
     with Console(quiet=quiet) as console:
-        folder, result = launch(config, console)
+        folder, result = launch(config, console, rank_here())
     return {**result, "folder": str(folder.path)}
 
 
 def importable_name(build: Callable[[], Any], here: bool = False) -> str:
-    """`MODULE:NAME` or `FILE.py:NAME` under which another process finds this function, or this one if it is `here`."""
+    """The `MODULE:NAME` or `FILE.py:NAME` by which another process (or this one, if `here`) imports a function."""
     name = build.__qualname__
     if not name.isidentifier() or name == "<lambda>":
         raise UserError(f"build '{name}' cannot be imported by workers: make it a function at the top of a module")
@@ -64,9 +65,9 @@ def importable_name(build: Callable[[], Any], here: bool = False) -> str:
 
 
 def require_main_guard() -> None:
-    """Workers import the script: without a guard each of them would start the training again.
+    """Check that the script has a main guard: workers import it, and would start the training again.
 
-    Prints one line and exits with code 2, since it is the script itself that is wrong.
+    Print one line and exit with code 2 if it has none.
     """
     frame = inspect.currentframe()
     while frame is not None:

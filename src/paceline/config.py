@@ -1,4 +1,4 @@
-"""Every setting of a run, defined once: the field gives the flag, the TOML key, the check and the help."""
+"""Define every setting of a run once: its field gives the flag, the TOML key, the check and the help."""
 
 from __future__ import annotations
 
@@ -17,50 +17,33 @@ from paceline.interfaces import MOST_WORKERS
 Check = Callable[[str, Any], None]
 
 
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise UserError(f"--{name} must be a positive number, got {value}")
+def _check(passes: Callable[[Any], bool], must: str) -> Check:
+    """Make a check that refuses a value with the flag, what it must be and what it is."""
+
+    def check(name: str, value: Any) -> None:
+        if not passes(value):
+            raise UserError(f"--{name} {must}, got {value}")
+
+    return check
 
 
-def _not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"--{name} must be zero or more, got {value}")
-
-
-def _sensible(name: str, value: float) -> None:
-    if not 1e-6 <= value <= 1e9:
-        raise UserError(f"--{name} must be a number from 0.000001 to 1000000000, got {value}")
-
-
-def _fraction(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise UserError(f"--{name} must be at least 0 and below 1, got {value}")
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise UserError(f"--{name} must be at least 1, got {value}")
+_positive = _check(lambda value: math.isfinite(value) and value > 0, "must be a positive number")
+_not_negative = _check(lambda value: math.isfinite(value) and value >= 0, "must be zero or more")
+_sensible = _check(lambda value: 1e-6 <= value <= 1e9, "must be a number from 0.000001 to 1000000000")
+_fraction = _check(lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
+_at_least_one = _check(lambda value: value >= 1, "must be at least 1")
+_at_most = _check(lambda value: value <= MOST_WORKERS, f"must be at most {MOST_WORKERS}")
+_seed = _check(lambda value: 0 <= value < 2**63, "must be between 0 and 2^63 - 1")
+_percent = _check(lambda value: 0.0 < value <= 100.0, "is in percent, above 0 and at most 100")
+_betas = _check(
+    lambda value: len(value) == 2 and all(0.0 <= beta < 1.0 for beta in value),
+    "takes two numbers from 0 to below 1, as in .9,.999",
+)
 
 
 def _workers(name: str, value: int) -> None:
     _at_least_one(name, value)
-    if value > MOST_WORKERS:
-        raise UserError(f"--{name} must be at most {MOST_WORKERS}, got {value}")
-
-
-def _seed(name: str, value: int) -> None:
-    if not 0 <= value < 2**63:
-        raise UserError(f"--{name} must be between 0 and 2^63 - 1, got {value}")
-
-
-def _percent(name: str, value: float) -> None:
-    if not 0.0 < value <= 100.0:
-        raise UserError(f"--{name} is in percent, above 0 and at most 100, got {value}")
-
-
-def _betas(name: str, value: list[float]) -> None:
-    if len(value) != 2 or not all(0.0 <= beta < 1.0 for beta in value):
-        raise UserError(f"--{name} takes two numbers from 0 to below 1, as in .9,.999; got {value}")
+    _at_most(name, value)
 
 
 def setting(
@@ -71,7 +54,7 @@ def setting(
     metavar: str | None = None,
     alias: str | None = None,
 ) -> Any:
-    """A config field with everything the command line needs to know of it; `alias` is another name for the flag."""
+    """Make a field of RunConfig with all that the command line needs; `alias` is a second name for its flag."""
     metadata = {"group": group, "help": text, "check": check, "metavar": metavar, "alias": alias}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -80,36 +63,39 @@ def setting(
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. A field left at None is resolved from the others when the run is set up."""
+    """The settings of one run. `resolve` fills in the fields that are left at None."""
 
     dataset: str = setting(
         "fashion-mnist", "data", "fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample"
     )
     split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA", alias="shard")
     shard_weights: list[float] | None = setting(
-        None, "data", "relative shard sizes, one a worker, as in 1,1,2 (unequal machines)", metavar="W,W,..."
+        None, "data", "relative shard sizes, one for each worker, as in 1,1,2", metavar="W,W,..."
     )
-    validation: float = setting(0.0, "data", "share of the train set held out and scored", _fraction)
+    validation: float = setting(0.0, "data", "share of the train set to hold out and score", _fraction)
     fold: str | None = setting(
-        None, "data", "hold out and score part I of K of the train set, as in 2/5; no test set", metavar="I/K"
+        None,
+        "data",
+        "hold out and score fold I of K of the train set, as in 2/5, instead of the test set",
+        metavar="I/K",
     )
     data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
     augment: str = setting(
         "auto",
         "data",
-        "what is done to training images: crop, mirror, crop,mirror or none (auto: both for cifar10 and imagenet)",
+        "augment training images: crop, mirror, crop,mirror or none (auto: both for cifar10 and imagenet)",
         metavar="WAYS",
     )
-    max_length: int = setting(64, "data", "words of a sentence that are read; the rest is cut", _at_least_one)
-    image_size: int = setting(224, "data", "pixels a side that imagenet's images are cut to", _at_least_one)
+    max_length: int = setting(64, "data", "read so many words of a sentence", _at_least_one)
+    image_size: int = setting(224, "data", "width and height of the images of imagenet, in pixels", _at_least_one)
     model: str = setting(
         "lenet5",
         "model",
-        "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn behind: group norm instead of batch norm), "
+        "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm), "
         "inception-28-small, inception-bn, or for text transformer",
     )
     task: str | None = setting(
-        None, "model", "own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
+        None, "model", "your own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )
     strategy: str = setting(
         "async", "pace", "classic, sync, async, backup:B, bounded:S, local:H, diloco:H or async-local:H"
@@ -118,7 +104,7 @@ class RunConfig:
     max_workers: int | None = setting(
         None,
         "pace",
-        "let workers come and go, up to so many, and deal the data anew when they do (default: those of --workers)",
+        "let workers join and leave, up to so many at once; the data is divided again each time (default: --workers)",
         _workers,
     )
     rule: str = setting(
@@ -136,14 +122,14 @@ class RunConfig:
     local_steps: str | None = setting(
         None,
         "pace",
-        "of local:H and its kin: even (H each) or speed (H for the fastest, fewer for slower workers, so that all push "
-        "together; default for async-local)",
+        "of strategies with :H: even (H steps each) or speed (H for the fastest worker, fewer for slower ones, so that "
+        "all push together; default for async-local)",
         metavar="even|speed",
     )
     outer_lr: float | None = setting(
         None,
         "pace",
-        "of diloco and async-local: what a mean drift is multiplied by (default .7; async-local .4)",
+        "of diloco and async-local: learning rate of the mean drift (default .7; async-local .4)",
         _positive,
     )
     outer_momentum: float | None = setting(
@@ -152,21 +138,21 @@ class RunConfig:
     path: str | None = setting(
         None,
         "pace",
-        "star (through a server) or ring (default where there need be none: allreduce, local and diloco)",
+        "star (through a server) or ring (default for allreduce, local and diloco, which need no server)",
         metavar="star|ring",
     )
     codec: str | None = setting(
         None,
         "pace",
-        "how a push becomes fewer bytes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)",
+        "compress pushes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)",
     )
     pull_codec: str | None = setting(
-        None, "pace", "the same for replies, as changes of what a worker has (default none)"
+        None, "pace", "compress replies, as differences to the weights that a worker has (default none)"
     )
     optimizer: str = setting(
         "sgd",
         "optimizer",
-        "sgd, adam, adamw or lars: one on the server, shared by all, or with local steps one a worker",
+        "sgd, adam, adamw or lars: one on the server for all workers; with local steps one in each worker",
     )
     lr: float | None = setting(
         None, "optimizer", "learning rate (default .005 for sgd, .001 for adam and adamw, 1 for lars)", _positive
@@ -178,20 +164,23 @@ class RunConfig:
         0.0, "optimizer", "weight decay added to the gradient (adamw: to the step)", _not_negative
     )
     clip: float | None = setting(
-        None, "optimizer", "largest gradient norm; longer gradients are scaled down", _positive
+        None, "optimizer", "largest gradient norm; scale longer gradients down to it", _positive
     )
     schedule: str = setting("constant", "optimizer", "constant, exponential[:FACTOR an epoch] or cosine")
-    warmup: float = setting(0.0, "optimizer", "share of the budget over which lr grows from 0", _fraction)
-    scale_lr: str = setting("none", "optimizer", "none, auto (lr x workers that make one update) or a factor")
-    batch_size: int = setting(32, "length", "samples in a worker's batch", _at_least_one)
-    epochs: float = setting(6.0, "length", "data-set passes, shared by all workers", _sensible)
-    epoch_mode: str = setting("shared", "length", "shared (one budget) or own (each worker passes over its own data)")
+    warmup: float = setting(0.0, "optimizer", "share of the run over which lr grows from 0", _fraction)
+    scale_lr: str = setting(
+        "none", "optimizer", "none, auto (multiply lr by the pushes that one update averages) or a factor"
+    )
+    batch_size: int = setting(32, "length", "samples in the batch of one worker", _at_least_one)
+    epochs: float = setting(6.0, "length", "passes over the data, shared by all workers", _sensible)
+    epoch_mode: str = setting(
+        "shared", "length", "shared (all workers count together) or own (each worker counts passes over its own data)"
+    )
     steps: int | None = setting(None, "length", "stop after this many updates instead of epochs", _at_least_one)
     max_seconds: float | None = setting(
         None,
         "length",
-        "stop after so many seconds of training, if epochs or steps have not ended it before; loading and evaluation "
-        "do not count (simulate: virtual seconds)",
+        "stop after so many seconds of training, without loading and evaluation (simulate: virtual seconds)",
         _sensible,
     )
     target_accuracy: float | None = setting(
@@ -200,89 +189,88 @@ class RunConfig:
     target: str | None = setting(
         None,
         "length",
-        "stop once a metric of the test data is there: 'METRIC<=VALUE' or 'METRIC>=VALUE', of loss, accuracy or one of "
-        "your task's (needs --eval-every); of your own loop, one that it reports",
+        "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE', with loss, "
+        "accuracy or a metric of your task (needs --eval-every); in your own loop, with a metric that it reports",
         metavar="GOAL",
     )
     best: str | None = setting(
         None,
         "length",
-        "what the best weights are chosen by at evaluations: min:METRIC or max:METRIC (default: as --target says, else "
+        "choose the best weights by min:METRIC or max:METRIC at evaluations (default: the metric of --target, else "
         "accuracy, else loss)",
         metavar="BEST",
     )
-    eval_every: float | None = setting(None, "length", "evaluate every so many epochs, pausing the clock", _sensible)
-    eval_train: bool = setting(False, "length", "score the train data too at each of these evaluations")
-    score: str = setting("all", "length", "what is scored at the end: all, test or none")
-    seed: int = setting(0, "machine", "seed of everything random", _seed)
-    device: str = setting("cpu", "machine", "cpu or cuda")
-    threads: int | None = setting(None, "machine", "threads a worker (default cores / workers)", _at_least_one)
-    precision: str = setting("fp32", "machine", "fp32, or bf16: autocast, over weights that stay fp32")
-    compile: bool = setting(False, "machine", "compile the step with torch.compile: slow to start, then faster")
-    capture: bool = setting(False, "machine", "capture the step as a CUDA graph; needs --device cuda")
-    channels_last: bool | None = setting(
-        None, "machine", "images with their channels last in memory (default: with bf16 on cuda)"
+    eval_every: float | None = setting(
+        None, "length", "evaluate every so many epochs; the clock of training stands still", _sensible
     )
+    eval_train: bool = setting(False, "length", "score the train data too at these evaluations")
+    score: str = setting("all", "length", "score at the end: all, test or none")
+    seed: int = setting(0, "machine", "seed of all random choices", _seed)
+    device: str = setting("cpu", "machine", "cpu or cuda")
+    threads: int | None = setting(None, "machine", "threads of each worker (default cores / workers)", _at_least_one)
+    precision: str = setting("fp32", "machine", "fp32, or bf16: autocast, with weights in fp32")
+    compile: bool = setting(False, "machine", "compile the step with torch.compile: a slow start, then faster steps")
+    capture: bool = setting(False, "machine", "capture the step as a CUDA graph; needs --device cuda")
+    channels_last: bool | None = setting(None, "machine", "store images channels last (default: with bf16 on cuda)")
     accumulate: int = setting(
-        1, "machine", "compute a batch in so many parts, one after the other; needs less memory", _at_least_one
+        1, "machine", "compute a batch in so many parts, one after the other, to save memory", _at_least_one
     )
     delay: list[str] | None = setting(
         None,
         "machine",
-        "slow workers on purpose: 30ms, normal:60ms,5ms, with @1,3 for those only; may be repeated",
+        "slow workers on purpose: 30ms or normal:60ms,5ms, with @1,3 for those workers only; may be repeated",
         metavar="TIME[@WORKERS]",
     )
     faults: str | None = setting(
-        None, "cluster", "a table of what goes wrong and when; the local runtime kills, stops and slows", metavar="FILE"
+        None, "cluster", "inject the faults of this table: processes are killed, stopped and slowed", metavar="FILE"
     )
     speeds: str | None = setting(
-        None, "cluster", "a worker's step: 30ms, 1,1,1,4, lognormal:30ms,.3, exponential:30ms [1s]", metavar="SPEEDS"
+        None, "cluster", "time of a step: 30ms, 1,1,1,4, lognormal:30ms,.3 or exponential:30ms [1s]", metavar="SPEEDS"
     )
     link: str | None = setting(
-        None, "cluster", "the server's link, each way: bandwidth and latency, as in 1gbit,0.2ms", metavar="LINK"
+        None, "cluster", "link of the server, each way: bandwidth and latency, as in 1gbit,0.2ms", metavar="LINK"
     )
     server_time: str | None = setting(
-        None, "cluster", "what the server takes for a push, as in 2ms [nothing]", metavar="TIME"
+        None, "cluster", "time that the server needs for a push, as in 2ms [none]", metavar="TIME"
     )
     cores: int | None = setting(
-        None, "cluster", "cores that all workers and the server share (default: each has its own)", _at_least_one
+        None, "cluster", "cores that all workers and the server share (default: one each)", _at_least_one
     )
     like: str | None = setting(
         None,
         "cluster",
-        "take settings, step and exchange times and cores from this run; --speeds are factors",
+        "take settings, step times, exchange times and cores from this run; --speeds are factors",
         metavar="RUN",
     )
-    timing_only: bool = setting(False, "cluster", "compute no gradients: times, staleness and traffic alone")
+    timing_only: bool = setting(False, "cluster", "compute no gradients, only times, staleness and traffic")
     parameters: str | None = setting(
-        None, "cluster", "size of the model for --timing-only, as in 25.6M (default: the model's)", metavar="COUNT"
+        None, "cluster", "size of the model for --timing-only, as in 25.6M (default: that of --model)", metavar="COUNT"
     )
     checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
-    keep: int = setting(2, "run folder", "how many checkpoints are kept, the newest", _at_least_one)
+    keep: int = setting(2, "run folder", "keep so many checkpoints, the newest", _at_least_one)
     restart: int = setting(
-        0, "run folder", "start a server that was killed again from checkpoint and log, so many times", _not_negative
+        0, "run folder", "restart a killed server from checkpoint and log, so many times", _not_negative
     )
     recovery: str = setting(
         "log",
         "run folder",
-        "after a crash: log (what was acknowledged since the checkpoint is computed again) or checkpoint (it is lost, "
-        "and counted)",
+        "after a crash: log (compute again what was acknowledged since the checkpoint) or checkpoint (drop it)",
         metavar="log|checkpoint",
     )
     durable: bool = setting(
-        False, "run folder", "sync the log to the disk before each reply, so that a power cut loses nothing either"
+        False, "run folder", "sync the log to the disk before each reply, so that a power failure loses nothing"
     )
     snapshots: float | None = setting(
         None,
         "run folder",
-        "keep the weights so many times an epoch, and at start and end, for 'paceline landscape'; "
-        "4 bytes a parameter each (default none)",
+        "keep the weights so many times in an epoch, for 'paceline landscape'; each takes 4 bytes for a parameter "
+        "(default none)",
         _sensible,
     )
     track: list[str] | None = setting(
         None,
         "run folder",
-        "tell others of the run while it goes on: csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated",
+        "send metrics to a tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated",
         metavar="NAME",
     )
     name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
@@ -300,27 +288,27 @@ class RunConfig:
 
 
 def places_of(config: RunConfig) -> int:
-    """How many workers a run has room for: numbers are below it, tables of rules have a row for each."""
+    """How many workers a run has room for: worker numbers are below it, and rules keep a row for each."""
     return config.max_workers or config.workers or 1
 
 
 def is_simulated(config: RunConfig) -> bool:
-    """Whether the run was one of `paceline simulate`, which always notes its speeds."""
+    """Whether the run was made by `paceline simulate`, which always records its speeds."""
     return config.speeds is not None or config.like is not None
 
 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
-"""Settings of a cluster that does not exist."""
+"""Settings of a simulated cluster."""
 
 UPKEEP = ("keep", "restart", "recovery", "durable", "track")
-"""Settings that are about the run's files and say nothing about what is trained: a resumed run may have others."""
+"""Settings of the files of a run, not of its training: `paceline resume` may change them."""
 
 SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")
-"""Settings that a loop of one's own has too, when it hands over its optimizer, or says how many epochs it makes."""
+"""Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""
 
 
 def given(config: RunConfig, names: Iterable[str]) -> list[str]:
-    """Which of these settings are others than they are by themselves."""
+    """Which of these settings differ from their defaults."""
     untouched = RunConfig()
     return [name for name in names if getattr(config, name) != getattr(untouched, name)]
 
@@ -331,7 +319,7 @@ _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": 
 
 
 def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """A value as its field's type, so that equal settings are written alike; a clear error when it cannot be."""
+    """Convert a value to the type of its field, so that equal settings are written alike."""
     wanted = str(spec.type).partition(" ")[0]
     if wanted == "list[str]" and isinstance(value, str):
         return [value]
@@ -347,12 +335,12 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _is_a(kind: str, value: Any) -> bool:
-    """Whether a value fits; True and False are no numbers."""
+    """Whether a value has a type; True and False are not numbers."""
     return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
 def parse_toml(path: Path, wanted: str) -> dict[str, Any]:
-    """What a TOML file holds; where there is no such file, `wanted` says what to give."""
+    """Read a TOML file; if there is none, the error ends with `wanted`."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -362,7 +350,7 @@ def parse_toml(path: Path, wanted: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file; unknown keys and wrong types are errors that name the file."""
+    """Read settings from a TOML file; unknown keys and wrong types are errors that name the file."""
     raw = parse_toml(path, "give a TOML file of settings, or flags alone")
     values = {}
     for key, value in raw.items():
@@ -379,12 +367,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _toml(value: Any) -> str:
-    """JSON is TOML for what settings hold, but for one character."""
+    """Write a value as TOML, which is JSON for all that settings hold but one character."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def to_toml(config: RunConfig, left_out: tuple[str, ...] = ()) -> str:
-    """The config as TOML; settings that are None are left out."""
+    """Write the config as TOML, without settings that are None."""
     lines = []
     for name in FIELDS:
         value = getattr(config, name)

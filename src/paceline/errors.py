@@ -103,25 +103,3 @@ def differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[
     ['targets']
     """
     return [name for name, value in ours.items() if theirs.get(name) != value]
-
-
-def name_and_argument(kind: str, text: str, letters: Mapping[str, str]) -> tuple[str, str]:
-    """`sync` or `backup:1`, as (name, what is behind the colon); `letters` says for which names there is something.
-
-    >>> name_and_argument("rule", "buffered:4", {"plain": "", "buffered": "K"})
-    ('buffered', '4')
-    """
-    name, colon, argument = text.partition(":")
-    if name not in letters:
-        raise unknown_name(kind, name, letters)
-    letter = letters[name]
-    if bool(letter) != bool(colon):
-        raise UserError(f"{kind} '{text}': write {f'{name}:{letter}' if letter else name}")
-    return name, argument
-
-
-def whole_number(kind: str, text: str, argument: str, least: int) -> int:
-    """What is behind the colon of `text`, where that must be a whole number."""
-    if not argument.isdecimal() or int(argument) < least:
-        raise UserError(f"{kind} '{text}': the number after the colon must be a whole number of at least {least}")
-    return int(argument)

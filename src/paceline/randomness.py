@@ -55,8 +55,8 @@ def _signed32(value: int) -> int:
     return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
 
 
-MULTIPLIER_A = _signed32(0x7FEB352D)
-MULTIPLIER_B = _signed32(0x846CA68B)
+MULTIPLIER_A = 0x7FEB352D
+MULTIPLIER_B = 0x846CA68B - (1 << 32)  # as int32
 
 
 def halves(key: int) -> tuple[int, int]:

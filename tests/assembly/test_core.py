@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import paceline
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
@@ -18,9 +21,9 @@ from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Schedule
 from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
-from paceline.settings.resolve import AUTO_WARMUP, lr_scale, parse_schedule, resolve
+from paceline.settings.resolve import AUTO_WARMUP, lr_scale, resolve, schedule_of
 from paceline.settings.rules import RULES, average_in_words, rows_nbytes
-from paceline.settings.strategies import Strategy, parse_strategy
+from paceline.settings.strategies import STRATEGIES, Feature, Pushed, Topology, Waiting, strategy_of, why_not
 
 LABELS = np.arange(100) % 10
 
@@ -50,9 +53,9 @@ def refused(**settings: Any) -> str:
         ({"strategy": "bounded:x"}, ["bounded:x", "whole number"]),
         ({"strategy": "backup"}, ["backup:B"]),
         ({"strategy": "backup:0", "workers": 2}, ["backup:0", "at least 1"]),
-        ({"strategy": "backup:2", "workers": 2}, ["backup:2", "nobody to wait for"]),
+        ({"strategy": "backup:2", "workers": 2}, ["backup:2", "no worker to wait for"]),
         ({"strategy": "sync:2"}, ["sync:2", "write sync"]),
-        ({"strategy": "classic", "workers": 2}, ["classic is one worker", "--workers 2"]),
+        ({"strategy": "classic", "workers": 2}, ["strategy classic is one worker", "--workers 2"]),
         ({"target_accuracy": 90.0}, ["--target-accuracy", "--eval-every"]),
         ({"steps": 5, "epoch_mode": "own"}, ["--steps", "--epoch-mode own"]),
         ({"nesterov": True, "momentum": 0.0}, ["--nesterov", "momentum"]),
@@ -145,8 +148,54 @@ def test_resolving_twice_changes_nothing() -> None:
     assert resolve(once) == once
 
 
+def test_a_strategy_is_a_point_on_four_axes() -> None:
+    found = {text: strategy_of(text) for text in ("sync", "backup:2", "bounded:0", "local:8", "async-local:4")}
+    assert [one.waiting for one in found.values()] == [
+        Waiting.BARRIER, Waiting.BARRIER, Waiting.BOUNDED, Waiting.BARRIER, Waiting.ASYNC,
+    ]  # fmt: skip
+    assert [one.is_local for one in found.values()] == [False, False, False, True, True]
+    assert [one.local_steps for one in found.values()] == [1, 1, 1, 8, 4]
+    assert (found["backup:2"].num_backup, found["bounded:0"].max_lead) == (2, 0)
+    assert [one.pushes_per_update(4) for one in found.values()] == [4, 2, 1, 4, 1]
+    assert [one.pushes_per_step(4) for one in found.values()] == [4, 2, 1, 4, 4]
+    assert strategy_of(RunConfig(strategy="backup:2")) is found["backup:2"], "a text is parsed once"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_table_agrees_with_the_axes(name: str) -> None:
+    kind = STRATEGIES[name]
+    config = RunConfig(strategy=f"{name}:3" if kind.letter else name)
+    drifts, in_rounds = kind.axes.pushed is Pushed.DRIFT, kind.axes.waiting is Waiting.BARRIER
+    assert (why_not(config, Feature.OWN_LOOP) is not None) == drifts
+    assert (why_not(config, Feature.LOCAL_STEPS) is not None) == (not drifts)
+    assert (why_not(config, Feature.OUTER_OPTIMIZER) is None) == (kind.outer is not None)
+    assert (why_not(config, Feature.RING_PATH) is None) == (Topology.RING in kind.axes.topologies)
+    assert (why_not(config, Feature.SERVER) is None) == (kind.axes.topologies[0] is Topology.STAR)
+    assert (why_not(config, Feature.WORKER_RULE) is not None) == (in_rounds and not drifts)
+    for why in (*kind.refuses.values(), *kind.on_ring.values()):
+        assert ";" in why or ":" in why, f"'{why}' does not say what to do"
+
+
+LITERAL = re.compile(r'"(classic|sync|async|backup|bounded|allreduce|local|diloco|async-local)"')
+NAMED_ELSEWHERE = {
+    "config.py": "the default of --strategy",
+    "api.py": "an example in a docstring",
+    "studies/published": "names of the published tables",
+}
+
+
+def test_only_the_table_knows_strategies_by_name() -> None:
+    root = Path(paceline.__file__).parent
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if name == "settings/strategies.py" or name.startswith(tuple(NAMED_ELSEWHERE)):
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert not LITERAL.search(text), f"{name} names a strategy: read its axes or its features instead"
+        assert not re.search(r"strategy\.(partition|startswith|split)\(", text), f"{name} takes a strategy apart"
+
+
 def test_strategies_become_policies() -> None:
-    assert parse_strategy("backup:2") == Strategy("backup", 2)
     policies = {name: make_policy(RunConfig(strategy=name)) for name in ("classic", "async", "sync", "backup:2")}
     assert isinstance(policies["classic"], AtOnce)
     assert isinstance(policies["async"], AtOnce)
@@ -160,9 +209,9 @@ def test_strategies_become_policies() -> None:
 
 
 def test_schedules_are_parsed() -> None:
-    assert parse_schedule("constant") == ("constant", 1.0)
-    assert parse_schedule("exponential") == ("exponential", 0.9)
-    assert parse_schedule("exponential:0.5") == ("exponential", 0.5)
+    assert schedule_of(RunConfig(schedule="constant")) == ("constant", 1.0)
+    assert schedule_of(RunConfig(schedule="exponential")) == ("exponential", 0.9)
+    assert schedule_of(RunConfig(schedule="exponential:0.5")) == ("exponential", 0.5)
     assert make_schedule(RunConfig(lr=0.25, schedule="cosine", warmup=0.1)) == Schedule(0.25, "cosine", 1.0, 0.1)
 
 

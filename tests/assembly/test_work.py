@@ -65,17 +65,17 @@ def test_the_first_division_is_the_one_of_a_fixed_run() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_workers": 2}, "--max-workers 2 is below --workers 3, who begin"),
+        ({"max_workers": 2}, "--max-workers 2 is below the --workers 3 that begin"),
         ({"max_workers": 76}, "--max-workers 76: 600 samples make only 75 batches of 8"),
         ({"max_workers": 75, "batch_size": 8, "validation": 0.1}, "540 samples make only 68 batches"),
         ({"batch_size": 120, "workers": 2, "max_workers": 4, "split": "labels"}, None),
         ({"split": "dirichlet:0.001"}, "--max-workers 6: split dirichlet:0.001"),
-        ({"epoch_mode": "own"}, "under --epoch-mode own everybody passes over data of its own"),
+        ({"epoch_mode": "own"}, "under --epoch-mode own each worker passes over its own data"),
         ({"shard_weights": [1.0, 1.0, 2.0]}, "--shard-weights are for workers that stay"),
-        ({"strategy": "allreduce"}, "strategy allreduce is a ring, which nobody joins"),
-        ({"strategy": "local:4"}, "strategy local:4 is a ring, which nobody joins"),
+        ({"strategy": "allreduce"}, "strategy allreduce is a ring, which no worker can join"),
+        ({"strategy": "local:4"}, "strategy local:4 is a ring, which no worker can join"),
         ({"strategy": "classic", "workers": 1}, "strategy classic is one worker"),
-        ({"device": "cuda"}, "workers that share a GPU are one process, which nobody joins"),
+        ({"device": "cuda"}, "workers that share a GPU are one process, which no worker joins"),
     ],
 )
 def test_what_cannot_be_shared_anew_is_refused(settings: dict[str, Any], words: str | None) -> None:

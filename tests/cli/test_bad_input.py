@@ -19,23 +19,32 @@ CASES = {
     "unknown rule": (["--rule", "plane"], "unknown rule 'plane': did you mean 'plain'"),
     "a rule that needs to know its workers": (
         ["--rule", "foresight", "--strategy", "sync"],
-        "rule foresight needs to know whose push it applies, and strategy sync hands it the mean of many",
+        "--rule foresight: strategy sync averages the pushes of a round, and the rule has to know which",
     ),
-    "a rule with an optimizer of another kind": (["--rule", "dana", "--optimizer", "adam"], "which optimizer adam has"),
+    "a rule with an optimizer of another kind": (
+        ["--rule", "dana", "--optimizer", "adam"],
+        "which optimizer adam cannot replace",
+    ),
     "a buffer of nothing": (["--rule", "buffered:0"], "rule 'buffered:0': the number after the colon"),
     "drop everything": (["--rule", "ringmaster:0"], "rule 'ringmaster:0': the number after the colon"),
     "unknown average": (["--average", "much"], "--average 'much': give auto, none, on or a number of updates"),
     "unknown codec": (["--codec", "int9"], "unknown codec 'int9': did you mean 'int8'"),
     "unknown codec of replies": (["--pull-codec", "lowrank:0"], "codec 'lowrank:0': the rank after the colon"),
-    "a codec without a wire": (["--codec", "int8", "--strategy", "classic"], "strategy classic has none"),
-    "a codec on a ring": (["--codec", "int8", "--strategy", "allreduce"], "has one only between ranks, as torchrun"),
+    "a codec without a wire": (["--codec", "int8", "--strategy", "classic"], "strategy classic has no network"),
+    "a codec on a ring": (
+        ["--codec", "int8", "--strategy", "allreduce"],
+        "compresses only between ranks that torchrun",
+    ),
     "a codec of replies on a ring": (
         ["--pull-codec", "sign", "--strategy", "local:3"],
-        "--pull-codec sign relieves a wire, and strategy local:3 has none",
+        "--pull-codec sign: strategy local:3 has no server that replies",
     ),
-    "a codec within a GPU": ([*SAMPLE, "--codec", "int8", "--device", "cuda"], "have no wire between them"),
-    "less room than workers": (["--workers", "3", "--max-workers", "2"], "--max-workers 2 is below --workers 3"),
-    "room for more in a ring": (["--strategy", "allreduce", "--max-workers", "3"], "is a ring, which nobody joins"),
+    "a codec within a GPU": ([*SAMPLE, "--codec", "int8", "--device", "cuda"], "have no network between them"),
+    "less room than workers": (["--workers", "3", "--max-workers", "2"], "--max-workers 2 is below the --workers 3"),
+    "room for more in a ring": (
+        ["--strategy", "allreduce", "--max-workers", "3"],
+        "is a ring, which no worker can join",
+    ),
     "unknown flag": (["--stratgy", "sync"], "unknown flag '--stratgy': did you mean --strategy"),
     "unknown optimizer": (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'"),
     "unknown split": (["--split", "label"], "did you mean 'labels'"),
@@ -71,7 +80,7 @@ CASES = {
     ),
     "bounded below zero": (["--strategy", "bounded:-1"], "strategy 'bounded:-1'"),
     "bounded without a number": (["--strategy", "bounded"], "write bounded:S"),
-    "backup with nobody left": (["--strategy", "backup:2", "--workers", "2"], "leaves nobody to wait for"),
+    "backup with nobody left": (["--strategy", "backup:2", "--workers", "2"], "would leave no worker to wait for"),
     "classic with two": (["--strategy", "classic", "--workers", "2"], "strategy classic is one worker"),
     "a device that is absent": ([*SAMPLE, "--device", "cuda"], "no CUDA device"),
     "an unknown device": (["--device", "tpu"], "unknown device 'tpu'"),
@@ -91,7 +100,7 @@ CASES = {
     "fewer restarts than none": (["--restart", "-1"], "--restart must be zero or more, got -1"),
     "a restart of this very process": (
         [*SAMPLE, "--strategy", "classic", "--restart", "2"],
-        "--restart 2 starts a killed server again, and --strategy classic trains in the process of this command",
+        "--restart 2: strategy classic trains in the process of this command, which nothing starts again",
     ),
     "an unknown recovery": (["--recovery", "checkpoints"], "unknown recovery 'checkpoints': did you mean 'checkpoint'"),
     "target without evaluation": (["--target-accuracy", "90"], "add --eval-every"),
@@ -178,7 +187,7 @@ def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_script_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "loop.py").write_text("")
     assert main(["run", "-n", "2", "--codec", "int8", "loop.py"]) == 2
-    assert "codec int8: a loop of your own exchanges floats as they are" in complaint(capsys)
+    assert "codec int8: your own loop exchanges floats as they are" in complaint(capsys)
     assert not list(tmp_path.glob("runs/*"))
 
 

@@ -13,7 +13,7 @@ from paceline.codecs.slices import CodecPart, Sliced
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, pack
 from paceline.runtimes.sharded.spans import CODED_GRAIN, part_of, spans_of
-from paceline.settings.codecs import CODECS, build_codec, build_part, parse_codec
+from paceline.settings.codecs import CODECS, build_codec, build_part, codec_of
 
 MODEL = pack([("conv", (6, 3, 5, 5), True), ("bias", (6,), False), ("dense", (70, 33), True), ("last", (10,), True)])
 LARGE = pack([("w", (300_000,), True)])
@@ -35,7 +35,7 @@ def update_for(layout: Layout, seed: int) -> Tensor:
 
 
 def test_ranges_begin_where_blocks_do() -> None:
-    assert CODED_GRAIN % BLOCK == 0 and {parse_codec(name)[0] for name in NAMES} == set(CODECS)
+    assert CODED_GRAIN % BLOCK == 0 and {codec_of(name)[0] for name in NAMES} == set(CODECS)
 
 
 @every_codec
@@ -58,7 +58,7 @@ def test_parts_decode_to_what_the_whole_does(name: str, servers: int, seed: int)
         assert crossed == len(payload) * (servers if parts[0][1].is_shared else 1)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if CODECS[parse_codec(name)[0]].by_range])
+@pytest.mark.parametrize("name", [name for name in NAMES if CODECS[codec_of(name)[0]].by_range])
 @pytest.mark.parametrize("layout", [MODEL, LARGE], ids=["model", "large"])
 def test_a_range_that_is_encoded_by_itself_is_the_part_of_the_whole(name: str, layout: Layout) -> None:
     codec, parts = build_codec(name, layout), parts_of(name, layout, 3)

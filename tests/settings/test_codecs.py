@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UserError
-from paceline.settings.codecs import parse_codec
+from paceline.settings.codecs import codec_of
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,11 @@ from paceline.settings.codecs import parse_codec
 )
 def test_a_name_that_cannot_be_is_explained(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse_codec(text)
+        codec_of(text)
 
 
 def test_names_and_numbers_are_read() -> None:
-    assert [parse_codec(text) for text in ("none", "topk:0.01", "lowrank:4")] == [
+    assert [codec_of(text) for text in ("none", "topk:0.01", "lowrank:4")] == [
         ("none", 0.0),
         ("topk", 0.01),
         ("lowrank", 4.0),

@@ -6,35 +6,47 @@ import statistics
 
 import pytest
 
+from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.durations import Delay, parse_delays
+from paceline.settings.durations import Delay, delays_of
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30ms", 0.03), ("2s", 2.0), (".5s", 0.5), ("1.s", 1.0), ("250us", 0.00025), ("0ms", 0.0)]
+    ("text", "seconds"),
+    [
+        ("30ms", 0.03),
+        ("2s", 2.0),
+        (".5s", 0.5),
+        ("1.s", 1.0),
+        ("250us", 0.00025),
+        ("0ms", 0.0),
+        ("1h", 3600.0),
+        ("2min", 120.0),
+        ("1e-3s", 0.001),
+    ],
 )
 def test_times_and_their_units(text: str, seconds: float) -> None:
-    assert parse_delays([text], 1) == {0: Delay(pytest.approx(seconds))}  # type: ignore[arg-type]
+    assert delays_of(RunConfig(delay=[text], workers=1)) == {0: Delay(pytest.approx(seconds))}  # type: ignore[arg-type]
 
 
 def test_a_delay_is_for_everybody_or_for_those_named_and_the_last_one_wins() -> None:
-    assert parse_delays(["10ms", "20ms@0,2", "30ms@2"], 4) == {
+    assert delays_of(RunConfig(delay=["10ms", "20ms@0,2", "30ms@2"], workers=4)) == {
         0: Delay(0.02), 1: Delay(0.01), 2: Delay(0.03), 3: Delay(0.01),
     }  # fmt: skip
-    assert parse_delays(["20ms@3"], 4) == {3: Delay(0.02)}
-    assert parse_delays([], 4) == {}
+    assert delays_of(RunConfig(delay=["20ms@3"], workers=4)) == {3: Delay(0.02)}
+    assert delays_of(RunConfig(delay=[], workers=4)) == {}
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "30", "30 m", "-3ms", "1h", "nanms", "infs", "normal", "normal:", "normal:30ms", "normal:30ms,5ms,5ms",
-        "normal:30ms,-5ms", "uniform:1ms,2ms", "30ms@", "30ms@4", "30ms@-1", "30ms@one", "30ms@0,", "@1", "1e-3s",
+        "", "30", "30 m", "-3ms", "1d", "nanms", "infs", "normal", "normal:", "normal:30ms", "normal:30ms,5ms,5ms",
+        "normal:30ms,-5ms", "uniform:1ms,2ms", "30ms@", "30ms@4", "30ms@-1", "30ms@one", "30ms@0,", "@1", "1e-3",
     ],
 )  # fmt: skip
 def test_what_is_no_delay_is_a_user_error_in_one_line(text: str) -> None:
     with pytest.raises(UserError, match="--delay") as error:
-        parse_delays([text], 4)
+        delays_of(RunConfig(delay=[text], workers=4))
     assert f"'{text}'" in str(error.value)
     assert "\n" not in str(error.value)
 

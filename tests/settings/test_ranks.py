@@ -102,5 +102,7 @@ def test_on_a_star_the_first_process_serves() -> None:
         config_of(of(4), RunConfig(strategy="async", workers=4))
     with pytest.raises(UserError, match=r"needs one process that serves and at least one that works"):
         config_of(of(1), RunConfig(strategy="sync"))
-    with pytest.raises(UserError, match=r"strategy classic is one worker, and a launcher has started 4"):
+    with pytest.raises(
+        UserError, match=r"launcher started 4 processes of this command: strategy classic is one worker"
+    ):
         config_of(of(4), RunConfig(strategy="classic"))

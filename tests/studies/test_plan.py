@@ -16,9 +16,10 @@ from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.server.timing import Timekeeper
 from paceline.settings.resolve import resolve
+from paceline.settings.strategies import worth_comparing
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
-from paceline.studies.plan import choose, make_plan, sizes, strategies
+from paceline.studies.plan import LOCAL_STEPS, choose, make_plan, sizes
 from paceline.transports.protocol import Timing
 
 
@@ -51,7 +52,7 @@ def test_sizes_double_up_to_what_was_asked() -> None:
     assert sizes(RunConfig(workers=12)) == [1, 2, 4, 8, 12]
     assert sizes(RunConfig(cores=4)) == [1, 2, 4, 8]
     assert sizes(RunConfig(link="1gbit"))[-1] == 32
-    assert all(strategies(size) for size in sizes(RunConfig(workers=12)))
+    assert all(worth_comparing(size, LOCAL_STEPS) for size in sizes(RunConfig(workers=12)))
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("async", 4.0), ("sync", 1.0), ("backup:1", 3.0)])

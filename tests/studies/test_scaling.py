@@ -112,7 +112,7 @@ def test_counts_that_are_none(text: str) -> None:
         (["scaling", "--kind", "odd"], "unknown --kind 'odd'"),
         (["scaling", "--repeats", "0"], "--repeats 0"),
         (["scaling", "--name", "a/b"], "is not a folder name"),
-        (["scaling", "--strategy", "backup:1", "--workers", "1,2"], "leaves nobody to wait for"),
+        (["scaling", "--strategy", "backup:1", "--workers", "1,2"], "would leave no worker to wait for"),
         (["scaling", "--epochs", "3"], "unknown flag '--epochs'"),
     ],
 )
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_command_even_when_the_run_under_way_had_only_its_scorin
 ) -> None:
     trained = []
 
-    def train(config: RunConfig, console: Console) -> tuple[None, dict[str, Any]]:
+    def train(config: RunConfig, console: Console, rank: None) -> tuple[None, dict[str, Any]]:
         trained.append(config.name)
         console.report({"kind": "stopping", "reason": "interrupted"})
         return None, {"reason": reason}

@@ -134,7 +134,7 @@ CASES = {
     "a value out of range": (SETTINGS + "[grid]\nlr = [0.1, -1]\n", "lr=-1.0: --lr must be a positive number"),
     "what cannot be combined": (
         SETTINGS + '[grid]\nstrategy = ["sync", "classic"]\n',
-        "strategy=classic: strategy classic is one worker, got --workers 2",
+        "strategy=classic: --workers 2: strategy classic is one worker",
     ),
     "folds with evaluations": ("folds = 3\n" + SETTINGS + "eval_every = 1\n" + GRID, "leaves the test set alone"),
     "more workers than batches": (SETTINGS.replace("workers = 2", "workers = 61") + GRID, "make only 60 batches"),

@@ -189,8 +189,8 @@ def test_a_measure_that_is_none_is_one_clear_line(text: str) -> None:
     ("settings", "message"),
     [
         ({"target": "mae<=1", "target_accuracy": 90.0}, "leave one out"),
-        ({"target": "mae<=1"}, "--target is only seen at evaluations"),
-        ({"best": "min:mae"}, "--best is only seen at evaluations"),
+        ({"target": "mae<=1"}, "--target is checked at evaluations only"),
+        ({"best": "min:mae"}, "--best is checked at evaluations only"),
     ],
 )
 def test_goals_that_nobody_looks_at_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from paceline.config import RunConfig
 from paceline.errors import RunFailed, UserError
 from paceline.runs.events import EventLog, EventReader, read_events
 from paceline.runs.folder import RunFolder
-from paceline.settings.trackers import TRACKERS, check_tracker
+from paceline.settings.imports import TRACKERS, check_tracker
 from paceline.tracking import feed as feeding
 from paceline.tracking.feed import feed
 from paceline.tracking.registry import make_tracker
@@ -194,7 +194,7 @@ def test_a_tracker_that_is_not_there_is_said_before_anything_starts(
 
 @pytest.mark.parametrize("name", [name for name, found in TRACKERS.items() if found.needs is not None])
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.settings.trackers.is_installed", lambda module: False)
+    monkeypatch.setattr("paceline.settings.imports.is_installed", lambda module: False)
     with pytest.raises(UserError, match=f"tracker {name} needs the package {name}, which is not installed: pip inst"):
         check_tracker(name)
 

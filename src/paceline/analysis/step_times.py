@@ -10,7 +10,7 @@ import numpy as np
 from paceline.errors import UserError
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.strategies import Waiting, strategy_of
 
 FEWEST = 30
 
@@ -45,7 +45,7 @@ def measured(path: Path) -> Measured:
     quantiles = np.array([times["quantiles"] for times in workers]) * (
         np.array([t["cpu"] for t in workers])[:, None] / step
     )
-    held_back = parse_strategy(folder.config().strategy).name not in ("async", "async-local", "classic")
+    held_back = strategy_of(folder.config()).waiting in (Waiting.BARRIER, Waiting.BOUNDED)
     waited = min(times["waited_least" if held_back else "waited"] for times in workers)
     return Measured(
         step,

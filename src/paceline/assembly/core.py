@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig, places_of
 from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
-from paceline.settings.resolve import MODELS, lr_scale, parse_schedule
-from paceline.settings.rules import build_rule, parse_rule
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.resolve import MODELS, lr_scale, schedule_of
+from paceline.settings.rules import build_rule, rule_of
+from paceline.settings.strategies import Waiting, strategy_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,26 +22,26 @@ def make_policy(config: RunConfig) -> Policy:
     """The reply policy of the config's strategy."""
     from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
 
-    strategy, (rule, number) = parse_strategy(config.strategy), parse_rule(config.rule)
-    if strategy.in_rounds:
-        spare = strategy.number if strategy.name == "backup" else 0
-        return Rounds(spare, at_the_door=config.max_workers is not None)
-    if strategy.name == "bounded":
-        return Bounded(strategy.number)
-    return Fresh(number) if rule == "ringmaster" else AtOnce()
+    strategy, rule = strategy_of(config), rule_of(config)
+    match strategy.waiting:
+        case Waiting.BARRIER:
+            return Rounds(strategy.num_backup, at_the_door=config.max_workers is not None)
+        case Waiting.BOUNDED:
+            return Bounded(strategy.max_lead)
+    return Fresh(rule.number) if rule.traits.drops else AtOnce()
 
 
 def make_schedule(config: RunConfig) -> Schedule:
     """The learning rate of an update over the budget; that of a drift is the outer one, and constant."""
-    if parse_strategy(config.strategy).is_local:
+    if strategy_of(config).is_local:
         return Schedule(config.outer_lr if config.outer_lr is not None else 1.0)
     return _schedule(config)
 
 
 def make_inner_loop(config: RunConfig) -> InnerLoop | None:
     """What workers do between two pushes, under strategies with local steps."""
-    strategy = parse_strategy(config.strategy)
-    return InnerLoop(strategy.number, _schedule(config)) if strategy.is_local else None
+    strategy = strategy_of(config)
+    return InnerLoop(strategy.local_steps, _schedule(config)) if strategy.is_local else None
 
 
 def make_training(config: RunConfig, budget: Budget) -> Training:
@@ -51,7 +51,7 @@ def make_training(config: RunConfig, budget: Budget) -> Training:
 
 def _schedule(config: RunConfig) -> Schedule:
     """The learning rate that gradients are stepped with."""
-    kind, factor = parse_schedule(config.schedule)
+    kind, factor = schedule_of(config)
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 

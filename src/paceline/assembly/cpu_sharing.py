@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from paceline.config import RunConfig
 from paceline.interfaces import Layout
-from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.settings.strategies import on_ring, strategy_of
 from paceline.system.cpu import cores
 
 WORTH_SHARING = 1 << 19
@@ -21,7 +21,7 @@ def server_threads(config: RunConfig, layout: Layout) -> int:
 
     In a ring nobody waits meanwhile: each worker makes the update by itself.
     """
-    in_rounds = parse_strategy(config.strategy).in_rounds
+    in_rounds = strategy_of(config).in_rounds
     waiting = in_rounds and not on_ring(config) and layout.size >= WORTH_SHARING
     return cores() if waiting else 1
 
@@ -37,7 +37,7 @@ def polls_before_sleep(config: RunConfig) -> int:
     again. Two workers in step on two cores are 5 % faster for not sleeping.
     """
     fit = (config.workers or 1) * (config.threads or 1) <= cores()
-    return POLLS if fit and parse_strategy(config.strategy).in_rounds else 0
+    return POLLS if fit and strategy_of(config).in_rounds else 0
 
 
 def yield_to_server() -> None:

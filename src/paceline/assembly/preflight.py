@@ -1,70 +1,24 @@
-"""Checks made before a run starts: data, device, settings that do not apply, and warnings for the user."""
+"""What happens before a run starts: check the device, warn the user, record where things came from."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
-from paceline.config import SIMULATED_ONLY, RunConfig
-from paceline.data.datasets import SAMPLE, Location, locate
+from paceline.config import RunConfig
+from paceline.data.datasets import Location
 from paceline.errors import UserError
-from paceline.settings.preprocessing import reading_of
 from paceline.settings.resolve import lr_scale
 from paceline.settings.rules import chosen
-from paceline.settings.strategies import parse_strategy, pushes_in_a_step
+from paceline.settings.strategies import strategy_of
 from paceline.settings.warnings import advice
 from paceline.system.environment import git_state
 
 
-def refuse_imagined(config: RunConfig) -> None:
-    """Settings that only a simulated cluster has."""
-    asked = [name for name in SIMULATED_ONLY if getattr(config, name) not in (None, False)]
-    if asked:
-        raise UserError(
-            f"{asked[0]} = {getattr(config, asked[0])!r} is for 'paceline simulate': real machines have theirs"
-        )
-
-
-def refuse_restart(config: RunConfig, launched: bool = False) -> None:
-    """Only processes of our own are started again."""
-    if not config.restart or not (launched or in_this_process(config)):
-        return
-    what = "--device cuda" if config.device == "cuda" else "--strategy classic"
-    why = "a launcher started these processes" if launched else f"{what} trains in the process of this command"
-    raise UserError(
-        f"--restart {config.restart} starts a killed server again, and {why}: leave it out, "
-        "'paceline resume' goes on after a kill"
-    )
-
-
-def locate_data(config: RunConfig) -> Location | None:
-    """Where the run's data set lies; a task of one's own brings its data along."""
-    if config.task is not None:
-        return None
-    location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
-    return dataclasses.replace(location, reading=reading_of(config))
-
-
-def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
-    """The data set of a new run; where that is the sample the config says so, and no later look-up finds other data."""
-    location = locate_data(config)
-    if location is not None and location.sample:
-        config = dataclasses.replace(config, dataset=SAMPLE)
-        location = locate_data(config)
-    return config, location
-
-
-def in_this_process(config: RunConfig) -> bool:
-    """Whether the workers need no processes of their own."""
-    return parse_strategy(config.strategy).name == "classic" or config.device == "cuda"
-
-
 def require_device(config: RunConfig) -> None:
-    """The device that was asked for must be there, and a compiler where the step is to be compiled."""
+    """Check that the device is there, and a compiler if the step is compiled."""
     if config.compile:
         _require_compiler(config)
     if config.device == "cuda":
@@ -81,7 +35,7 @@ def require_device(config: RunConfig) -> None:
 
 
 def _require_compiler(config: RunConfig) -> None:
-    """What torch.compile needs: a C++ compiler, and Triton for a GPU."""
+    """Check what torch.compile needs: a C++ compiler, and Triton for a GPU."""
     wanted = [os.environ.get("CXX", ""), "g++", "clang++", "c++"] if config.device == "cpu" else ["gcc", "clang", "cc"]
     if not any(name and shutil.which(name) for name in wanted):
         raise UserError(f"--compile needs a compiler ({', '.join(filter(None, wanted))}): install one, or leave it out")
@@ -92,15 +46,15 @@ def _require_compiler(config: RunConfig) -> None:
 
 
 def startup_warnings(config: RunConfig, location: Location | None, skew: float | None = None) -> list[str]:
-    """What the user should know before the run starts, one line each; `skew`: how far labels differ."""
+    """Warnings for the user before the run starts, one line each; `skew` says how far labels differ."""
     lines = []
     if location is not None and location.sample:
         lines.append(
             "using the built-in sample of Fashion-MNIST (12,000 + 2,000 images): "
             "'paceline data get fashion-mnist' fetches all 70,000"
         )
-    strategy = parse_strategy(config.strategy)
-    pushes = pushes_in_a_step(strategy, config.workers or 1)
+    strategy = strategy_of(config)
+    pushes = strategy.pushes_per_step(config.workers or 1)
     learns = not config.timing_only and not strategy.is_local
     if pushes > 1 and learns and lr_scale(config) == 1.0:
         lines.append(
@@ -113,7 +67,7 @@ def startup_warnings(config: RunConfig, location: Location | None, skew: float |
 
 
 def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:
-    """What the result records about where things came from."""
+    """The origin of data and code, for the result."""
     return {
         "data_origin": location.origin if location is not None else f"task {config.task}",
         "data_path": str(location.path) if location is not None else None,

@@ -21,9 +21,9 @@ from paceline.data.datasets import DATASETS
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.randomness import mix64
 from paceline.settings.codecs import build_codec
-from paceline.settings.durations import count
+from paceline.settings.notation import count
 from paceline.settings.rules import rows_nbytes
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.strategies import strategy_of
 from paceline.system.memory import require_memory
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.host_staging import Staged
@@ -135,6 +135,6 @@ def sizes_of(config: RunConfig, task: SupervisedTask, work: Work) -> Sizes:
 def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
     """What a worker does for one push, and its data: one step, or several by itself."""
     loader = task.loader(work.batches(worker, config), config.seed, worker)
-    if not parse_strategy(config.strategy).is_local:
+    if not strategy_of(config).is_local:
         return task, loader
     return LocalSteps(task, make_optimizer(config, task.layout), device_of(task.train)), loader

@@ -1,4 +1,4 @@
-"""Who trains on what, and for how long: a function of the config and the labels, the same in every process."""
+"""Divide the data over the workers and set the budget: the same in every process, for a config and its labels."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from paceline.config import RunConfig, places_of
 from paceline.core.messages import Deal
 from paceline.core.schedules import Budget
-from paceline.data.partition import hold_out, hold_out_fold, parse_fold, parse_split, partition
+from paceline.data.partition import hold_out, hold_out_fold, partition
 from paceline.data.sampler import Batches
 from paceline.errors import UserError
+from paceline.settings.preprocessing import fold_of, split_of
 from paceline.settings.strategies import on_ring
 
 
 @dataclass(frozen=True)
 class Work:
-    """Who trains on what, and for how long."""
+    """The shards of the workers, the samples held out, and how long to train."""
 
     shards: list[np.ndarray[Any, Any]]
     validation: np.ndarray[Any, Any]
@@ -26,15 +27,15 @@ class Work:
     quotas: list[int | None]
     budget: Budget
     skew: float
-    """How far the workers' labels are from the whole: the mean distance of their histograms, from 0 to almost 1."""
+    """The mean distance of the workers' label histograms from that of all data, from 0 to almost 1."""
     labels: np.ndarray[Any, Any]
-    """Of the samples to train on."""
+    """The labels of the samples to train on."""
     _parts: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
 
     def batches(self, worker: int, config: RunConfig, deal: Deal | None = None) -> Batches:
-        """The addressed batches of one worker, as divided at first or as dealt since.
+        """The batches of one worker, by the first division or by the one since workers joined or left.
 
-        A newcomer has no part until it is told a deal: what it sees before that, to warm up, is another's.
+        A worker that joins late has no shard before that: it warms up on the shard of another worker.
         """
         if deal is None:
             return Batches(self.shards[worker % len(self.shards)], config.batch_size, config.seed, worker)
@@ -42,23 +43,24 @@ class Work:
         return Batches(self.train[part], config.batch_size, config.seed, worker, deal.generation)
 
     def parts(self, num_members: int, config: RunConfig) -> list[np.ndarray[Any, Any]]:
-        """The train set over so many members, by place; the last division is kept, since all seats ask for the same."""
+        """Divide the train set over this many members, and keep the last division: all workers ask for the same one."""
         if num_members not in self._parts:
             self._parts.clear()
-            split = parse_split(config.split)
-            self._parts[num_members] = partition(self.labels, num_members, split, config.seed, config.shard_weights)
+            parts = partition(self.labels, num_members, split_of(config), config.seed, config.shard_weights)
+            self._parts[num_members] = parts
         return self._parts[num_members]
 
 
 def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """What a run trains on, and what it only scores: a share of the train set, or one fold of it."""
-    if config.fold is not None:
-        return hold_out_fold(labels, *parse_fold(config.fold), config.seed)
+    """The samples to train on, and those held out: a share of the train set, or one fold of it."""
+    fold = fold_of(config)
+    if fold is not None:
+        return hold_out_fold(labels, *fold, config.seed)
     return hold_out(labels, config.validation, config.seed)
 
 
 def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
-    """Split the train set over the workers; the same in every process, since it is a function of the config alone."""
+    """Split the train set over the workers, and set the budget."""
     workers, places = config.workers or 1, places_of(config)
     train, validation = held_out(labels, config)
     if config.batch_size > len(train):
@@ -70,12 +72,12 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
             f"--{flag} {places}: {len(train)} samples make only {available} batches of {config.batch_size}; "
             f"use at most {available} workers or a smaller batch"
         )
-    parts = partition(labels[train], workers, parse_split(config.split), config.seed, config.shard_weights)
+    parts = partition(labels[train], workers, split_of(config), config.seed, config.shard_weights)
     shards = [train[part] for part in parts]
     work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
         counts = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
-        if on_ring(config):  # nobody leaves a ring early: who has fewer goes on into its next epoch
+        if on_ring(config):  # no worker leaves a ring early: one with fewer batches goes on into its next epoch
             counts = [max(counts)] * workers
         quotas: list[int | None] = list(counts)
         total = sum(b.samples_before(count) for b, count in zip(work, counts, strict=True))
@@ -90,8 +92,8 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
 
 
 def _require_parts(work: Work, config: RunConfig) -> None:
-    """However many share the data, each has a batch at least: even parts are smallest when most share them."""
-    drawn = parse_split(config.split).kind == "dirichlet"
+    """Check that every worker has at least one batch, for each number of members; even parts only for the largest."""
+    drawn = split_of(config).kind == "dirichlet"
     for num_members in range(1 if drawn else places_of(config), places_of(config) + 1):
         try:
             smallest = min(len(part) for part in work.parts(num_members, config))
@@ -105,7 +107,7 @@ def _require_parts(work: Work, config: RunConfig) -> None:
 
 
 def skew_of(labels: np.ndarray[Any, Any], train: np.ndarray[Any, Any], shards: list[np.ndarray[Any, Any]]) -> float:
-    """Half the sum of differences between a worker's shares of labels and the whole's, less what chance makes of it.
+    """The mean distance of label histograms (half the sum of differences), without differences that chance explains.
 
     >>> labels = np.arange(400) % 2
     >>> whole = np.arange(400)

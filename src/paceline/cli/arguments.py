@@ -5,86 +5,108 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.config import FIELDS, RunConfig, read_toml
 from paceline.errors import UserError, unknown_name
-from paceline.system.terminal import fold, fold_help, width_here
+from paceline.system.terminal import UNCUT, fold_help, width_here
 
 NARROW = 60
-"""Columns below which a flag's help stands under it."""
-
-
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Names and flags are not broken at their hyphens."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=24 if width_here() >= NARROW else 6)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return fold(" ".join(text.split()), width).split("\n")
+"""Columns below which the help of a flag stands under it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are UserErrors, with the nearest flag offered."""
+    """The arguments of one verb. A mistake is a UserError that offers the nearest flag."""
 
-    def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
-        super().__init__(prog, usage, description, formatter_class=Formatter, allow_abbrev=False)
+    def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
+        self._known: list[argparse.Action] = []
+        self._titles: dict[str, Any] = {}
+        self._choices: dict[str, tuple[str, ...]] = {}
+        wide = functools.partial(argparse.RawDescriptionHelpFormatter, width=UNCUT)
+        super().__init__(f"paceline {verb}", usage, description, formatter_class=wide, allow_abbrev=False)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self._known.append(action)
+        return action
+
+    def add_to(self, title: str, *names: str, **options: Any) -> None:
+        """Add an argument to the group with this title."""
+        if title not in self._titles:
+            self._titles[title] = self.add_argument_group(title)
+        self._known.append(self._titles[title].add_argument(*names, **options))
+
+    def add_choice(self, name: str, choices: tuple[str, ...], **options: Any) -> None:
+        """Add an argument that takes one of a few names."""
+
+        def choose(text: str) -> str:
+            if text not in choices:
+                raise unknown_name(name, text, choices)
+            return text
+
+        self._choices[name] = choices
+        options.setdefault("help", " or ".join(choices))
+        self.add_argument(name, type=choose, metavar=f"{{{','.join(choices)}}}" if name[0] == "-" else None, **options)
+
+    def add_either(self, **flags: str) -> None:
+        """Add flags of which only one may be given, each with its help."""
+        group = self.add_mutually_exclusive_group()
+        for name, text in flags.items():
+            self._known.append(group.add_argument(f"--{name}", action="store_true", help=text))
 
     def format_help(self) -> str:
-        return fold_help(super().format_help(), width_here())
+        """Fold the help to the terminal: argparse itself breaks names and flags at their hyphens."""
+        width = width_here()
+        self.formatter_class = functools.partial(
+            argparse.RawDescriptionHelpFormatter, width=UNCUT, max_help_position=24 if width >= NARROW else 6
+        )
+        return fold_help(super().format_help(), width)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self._in_our_words(message)}; see '{self.prog} --help'")
-
-    def _in_our_words(self, message: str) -> str:
-        """What argparse found, said as we say it."""
         _, required, names = message.partition("arguments are required: ")
         if required:
-            missing = [action for action in self._actions if _name(action) in names.split(", ")]
-            return ", ".join(f"{_name(action)} is missing" + _explained(action) for action in missing) or message
-        return message.replace(": expected one argument", " needs a value: there is none behind it")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            raise unknown_name(_name(action), str(value), action.choices)
+            helps = {_name(action): action.help for action in self._known} | {
+                name: ", ".join(choices) for name, choices in self._choices.items()
+            }
+            message = ", ".join(f"{name} is missing ({helps[name]})" for name in names.split(", "))
+        message = message.replace(": expected one argument", " needs a value: there is none behind it")
+        raise UserError(f"{message}; see '{self.prog} --help'")
 
     def parse_strictly(self, arguments: list[str]) -> argparse.Namespace:
-        """Like parse_args, but an unknown flag is answered with the ones it may have meant."""
+        """Parse like parse_args, but answer an unknown flag with the ones that it may have meant."""
         try:
             parsed, unknown = self.parse_known_args(arguments)
         except UserError:
             typos = [word for word in arguments if self._is_unknown(word)]
-            if not typos or argparse.REMAINDER in [action.nargs for action in self._actions]:
+            if not typos or argparse.REMAINDER in [action.nargs for action in self._known]:
                 raise
             raise UserError(self._did_you_mean(typos[0])) from None  # what is missing may be what was mistyped
         if unknown:
             raise UserError(self._did_you_mean(unknown[0]))
         return parsed
 
+    def _flags(self) -> list[str]:
+        return [flag for action in self._known for flag in action.option_strings]
+
     def _is_unknown(self, word: str) -> bool:
-        return word.startswith("--") and word.partition("=")[0] not in self._option_string_actions and word != "--"
+        return word.startswith("--") and word.partition("=")[0] not in self._flags() and word != "--"
 
     def _did_you_mean(self, unknown: str) -> str:
         if not unknown.startswith("-"):
             return f"unexpected argument '{unknown}'; see '{self.prog} --help'"
         flag = unknown.partition("=")[0]
-        near = difflib.get_close_matches(flag, list(self._option_string_actions), n=2, cutoff=0.5)
-        offer = f"did you mean {' or '.join(near)}?" if near else ""
-        return f"unknown flag '{flag}': {offer} see '{self.prog} --help'".replace(":  see", ": see")
+        near = difflib.get_close_matches(flag, self._flags(), n=2, cutoff=0.5)
+        offer = f"did you mean {' or '.join(near)}? " if near else ""
+        return f"unknown flag '{flag}': {offer}see '{self.prog} --help'"
 
 
 def _name(action: argparse.Action) -> str:
-    """As argparse calls it in its messages."""
+    """The name of an argument in the messages of argparse."""
     metavar = action.metavar if isinstance(action.metavar, str) else None
     return "/".join(action.option_strings) or metavar or action.dest
-
-
-def _explained(action: argparse.Action) -> str:
-    if action.choices is not None:
-        return f" ({', '.join(map(str, action.choices))})"
-    return f" ({action.help})" if action.help else ""
 
 
 def _numbers(text: str) -> list[float]:
@@ -94,8 +116,10 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 1,1,2") from None
 
 
-def number(kind: type) -> Any:
-    def parse(text: str) -> Any:
+def number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """A parser for numbers of one kind, whose mistakes say what was found."""
+
+    def parse(text: str) -> int | float:
         try:
             return kind(text)
         except ValueError:
@@ -105,30 +129,25 @@ def number(kind: type) -> Any:
     return parse
 
 
-def add_settings(parser: argparse.ArgumentParser, left_out: tuple[str, ...] = ()) -> None:
-    """One flag for every field of RunConfig, in groups."""
-    groups: dict[str, Any] = {}
+def add_settings(parser: Parser, left_out: tuple[str, ...] = ()) -> None:
+    """Add a flag for every field of RunConfig, in groups."""
     for name, spec in FIELDS.items():
         if name in left_out:
             continue
-        title = spec.metadata["group"]
-        group = groups.setdefault(title, parser.add_argument_group(title))
-        flag, kind = "--" + name.replace("_", "-"), str(spec.type)
-        text = spec.metadata["help"] + _default_text(spec)
+        kind, text = str(spec.type), spec.metadata["help"] + _default_text(spec)
+        flags = ["--" + name.replace("_", "-")] + [f"--{spec.metadata['alias']}"] * bool(spec.metadata["alias"])
         options: dict[str, Any] = {"dest": name, "default": None, "help": text.replace("%", "%%")}
         if kind.startswith("bool"):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-            continue
-        options["metavar"] = spec.metadata["metavar"] or kind.partition(" ")[0].upper().replace("STR", "NAME")
-        if "list[str]" in kind:
-            group.add_argument(flag, action="append", **options)
-        elif "list[float]" in kind:
-            group.add_argument(flag, type=_numbers, **options)
-        elif kind.startswith(("int", "float")):
-            group.add_argument(flag, type=number(int if kind.startswith("int") else float), **options)
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            also = [f"--{spec.metadata['alias']}"] if spec.metadata["alias"] else []
-            group.add_argument(flag, *also, **options)
+            options["metavar"] = spec.metadata["metavar"] or kind.partition(" ")[0].upper().replace("STR", "NAME")
+        if "list[str]" in kind:
+            options["action"] = "append"
+        elif "list[float]" in kind:
+            options["type"] = _numbers
+        elif kind.startswith(("int", "float")):
+            options["type"] = number(int if kind.startswith("int") else float)
+        parser.add_to(spec.metadata["group"], *flags, **options)
 
 
 def _default_text(spec: dataclasses.Field[Any]) -> str:
@@ -141,7 +160,7 @@ def _default_text(spec: dataclasses.Field[Any]) -> str:
 
 
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
-    """The settings of `base`, then a file's, then the flags that were given."""
+    """Settings from `base`, then from a file, then from the flags that were given: a later one wins."""
     values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}
     values |= {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
     return RunConfig(**values)

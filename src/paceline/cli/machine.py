@@ -1,4 +1,4 @@
-"""Verbs about this machine: its data sets, and what it has and lacks."""
+"""Verbs about this machine: `data` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli.output import parser_for
-from paceline.data.download import status
+from paceline.cli.arguments import Parser
 from paceline.errors import PacelineError, UserError
 from paceline.system.environment import cpu_name, package_version
 from paceline.system.memory import available_memory
@@ -20,13 +19,11 @@ from paceline.system.terminal import fold_for, table_width
 
 
 def data_verb(arguments: list[str]) -> int:
-    parser = parser_for(
-        "data", "List the data sets and where they lie, or fetch one (the only verb that uses the network)."
-    )
-    parser.add_argument("action", choices=("list", "get"))
+    parser = Parser("data", "List the data sets and their folders, or fetch one.")
+    parser.add_choice("action", ("list", "get"))
     parser.add_argument("name", nargs="?", help="the data set to get")
-    parser.add_argument("--data-dir", metavar="DIR", help="look here first, or fetch to here")
-    parser.add_argument("--mirror", metavar="URL", help="fetch from here instead of upstream")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder to search first, or to fetch to")
+    parser.add_argument("--mirror", metavar="URL", help="address to fetch from instead of the official one")
     parsed = parser.parse_strictly(arguments)
     place = Path(parsed.data_dir) if parsed.data_dir is not None else None
     if parsed.action == "list":
@@ -44,7 +41,9 @@ def data_verb(arguments: list[str]) -> int:
 
 
 def doctor_verb(arguments: list[str]) -> int:
-    parser_for("doctor", "What this machine has, what will be slow, what to do about it.").parse_strictly(arguments)
+    Parser("doctor", "Check what this machine has, what will be slow, and what to do about it.").parse_strictly(
+        arguments
+    )
 
     findings = examine()
     print(fold_for(sys.stdout, findings.lines))
@@ -53,7 +52,7 @@ def doctor_verb(arguments: list[str]) -> int:
 
 @dataclass
 class Findings:
-    """Lines to print, and whether a run could work here."""
+    """Lines to print, and whether a run can work on this machine."""
 
     lines: list[str] = field(default_factory=list)
     usable: bool = True
@@ -70,7 +69,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Look at everything a run needs."""
+    """Check everything that a run needs."""
     found = Findings()
     _software(found)
     _processor(found)
@@ -106,7 +105,7 @@ def _processor(found: Findings) -> None:
         found.advise(f"OMP_NUM_THREADS={limit} is set; workers set their own thread count (--threads) instead")
     load = os.getloadavg()[0]
     if load > 0.5 * cores:
-        found.advise(f"the load is {load:.1f} on {cores} cores: something else is running, timings will suffer")
+        found.advise(f"the load is {load:.1f} on {cores} cores: another program is running, so timings will be off")
     steal = _steal_share()
     if steal > 0.02:
         found.advise(f"{100 * steal:.0f} % of the processor's time since boot was taken by other machines on this host")
@@ -131,7 +130,7 @@ def _memory(found: Findings) -> None:
 
 def _disk(found: Findings) -> None:
     free = shutil.disk_usage(".").free
-    text = f"{free / 2**30:.1f} GiB are free in this folder, where runs/ goes by default"
+    text = f"{free / 2**30:.1f} GiB are free in this folder, the default place of runs/"
     (found.good if free > 1 << 30 else found.advise)(text)
     try:
         with tempfile.TemporaryFile(dir="."):
@@ -141,6 +140,8 @@ def _disk(found: Findings) -> None:
 
 
 def _data(found: Findings) -> None:
+    from paceline.data.download import status
+
     for row in status(None):
         if row.found and not row.sample:
             found.good(f"data set {row.name}: {row.origin}, {row.path}")

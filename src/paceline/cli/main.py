@@ -1,4 +1,4 @@
-"""The command line: a table of verbs. Every error is one line on standard error and an exit code; no traceback."""
+"""The command line: a table of verbs. An error is one line on standard error and an exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.errors import PacelineError, unknown_name
 from paceline.system.signals import ended_by_signals
 from paceline.system.terminal import fold_for, fold_help, width_here
 
-DESCRIPTION = """Train PyTorch models on many workers; one word chooses how they keep pace.
+DESCRIPTION = """Train PyTorch models on many workers; one flag chooses how they keep pace.
 
   paceline train --strategy async --workers 2     real processes on this machine
-  paceline train run.toml --lr 0.01               a file of settings, then flags
-  paceline run -n 4 script.py                     your own training loop, four times
+  paceline train run.toml --lr 0.01               settings from a file, then flags
+  paceline run -n 4 script.py                     your own training loop on four workers
   paceline compare runs                           several runs in one table
   paceline doctor                                 what this machine has and lacks"""
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    """One line; on a terminal folded between words."""
+    """Print one line, folded to the width of the terminal."""
     if sys.stderr is not None:
         print(fold_for(sys.stderr, [f"paceline: {text}"]), file=sys.stderr)
 
@@ -71,34 +71,34 @@ def _dispatch(arguments: list[str]) -> int:
 def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    text = f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' tells more):\n{verbs}"
+    text = f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' says more):\n{verbs}"
     return fold_help(text, width_here())
 
 
 Verb = Callable[[list[str]], int]
 VERBS: dict[str, tuple[Verb, str]] = {
     "train": (train_verb, "train a model on this machine"),
-    "simulate": (simulate_verb, "train or time on a cluster that does not exist"),
-    "plan": (plan_verb, "which strategy and how many workers fit a cluster"),
-    "soak": (soak_verb, "try random clusters and faults, and check every promise"),
-    "sweep": (sweep_verb, "a grid of settings, all runs in one table"),
-    "reproduce": (reproduce_verb, "a published table, ours beside theirs"),
-    "bench": (bench_verb, "the same run on 1, 2, 4, ... workers"),
+    "simulate": (simulate_verb, "train or time on a simulated cluster"),
+    "plan": (plan_verb, "find the strategy and the number of workers for a cluster"),
+    "soak": (soak_verb, "simulate random clusters and faults, and check every promise"),
+    "sweep": (sweep_verb, "run a grid of settings, and make one table"),
+    "reproduce": (reproduce_verb, "run a published table again, and compare"),
+    "bench": (bench_verb, "measure the same run on 1, 2, 4, ... workers"),
     "run": (run_verb, "run your own training loop on several workers"),
-    "drain": (drain_verb, "have workers leave a run that is going on"),
+    "drain": (drain_verb, "let workers leave a running run"),
     "server": (server_verb, "serve a run to workers on other machines"),
     "worker": (worker_verb, "work for such a server"),
-    "shard": (shard_verb, "hold a part of the weights for a server with --servers"),
+    "shard": (shard_verb, "hold a range of the weights for a server with --servers"),
     "resume": (resume_verb, "go on with a run that was stopped or killed"),
-    "replay": (replay_verb, "execute a run again from its log and compare"),
-    "status": (status_verb, "how a run stands, and which worker is slow and why"),
-    "watch": (watch_verb, "runs while they go on, in the browser or the terminal"),
-    "list": (list_verb, "the runs of a folder, newest first"),
-    "compare": (compare_verb, "several runs in one table"),
-    "export": (export_verb, "tell TensorBoard, MLflow or your own tracker of a run"),
-    "trace": (trace_verb, "what every worker did when, for Perfetto"),
-    "report": (report_verb, "one page that shows runs, to open in a browser"),
-    "landscape": (landscape_verb, "the path of training on the loss landscape"),
+    "replay": (replay_verb, "execute a run again from its log, and compare"),
+    "status": (status_verb, "show the state of a run, and which worker is slow and why"),
+    "watch": (watch_verb, "follow runs in the browser or the terminal"),
+    "list": (list_verb, "list the runs of a folder, newest first"),
+    "compare": (compare_verb, "compare several runs in one table"),
+    "export": (export_verb, "send a run to TensorBoard, MLflow or your own tracker"),
+    "trace": (trace_verb, "write what every worker did when, for Perfetto"),
+    "report": (report_verb, "write one page that shows runs, for a browser"),
+    "landscape": (landscape_verb, "draw the path of training on the loss landscape"),
     "data": (data_verb, "list data sets, or fetch one"),
-    "doctor": (doctor_verb, "what this machine has and lacks"),
+    "doctor": (doctor_verb, "check what this machine has and lacks"),
 }

@@ -1,4 +1,4 @@
-"""What several verbs share: their parser, and how a run's end is shown."""
+"""Show the end of a run: what the verbs that train share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import json
 import sys
 from typing import Any
 
-from paceline.cli.arguments import Parser
 from paceline.reports.console import closing_lines
 from paceline.system.terminal import fold_for
 
 EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
 
 
-def parser_for(verb: str, description: str, usage: str | None = None) -> Parser:
-    return Parser(f"paceline {verb}", description, usage)
-
-
 def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
-    """The closing lines (on standard error when JSON goes to standard output), then the exit code."""
+    """Print the closing lines, on standard error if JSON goes to standard output; return the exit code."""
     from paceline.data.datasets import DATASETS
 
     info = DATASETS.get(result["dataset"]) if result["task"] is None else None

@@ -7,26 +7,23 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import number
-from paceline.cli.output import parser_for
+from paceline.cli.arguments import Parser, number
 from paceline.errors import UserError
 from paceline.reports.console import Console
 
-DESCRIPTION = """One page that shows a run, or several beside each other; one file, which opens offline.
+DESCRIPTION = """Write one page that shows a run, or several side by side; it opens offline.
 
   paceline report runs/NAME                        report.html
   paceline report runs/* -o comparison.html        a table, curves, scaling, what differs
   paceline report runs/sweep                       all runs of a folder
 
-Runs may be finished, going on, killed, simulated, swept or damaged: what can be read is shown, the rest is said."""
+Runs may be finished, running, killed, simulated, swept or damaged: the page shows what can be read."""
 
 
 def report_verb(arguments: list[str]) -> int:
-    parser = parser_for("report", DESCRIPTION, "paceline report RUN... [-o FILE.html]")
+    parser = Parser("report", DESCRIPTION, "paceline report RUN... [-o FILE.html]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
-    parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="where the page goes [report.html]"
-    )
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="file of the page [report.html]")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
     from paceline.reports.html import render
@@ -35,7 +32,7 @@ def report_verb(arguments: list[str]) -> int:
 
     output = Path(parsed.output)
     if output.is_dir():
-        raise UserError(f"-o {output} is a folder: give the file that the page goes to, as in -o {output}/report.html")
+        raise UserError(f"-o {output} is a folder: give a file for the page, as in -o {output}/report.html")
     paths, others = run_folders([Path(run) for run in parsed.runs])
     digests = []
     for path in paths:
@@ -53,28 +50,28 @@ def report_verb(arguments: list[str]) -> int:
     return 0
 
 
-EXPORT_DESCRIPTION = """Tell a tracker of runs that are over, or of one that goes on, from their folders.
+EXPORT_DESCRIPTION = """Send runs to a tracker from their folders, also while a run goes on.
 
   paceline export runs --to tensorboard     then: tensorboard --logdir runs
   paceline export runs/NAME --to csv        metrics.csv in the run's folder
   paceline export runs/NAME --to mine.py:Tracker --follow"""
 
 
-TRACE_DESCRIPTION = """A run as a trace for https://ui.perfetto.dev: what every worker did when, and each update.
+TRACE_DESCRIPTION = """Write a run as a trace for https://ui.perfetto.dev: what every worker did when, and each update.
 
   paceline trace runs/NAME                          trace.json.gz in the run's folder
   paceline trace runs/NAME --from 10 --to 12 -o part.json"""
 
 
 def export_verb(arguments: list[str]) -> int:
-    parser = parser_for("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
+    parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
     parser.add_argument("--to", required=True, metavar="NAME", help="csv, tensorboard, mlflow, wandb or MODULE:CLASS")
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--follow", action="store_true", help="follow the run until it ends")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
     from paceline.runs.folder import RunFolder
-    from paceline.settings.trackers import check_tracker
+    from paceline.settings.imports import check_tracker
     from paceline.tracking.feed import feed
     from paceline.tracking.registry import make_tracker
 
@@ -96,14 +93,16 @@ def export_verb(arguments: list[str]) -> int:
 
 
 def trace_verb(arguments: list[str]) -> int:
-    parser = parser_for("trace", TRACE_DESCRIPTION, "paceline trace RUN [-o FILE] [flags]")
+    parser = Parser("trace", TRACE_DESCRIPTION, "paceline trace RUN [-o FILE] [flags]")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to, .json or .json.gz [RUN/trace.json.gz]")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="file of the trace, .json or .json.gz [RUN/trace.json.gz]"
+    )
     parser.add_argument("--from", dest="begin", type=number(float), metavar="S", help="from this second of training on")
     parser.add_argument("--to", dest="end", type=number(float), metavar="S", help="up to this one")
     parser.add_argument(
         "--pushes", type=number(int), metavar="N",
-        help="pushes drawn one by one; of more, several become one span [30000]",
+        help="draw at most so many pushes; if there are more, several become one span [30000]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
     from paceline.reports.chrome_trace import MOST_PUSHES, Part, write_trace
@@ -134,14 +133,22 @@ MOST_PLACES = 1001
 
 
 def landscape_verb(arguments: list[str]) -> int:
-    parser = parser_for("landscape", LANDSCAPE_DESCRIPTION, "paceline landscape RUN... [flags]")
+    parser = Parser("landscape", LANDSCAPE_DESCRIPTION, "paceline landscape RUN... [flags]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, trained with --snapshots")
-    parser.add_argument("--grid", type=number(int), default=41, metavar="N", help="N x N places around the paths [41]")
-    parser.add_argument("--margin", type=number(float), default=0.25, help="room around them, in their lengths [0.25]")
-    parser.add_argument("--on", choices=("train", "test"), default="train", help="which data [train]")
-    parser.add_argument("--samples", type=number(int), default=1000, metavar="N", help="how many of it [1000]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where losses are computed [cpu]")
-    parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="where the files go [landscape]")
+    parser.add_argument(
+        "--grid",
+        type=number(int),
+        default=41,
+        metavar="N",
+        help="compute the loss at N x N points around the paths [41]",
+    )
+    parser.add_argument(
+        "--margin", type=number(float), default=0.25, help="margin around the paths, as a share of their extent [0.25]"
+    )
+    parser.add_choice("--on", ("train", "test"), default="train", help="data of the loss [train]")
+    parser.add_argument("--samples", type=number(int), default=1000, metavar="N", help="samples of the loss [1000]")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device that computes the losses [cpu]")
+    parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="folder for the files [landscape]")
     parser.add_argument("--json", action="store_true", help="print landscape.json on standard output")
     parsed = parser.parse_strictly(arguments)
     _check(parsed)
@@ -174,7 +181,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _made(folder: Path) -> Path:
-    """The output folder, found not writable before anything is computed."""
+    """Make the output folder, and check that it can be written before anything is computed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".landscape.tmp"

@@ -1,4 +1,4 @@
-"""Verbs that look at runs while they go on or lie there: status, list, compare."""
+"""Verbs that read run folders: status, list, compare."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from typing import Any
 
 from paceline.cli.arguments import Parser, number
 from paceline.cli.cluster import add_proof
-from paceline.cli.output import parser_for
 from paceline.errors import UserError
 from paceline.system.terminal import can_draw, table_width, width_here
 
-STATUS_DESCRIPTION = """How a run stands, what each worker does with its time, and who is slow and why.
+STATUS_DESCRIPTION = """Show the state of a run, what each worker does with its time, and which one is slow and why.
 
   paceline status runs/NAME                 running, ended, killed or simulated
   paceline status runs/NAME --watch 2       again every two seconds, until it ends
-  paceline status 10.0.0.1:29500            of a run that is served there, with its token"""
+  paceline status 10.0.0.1:29500            a run that is served there, with its token"""
 
-LIST_DESCRIPTION = """The runs of a folder, newest first, and how each stands; of damaged ones what is wrong.
+LIST_DESCRIPTION = """List the runs of a folder, newest first, with the state of each, or what is damaged.
 
   paceline list runs --where status=killed
   paceline list runs --where 'strategy=bounded:*' --sort test_accuracy"""
-COMPARE_DESCRIPTION = """Several runs in one table: the settings that differ, and what each came to.
+COMPARE_DESCRIPTION = """Compare runs in one table: the settings that differ, and the results.
 
   paceline compare runs/one runs/two
   paceline compare runs --where dataset=cifar10 --sort test_accuracy
@@ -34,9 +33,13 @@ COMPARE_DESCRIPTION = """Several runs in one table: the settings that differ, an
 
 
 def status_verb(arguments: list[str]) -> int:
-    parser = parser_for("status", STATUS_DESCRIPTION)
-    parser.add_argument("run", metavar="RUN|HOST:PORT", help="a run folder, as in runs/NAME; or where a run is served")
-    parser.add_argument("--watch", type=number(float), metavar="SECONDS", help="again and again, until the run ends")
+    parser = Parser("status", STATUS_DESCRIPTION)
+    parser.add_argument(
+        "run", metavar="RUN|HOST:PORT", help="a run folder, as in runs/NAME, or the address of a server"
+    )
+    parser.add_argument(
+        "--watch", type=number(float), metavar="SECONDS", help="repeat every so many seconds until the run ends"
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON; with --watch a line each time")
     add_proof(parser)
     parsed = parser.parse_strictly(arguments)
@@ -63,22 +66,22 @@ def status_verb(arguments: list[str]) -> int:
 
 
 def _clear() -> str:
-    """On a terminal each look replaces the one before; elsewhere an empty line parts them."""
+    """Clear a terminal; elsewhere print an empty line between two looks."""
     return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
 
 
-def _add_choice(parser: Parser) -> None:
+def _add_selection(parser: Parser) -> None:
     parser.add_argument(
         "--where", action="append", default=[], metavar="FIELD=VALUE",
-        help="only runs of which this is true, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
+        help="only runs with this value, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--sort", metavar="FIELD", help="by a setting or a figure: accuracies and speeds highest first, others lowest"
+        "--sort",
+        metavar="FIELD",
+        help="sort by a setting or a result: accuracies and speeds highest first, others lowest first",
     )
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print all settings and figures as JSON")
-    form.add_argument("--csv", action="store_true", help="print all settings and figures as CSV")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
+    parser.add_either(json="print all settings and results as JSON", csv="print all settings and results as CSV")
 
 
 def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: str) -> None:
@@ -94,9 +97,9 @@ def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: st
 
 
 def list_verb(arguments: list[str]) -> int:
-    parser = parser_for("list", LIST_DESCRIPTION)
-    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where they lie [runs]")
-    _add_choice(parser)
+    parser = Parser("list", LIST_DESCRIPTION)
+    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="the folder [runs]")
+    _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import choose, runs_in
     from paceline.reports.run_tables import run_list
@@ -107,9 +110,9 @@ def list_verb(arguments: list[str]) -> int:
 
 
 def compare_verb(arguments: list[str]) -> int:
-    parser = parser_for("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
+    parser = Parser("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
-    _add_choice(parser)
+    _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import choose, runs_of
     from paceline.reports.run_tables import compare

@@ -8,26 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.arguments import add_settings, config_from, number
-from paceline.cli.output import parser_for, show
+from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.output import show
 from paceline.config import to_dict
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.terminal import table_width
 
-SIMULATE_DESCRIPTION = """The same training under a virtual clock, on a cluster that does not exist.
+SIMULATE_DESCRIPTION = """Train under a virtual clock, on a simulated cluster.
 
   paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
   paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
   paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
 
-PLAN_DESCRIPTION = """Which strategy fits, and how many workers: every one simulated, in one table.
+PLAN_DESCRIPTION = """Find the strategy and the number of workers for a cluster: simulate each, and make one table.
 
-  paceline plan                                        after a short probe of this machine
-  paceline plan --like runs/NAME --workers 8           from the times of a run
+  paceline plan                                        after a short measurement of this machine
+  paceline plan --like runs/NAME --workers 8           with the times of a run
   paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
 
-SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator; every promise is checked.
+SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check every promise.
 
   paceline soak --seeds 2000
   paceline soak --seeds 1 --first 4711                      one seed again
@@ -35,7 +35,7 @@ SOAK_DESCRIPTION = """Random clusters, strategies and faults under the simulator
 
 
 def simulate_verb(arguments: list[str]) -> int:
-    parser = parser_for("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
+    parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
     add_settings(parser, left_out=("device", "restart", "durable"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -49,7 +49,7 @@ def simulate_verb(arguments: list[str]) -> int:
 
 
 def plan_verb(arguments: list[str]) -> int:
-    parser = parser_for("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
+    parser = Parser("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
     left_out = (
         "device",
         "strategy",
@@ -82,7 +82,7 @@ LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots", "restart", "durab
 
 
 def _settings_of(run: str | None) -> dict[str, Any]:
-    """What a new run takes over from an old one: what was trained, not where it lies and what went wrong."""
+    """The settings that a new run takes from an old one: those of its training, without names and faults."""
     if run is None:
         return {}
     from paceline.runs.folder import RunFolder
@@ -92,10 +92,10 @@ def _settings_of(run: str | None) -> dict[str, Any]:
 
 
 def soak_verb(arguments: list[str]) -> int:
-    parser = parser_for("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
-    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="how many to try [2000]")
+    parser = Parser("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
+    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="number of seeds [2000]")
     parser.add_argument("--first", type=number(int), default=0, metavar="S", help="the first seed [0]")
-    parser.add_argument("--faults", metavar="FILE", help="this table of faults instead of the seeds' own")
+    parser.add_argument("--faults", metavar="FILE", help="inject the faults of this table instead of random ones")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     parsed = parser.parse_strictly(arguments)
     if parsed.seeds < 1:

@@ -1,7 +1,7 @@
-"""`python -m paceline.cli.ssh_worker VERB ...`: a verb on another machine that ends with whoever started it.
+"""`python -m paceline.cli.ssh_worker VERB ...`: run a verb on another machine, and end with the command there.
 
-The token is the first line of standard input, so no `ps` shows it. When standard input closes, as it does however the
-other side ends (by itself, by SIGKILL, by a broken connection), this process ends too.
+The token is the first line of standard input, so `ps` does not show it. Standard input closes when the other side ends,
+by itself, by SIGKILL or by a broken connection; then this process ends too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_line() -> str:
 
 
 def end_with_standard_input() -> None:
-    """Ask this process to end when nobody holds the other side any more; make it when it does not."""
+    """Send SIGTERM to this process when standard input closes, and exit if that does not end it."""
     while os.read(0, 1 << 12):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

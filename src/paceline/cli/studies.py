@@ -6,8 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import add_settings, config_from, number
-from paceline.cli.output import parser_for
+from paceline.cli.arguments import Parser, add_settings, config_from, number
 from paceline.config import FIELDS, SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -20,29 +19,29 @@ REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs.
   paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; rows for real, one by one
   paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    a key-value store; the same"""
 
-SWEEP_DESCRIPTION = """Every combination of some settings, in one table: in the lab, or simulated where the lab cannot.
+SWEEP_DESCRIPTION = """Run every combination of some settings, in one table: in the lab, or simulated if the lab cannot.
 
   paceline sweep examples/sweep.toml
   paceline sweep grid.toml --device cuda --data-dir DIR
 
 The file has settings under [run] and lists of settings under [grid]; folds = 5 above them is cross-validation.
-The same command goes on where it was stopped; what is done is not run again."""
+The same command goes on after a stop; finished runs are not repeated."""
 
 REAL_TABLES = ("distml", "mxnet")
-"""Whose rows are run for real; 'paceline reproduce distml --help' has their flags."""
+"""Tables whose rows are trained on real processes; they have their own flags."""
 
 
 def reproduce_verb(arguments: list[str]) -> int:
     if arguments and arguments[0] in REAL_TABLES:
         return reproduce_for_real(arguments[0], arguments[1:])
-    parser = parser_for("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
-    parser.add_argument("table", choices=("optml", *REAL_TABLES), help="which published table")
+    parser = Parser("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
+    parser.add_choice("table", ("optml", *REAL_TABLES), help="which published table")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
     parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
     parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
     rule_help = "auto: every row once more as Paceline chooses by itself, in a third column [plain]"
-    parser.add_argument("--rule", choices=("plain", "auto"), default="plain", help=rule_help)
+    parser.add_choice("--rule", ("plain", "auto"), default="plain", help=rule_help)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
     parser.add_argument("--runs", metavar="DIR", default="runs/optml", help="a run folder a row goes here [runs/optml]")
     parsed = parser.parse_strictly(arguments)
@@ -66,13 +65,13 @@ def reproduce_verb(arguments: list[str]) -> int:
 
 
 def sweep_verb(arguments: list[str]) -> int:
-    parser = parser_for("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
-    parser.add_argument("file", metavar="FILE.toml", help="what to try")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
+    parser = Parser("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
+    parser.add_argument("file", metavar="FILE.toml", help="the grid of settings")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="the sweep's folder, NAME, goes here [runs]")
     parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and run none")
-    parser.add_argument("--yes", action="store_true", help="more than 1,000 runs are meant")
+    parser.add_argument("--yes", action="store_true", help="allow more than 1,000 runs")
     parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.sweep_file import read_grid
@@ -114,27 +113,34 @@ def sweep_verb(arguments: list[str]) -> int:
 
 
 def write(folder: Path, files: dict[str, str]) -> list[str]:
-    """Write them all; returns their paths."""
+    """Write the files; return their paths."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [f"{folder}/{name}" for name in files]
 
 
-DESCRIPTION = """The same run on 1, 2, 4, ... workers: samples/s, efficiency, and where the time went.
+DESCRIPTION = """Measure the same run on 1, 2, 4, ... workers: samples/s, efficiency, and what takes the time.
 
   paceline bench scaling --strategy sync --model cnn --workers 1,2
   paceline bench scaling --kind strong --batch-size 128 --strategy async --repeats 3
 
 Strong: --batch-size is shared by all workers. Weak: it is each worker's own. --steps are those of each worker [200].
-Flags of 'paceline train' are handed on, but for --epochs. The same command goes on where it was stopped."""
+All flags of 'paceline train' but --epochs work here. The same command goes on after a stop."""
 
 
 def bench_verb(arguments: list[str]) -> int:
-    parser = parser_for("bench", DESCRIPTION, "paceline bench scaling [flags]")
-    parser.add_argument("benchmark", choices=("scaling",), help="what to measure")
-    parser.add_argument("--kind", choices=("strong", "weak"), default="weak", help="how the batch grows [weak]")
-    parser.add_argument("--workers", dest="counts", metavar="N,N,...", help="counts to try (default: up to the cores)")
-    parser.add_argument("--repeats", type=number(int), default=1, help="runs of each count; the median counts [1]")
+    parser = Parser("bench", DESCRIPTION, "paceline bench scaling [flags]")
+    parser.add_choice("benchmark", ("scaling",), help="what to measure")
+    parser.add_choice("--kind", ("strong", "weak"), default="weak", help="how the batch grows [weak]")
+    parser.add_argument(
+        "--workers", dest="counts", metavar="N,N,...", help="numbers of workers (default: up to the cores)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=number(int),
+        default=1,
+        help="runs of each number of workers, of which the median is shown [1]",
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "workers", "epochs", "epoch_mode", "shard_weights", "score"))
     parsed = parser.parse_strictly(arguments)
@@ -177,7 +183,7 @@ DESCRIPTIONS = {
 
   paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR      a quick look at speed
   paceline reproduce distml --device cuda --precision bf16 --capture --data-dir DIR""",
-    "mxnet": """A key-value store on ps-lite: inception nets on CIFAR-10 and ILSVRC12, alone, in step and free.
+    "mxnet": """A key-value store on ps-lite: inception nets on CIFAR-10 and ILSVRC12, on one machine, sync and async.
 
   paceline reproduce mxnet --rows cifar10 --steps 5 --data-dir DIR         a quick look
   paceline reproduce mxnet --rows "cifar10 async" --device cuda --data-dir DIR""",
@@ -185,12 +191,12 @@ DESCRIPTIONS = {
 
 
 def reproduce_for_real(table: str, arguments: list[str]) -> int:
-    more = "\n\nRows that need what this machine lacks are listed with the reason; what is done is not run again."
-    parser = parser_for(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
+    more = "\n\nRows that need what this machine lacks are listed with the reason; finished rows are not repeated."
+    parser = Parser(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (resnet18 lm1) [all]")
     parser.add_argument("--epochs", type=number(float), help="instead of the published number")
-    parser.add_argument("--steps", type=number(int), help="so many updates instead of epochs: a quick look")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what workers compute on [cpu]")
+    parser.add_argument("--steps", type=number(int), help="stop after so many updates instead of epochs")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device of the workers [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
     parser.add_argument("--runs", metavar="DIR", default=f"runs/{table}", help=f"run folders go here [runs/{table}]")
     parser.add_argument("--strategy", metavar="NAME", help="for rows on several devices, instead of allreduce")

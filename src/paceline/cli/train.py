@@ -1,4 +1,4 @@
-"""Verbs that train on real processes, and that look at what a run left."""
+"""Verbs that train, resume and replay runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import add_settings, config_from, number
-from paceline.cli.output import EXIT_CODES, parser_for, show
+from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
-from paceline.settings.ranks import rank_here
+from paceline.settings.ranks import Rank, rank_here
 from paceline.system.terminal import fold_for
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ SCRIPT_DECIDES = (
     "restart",
     "recovery",
 )
-TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its folder.
+TRAIN_DESCRIPTION = """Train a model; the run folder keeps all results.
 
   paceline train --strategy sync --workers 4 --split labels
   paceline train --strategy bounded:3 --delay 30ms@1 --model cnn --epochs 1
@@ -52,70 +52,69 @@ TRAIN_DESCRIPTION = """Train a model; everything about the run is kept in its fo
 
 
 def train_verb(arguments: list[str]) -> int:
-    parser = parser_for("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
+    parser = Parser("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
     add_settings(parser, left_out=SIMULATED_ONLY)
     _add_places(parser)
+    parser.add_to("places", "--skip-failed", action="store_true", help="of --hosts: leave out those that fail a check")
+    parser.add_to("places", "--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
-    config = config_from(parsed, parsed.file)
-    rank = rank_here()
+    config, rank = config_from(parsed, parsed.file), rank_here()
     follows = rank is not None and not rank.leads
     with Console(quiet=follows) as console:
-        folder, result = _train(config, parsed, console)
+        folder, result = _train(config, parsed, console, rank)
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
 
 
-def _add_places(parser: argparse.ArgumentParser) -> None:
-    places = _add_hosts(parser)
-    places.add_argument(
-        "--skip-failed", action="store_true", help="of --hosts: go on without those that fail the check"
-    )
-    places.add_argument("--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
+def _add_places(parser: Parser) -> None:
+    hosts = "start workers over ssh on the hosts of this file, one on each line; serve here"
+    parser.add_to("places", "--hosts", metavar="FILE", help=hosts)
+    listen = "of --hosts: address of this machine for workers [any interface, a free port]"
+    parser.add_to("places", "--listen", metavar="HOST:PORT", help=listen)
+    tls = "of --hosts, Ray, torchrun and srun: encrypt what workers send"
+    parser.add_to("places", "--tls", action="store_true", help=tls)
 
 
-def _add_hosts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    places = parser.add_argument_group("places")
-    places.add_argument("--hosts", metavar="FILE", help="start workers over ssh on these hosts, one a line; serve here")
-    places.add_argument("--listen", metavar="HOST:PORT", help="of --hosts: where workers find this machine [any, free]")
-    places.add_argument(
-        "--tls", action="store_true", help="of --hosts, Ray, torchrun and srun: encrypt what workers send"
-    )
-    return places
-
-
-def _refuse_without_hosts(parsed: argparse.Namespace) -> None:
-    placed = getattr(parsed, "engine", None) is not None or rank_here() is not None
+def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
+    """Refuse two ways to place workers, and flags of a way that was not chosen."""
+    engine = getattr(parsed, "engine", None)
+    if engine is not None and parsed.hosts is not None:
+        raise UserError(f"--engine {engine} and --hosts {parsed.hosts} both place workers: leave one out")
+    placed = f"--engine {engine}" if engine is not None else f"--hosts {parsed.hosts}" if parsed.hosts else None
+    if placed is not None and rank is not None:
+        raise UserError(f"{placed} starts its own workers: leave the launcher (torchrun, srun) out")
     for flag in ("skip_failed", "listen", "tls"):
-        if getattr(parsed, flag, None) and not (flag == "tls" and placed):
+        launched = flag == "tls" and (engine is not None or rank is not None)
+        if getattr(parsed, flag, None) and parsed.hosts is None and not launched:
             raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
 
 
-def _train(config: RunConfig, parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """On this machine, or where the flags say."""
+def _train(
+    config: RunConfig, parsed: argparse.Namespace, console: Console, rank: Rank | None
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Train on this machine, or on the machines that the flags name."""
     if parsed.engine not in (None, *ENGINES):
         raise unknown_name("engine", parsed.engine, ENGINES)
-    if parsed.engine is not None and parsed.hosts is not None:
-        raise UserError(f"--engine {parsed.engine} and --hosts {parsed.hosts} both place workers: leave one out")
+    _check_places(parsed, rank)
     if parsed.hosts is not None:
         from paceline.runtimes.cluster.ssh_launch import Hosts, train_on_hosts
 
         return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
-    _refuse_without_hosts(parsed)
     if parsed.engine is not None:
         from paceline.runtimes.cluster.ray import train_on_ray
 
         return train_on_ray(config, console, parsed.tls)
     from paceline.launch import train
 
-    return train(config, console, parsed.tls)
+    return train(config, console, rank, parsed.tls)
 
 
 def run_verb(arguments: list[str]) -> int:
     from paceline.runtimes.scripts.launch import run_script
 
     description = "Start a script that calls paceline.join() on several workers."
-    parser = parser_for("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
+    parser = Parser("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
     parser.add_argument("-n", "--workers", type=number(int), default=None, help="number of workers [2]")
     add_settings(parser, left_out=SCRIPT_DECIDES)
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
@@ -129,9 +128,9 @@ def run_verb(arguments: list[str]) -> int:
 
 
 def resume_verb(arguments: list[str]) -> int:
-    parser = parser_for("resume", "Go on with a run that was stopped or killed; no acknowledged push is lost.")
+    parser = Parser("resume", "Resume a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
-    _add_hosts(parser)
+    _add_places(parser)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
@@ -142,21 +141,22 @@ def resume_verb(arguments: list[str]) -> int:
 
 def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
+    rank = rank_here()
+    _check_places(parsed, rank)
     if parsed.hosts is not None:
         from paceline.runtimes.cluster.ssh_launch import Hosts, resume_on_hosts
 
         return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console, upkeep)
-    _refuse_without_hosts(parsed)
     from paceline.launch import resume
 
-    return resume(Path(parsed.run), console, upkeep)
+    return resume(Path(parsed.run), console, upkeep, rank)
 
 
 def replay_verb(arguments: list[str]) -> int:
-    parser = parser_for("replay", "Execute a run again from its log, and compare weights and losses bit for bit.")
+    parser = Parser("replay", "Execute a run again from its log, and compare weights and losses bit by bit.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
-    parser.add_argument("--output", metavar="FILE", help="where to save them [RUN/replay-N.safetensors]")
+    parser.add_argument("--output", metavar="FILE", help="file for these weights [RUN/replay-N.safetensors]")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.replay import describe, replay

@@ -10,32 +10,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.arguments import Parser
 from paceline.cli.cluster import add_proof
-from paceline.cli.output import parser_for
 from paceline.errors import UserError
 from paceline.transports.connection import is_loopback, parse_address
 
 if TYPE_CHECKING:
     from paceline.reports.watch.sources import Source
 
-DESCRIPTION = """Look at runs while they go on: a page in the browser that follows them, or a view in the terminal.
+DESCRIPTION = """Follow runs while they train: a page in the browser, or a view in the terminal.
 
   paceline watch                                   all runs below runs/, the newest first
   paceline watch runs/NAME --open                  one run, and open the browser
   paceline watch runs/NAME --terminal              here instead of in the browser
   paceline watch 10.0.0.1:29500                    a run that is served there, with its token
-  paceline watch --listen 0.0.0.0:7223             for other machines: a token is made and shown in the address
+  paceline watch --listen 0.0.0.0:7223             for other machines: the address shows a new token
 
-The same address with /metrics behind it is for Prometheus. Ctrl-C ends it; the runs go on."""
+The same address with /metrics is for Prometheus. Ctrl-C ends the page; the runs go on."""
 
 
 def watch_verb(arguments: list[str]) -> int:
-    parser = parser_for("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
-    parser.add_argument("what", nargs="?", default="runs", metavar="RUN|DIR|HOST:PORT", help="what to look at [runs]")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="where the page is [127.0.0.1:7223, or the next free]")
-    parser.add_argument("--page-token", metavar="FILE", help="what a browser elsewhere must show [made anew]")
+    parser = Parser("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
+    parser.add_argument("what", nargs="?", default="runs", metavar="RUN|DIR|HOST:PORT", help="what to follow [runs]")
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", help="address of the page [127.0.0.1:7223, or the next free port]"
+    )
+    parser.add_argument("--page-token", metavar="FILE", help="token for browsers on other machines [a new one]")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument("--terminal", action="store_true", help="show it here; plain lines where this is no terminal")
+    parser.add_argument(
+        "--terminal", action="store_true", help="show a view in this terminal; plain lines if this is none"
+    )
     add_proof(parser)
     parsed = parser.parse_strictly(arguments)
     _check(parsed)
@@ -61,7 +65,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _source(parsed: argparse.Namespace) -> Iterator[Source]:
-    """A run or a folder of them, here or as a server on another machine shows it."""
+    """The source of what is shown: a run, a folder of runs, or a server on another machine."""
     from paceline.reports.watch.remote import is_served, mirrored
     from paceline.reports.watch.sources import FolderSource, ServedRun
     from paceline.transports.auth import ConnectOptions
@@ -90,7 +94,7 @@ def _serve(source: Source, parsed: argparse.Namespace) -> None:
     address = f"http://{format_address((_name(host), server.port))}/{shown}"
     print(f"watching {source.title}: {address}")
     if not is_loopback(host):
-        print("it is not encrypted: over a network of others use 'ssh -L' instead of --listen")
+        print("it is not encrypted: on a network that others use, prefer 'ssh -L' instead of --listen")
     print("Ctrl-C ends it; the runs go on", flush=True)
     if parsed.open:
         import webbrowser
@@ -104,14 +108,14 @@ def _serve(source: Source, parsed: argparse.Namespace) -> None:
 
 
 def _name(host: str) -> str:
-    """What a browser is told, where it listens everywhere: this machine's name."""
+    """The host in the address of the page: the name of this machine if it listens on all interfaces."""
     import socket
 
     return socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
 def _token(host: str, file: str | None) -> str | None:
-    """What a browser must show; on this machine alone nothing, unless asked for."""
+    """The token that a browser must send; none on this machine only, unless asked for."""
     from paceline.transports.auth import make_token, read_token
 
     if file is not None:

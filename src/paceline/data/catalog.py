@@ -19,6 +19,7 @@ class DatasetInfo:
     std: tuple[float, ...]
     licence: str
     download_nbytes: int  # approximate
+    augment: tuple[str, ...] = ()  # what published runs do to its training images
 
 
 _FASHION_MNIST = DatasetInfo(
@@ -69,6 +70,7 @@ _CIFAR10 = DatasetInfo(
     std=(0.247032, 0.243485, 0.261588),
     licence="no licence published; cite Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
     download_nbytes=170_498_071,
+    augment=("crop", "mirror"),
 )
 
 _SST5 = DatasetInfo(
@@ -96,6 +98,7 @@ _IMAGENET = DatasetInfo(
     std=(0.229, 0.224, 0.225),
     licence="ImageNet's terms of access: non-commercial research and education, by request at image-net.org",
     download_nbytes=155_000_000_000,
+    augment=("crop", "mirror"),
 )
 
 # The sample keeps the whole set's mean and std, so a model trained on either sees the same scale.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config import RunConfig
 from paceline.data import idx, image_folder, sst
 from paceline.data.catalog import DATASETS, DatasetInfo
 from paceline.data.idx import Empty
@@ -26,8 +27,10 @@ __all__ = [
     "cache_folder",
     "load",
     "locate",
+    "locate_data",
     "remedy",
     "search_places",
+    "settle_data",
 ]
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
@@ -141,6 +144,25 @@ def locate(name: str, data_dir: Path | None) -> Location:
         way_on = f"run 'paceline data get {name}', or name its folder with --data-dir"
     way_on = image_folder.REMEDY if kind == "folder" else way_on
     raise DataError(f"dataset '{name}' was asked for, but {found}: {way_on}")
+
+
+def locate_data(config: RunConfig) -> Location | None:
+    """Where the data set of a run lies; None if a task of the user's own brings its data."""
+    if config.task is not None:
+        return None
+    location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
+    return replace(location, reading=Reading(config.max_length, config.image_size))
+
+
+def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
+    """Locate the data set of a new run. If the sample stands in for it, name the sample in the config and the location.
+
+    Otherwise a later look-up, when the complete data set has been fetched, would find other data.
+    """
+    location = locate_data(config)
+    if location is not None and location.sample:
+        config, location = replace(config, dataset=SAMPLE), replace(location, name=SAMPLE)
+    return config, location
 
 
 def _find(kind: str, folder: Path, name: str) -> tuple[Path | None, str]:

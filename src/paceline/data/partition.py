@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +33,7 @@ class Split:
         return self.kind if self.alpha is None else f"{self.kind}:{self.alpha:g}"
 
 
+@cache
 def parse_split(text: str) -> Split:
     """The split a user wrote.
 
@@ -111,6 +113,7 @@ def hold_out(labels: int | NDArray[Any], fraction: float, seed: int) -> tuple[In
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(validation))
 
 
+@cache
 def parse_fold(text: str) -> tuple[int, int]:
     """The fold a user wrote: which one, of how many.
 

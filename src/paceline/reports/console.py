@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from types import TracebackType
@@ -34,8 +35,12 @@ class Console:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._next_line = 0.0
-        self._fancy = not self._quiet and can_draw(stream)
         self._began = time.monotonic()
+
+    @functools.cached_property
+    def _fancy(self) -> bool:
+        """Whether a bar can be drawn; found out when there is something to draw."""
+        return not self._quiet and can_draw(self._stream)
 
     def __enter__(self) -> Console:
         return self

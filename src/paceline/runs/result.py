@@ -17,6 +17,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
 from paceline.runs.folder import SCHEMA, TIME_IS_UP, RunFolder, write_atomically
 from paceline.settings.rules import average_in_words
+from paceline.settings.strategies import strategy_of
 from paceline.system.environment import environment
 
 
@@ -181,7 +182,7 @@ def why_diverged(config: RunConfig, server: Server) -> str:
     stale = " Stale pushes act as extra momentum, so" if server.num_workers > 1 else " So"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
     advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
-    if config.rule == "plain" and config.strategy.startswith(("async", "bounded")) and server.num_workers > 1:
+    if config.rule == "plain" and strategy_of(config).is_stale and server.num_workers > 1:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
         advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"

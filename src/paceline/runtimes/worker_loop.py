@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig
 from paceline.core.messages import Push, Reply
 from paceline.core.worker import Seat
-from paceline.settings.durations import parse_delays
+from paceline.settings.durations import delays_of
 from paceline.transports.protocol import Timing, Transport
 
 
@@ -17,7 +17,7 @@ class StepTimer:
     """Measures a worker's steps and adds the delay that `--delay` asks for: `begin` on a reply, `end` before a push."""
 
     def __init__(self, config: RunConfig, worker: int) -> None:
-        self._delay = parse_delays(config.delay or [], places_of(config)).get(worker)
+        self._delay = delays_of(config).get(worker)
         self._seed, self._worker = config.seed, worker
         self.restart()
 

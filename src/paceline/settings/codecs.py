@@ -1,11 +1,13 @@
-"""The codecs by name: what each does, and how it is built. Importing this file imports no torch."""
+"""The codecs by name: what each does, and how to build it. Importing this imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import UserError, name_and_argument
+from paceline.errors import UserError
+from paceline.settings.notation import name_and_argument
 
 if TYPE_CHECKING:
     import torch
@@ -15,18 +17,18 @@ if TYPE_CHECKING:
     from paceline.interfaces import Layout
 
 MOST_FRACTION = 0.5
-"""Of values sent by `topk`: beyond it, places and values are more bytes than all values."""
+"""Of the values that `topk` sends: beyond it, indices and values take more bytes than all values."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What there is to know of a codec before it is built."""
+    """What is known of a codec before it is built."""
 
     text: str
     letter: str = ""
-    """What stands for the number behind its colon."""
+    """Stands for the number behind the colon."""
     by_range: bool = True
-    """Whether a range of an update can be encoded without knowing the rest."""
+    """Whether it can encode a range of an update without the rest."""
 
 
 CODECS = {
@@ -40,17 +42,29 @@ CODECS = {
 }
 
 
-def parse_codec(text: str) -> tuple[str, float]:
-    """`int8` or `lowrank:4`, as (name, number); a clear error for anything else.
+class NamedCodec(NamedTuple):
+    """A codec as the user names it, and the number behind its colon."""
 
-    >>> parse_codec("lowrank:4")
-    ('lowrank', 4.0)
+    name: str
+    number: float
+
+    @property
+    def traits(self) -> Traits:
+        return CODECS[self.name]
+
+
+@cache
+def codec_of(text: str) -> NamedCodec:
+    """Parse `int8` or `lowrank:4`, once for each text.
+
+    >>> codec_of("lowrank:4")
+    NamedCodec(name='lowrank', number=4.0)
     """
     name, argument = name_and_argument("codec", text, {name: traits.letter for name, traits in CODECS.items()})
     letter = CODECS[name].letter
     if letter == "R" and (not argument.isdecimal() or int(argument) < 1):
         raise UserError(f"codec '{text}': the rank after the colon must be a whole number of at least 1")
-    return name, _fraction(text, argument) if letter == "F" else float(argument or 0)
+    return NamedCodec(name, _fraction(text, argument) if letter == "F" else float(argument or 0))
 
 
 def _fraction(text: str, argument: str) -> float:
@@ -64,7 +78,7 @@ def _fraction(text: str, argument: str) -> float:
 
 
 def build_codec(text: str, layout: Layout, device: torch.device | None = None, first: int = 0) -> FlatCodec:
-    """The codec of that name for the updates of `layout`, which may be the range of a longer one from `first` on."""
+    """Build a codec for updates of `layout`, which may be the range of a longer layout that begins at `first`."""
     import torch
 
     from paceline.codecs.dense import Exact, Rounded
@@ -72,7 +86,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
     from paceline.codecs.quantized import Int8, Sign
     from paceline.codecs.sparse import TopK
 
-    name, number = parse_codec(text)
+    name, number = codec_of(text)
     match name:
         case "fp16" | "bf16":
             return Rounded(layout, torch.float16 if name == "fp16" else torch.bfloat16, device)
@@ -88,7 +102,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
 
 
 def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
-    """The same for one of several servers, which has the range `span` of `layout`, laid out as `part`."""
+    """Build the codec of one of several servers, which holds the range `span` of `layout`, laid out as `part`."""
     from paceline.codecs.slices import part_of_codec
 
     return part_of_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))

@@ -1,42 +1,43 @@
-"""Delays on purpose, so that stragglers can be studied for real: parsed from text, drawn by address."""
+"""Delays that slow workers on purpose: parsed from `--delay`, drawn from (seed, worker, push)."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
+from paceline.config import RunConfig, places_of
 from paceline.errors import UserError
 from paceline.randomness import rng
+from paceline.settings.notation import seconds
 
 _FORM = "write 30ms, normal:60ms,5ms or 0.5s, with @1,3 behind it for those workers only"
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Delay:
-    """Seconds a worker waits before each push: constant, or normal and never below zero."""
+    """Seconds that a worker waits before each push: constant, or normal and never below zero."""
 
     mean: float
     deviation: float = 0.0
 
     def seconds(self, seed: int, worker: int, seq: int) -> float:
-        """The wait before push `seq`; a function of its address."""
+        """The wait before push `seq` of a worker; the same whenever it is drawn."""
         if not self.deviation:
             return self.mean
         return max(0.0, self.mean + self.deviation * float(rng(seed, "delay", worker, seq).standard_normal()))
 
 
-def _seconds(text: str, whole: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(us|ms|s)", text.strip())
-    if match is None:
-        raise UserError(f"--delay '{whole}': '{text}' is not a time; {_FORM}")
-    return float(match[1]) * _UNITS[match[2]]
+def delays_of(config: RunConfig, num_workers: int | None = None) -> Mapping[int, Delay]:
+    """The delay of each delayed worker of a run, parsed once; `num_workers` are the config's places, unless said."""
+    return _parse(tuple(config.delay or ()), num_workers or places_of(config))
 
 
-def parse_delays(texts: list[str], num_workers: int) -> dict[int, Delay]:
-    """The delay of each delayed worker; later texts win over earlier ones.
+@cache
+def _parse(texts: tuple[str, ...], num_workers: int) -> Mapping[int, Delay]:
+    """A later text wins over an earlier one.
 
-    >>> parse_delays(["30ms", "normal:60ms,5ms@1"], 2)
+    >>> _parse(("30ms", "normal:60ms,5ms@1"), 2)
     {0: Delay(mean=0.03, deviation=0.0), 1: Delay(mean=0.06, deviation=0.005)}
     """
     delays: dict[int, Delay] = {}
@@ -55,62 +56,18 @@ def parse_delays(texts: list[str], num_workers: int) -> dict[int, Delay]:
     return delays
 
 
+def _seconds(text: str, whole: str) -> float:
+    try:
+        return seconds(text)
+    except UserError:
+        raise UserError(f"--delay '{whole}': '{text}' is not a time; {_FORM}") from None
+
+
 def _named(names: str, whole: str, num_workers: int) -> list[int]:
+    """The workers behind the `@` of a delay."""
     workers = []
     for name in names.split(","):
         if not name.strip().isdecimal() or int(name) >= num_workers:
             raise UserError(f"--delay '{whole}': no worker '{name}', there are 0 to {num_workers - 1}")
         workers.append(int(name))
     return workers
-
-
-_NUMBER = r"(\d+\.?\d*(?:e-?\d+)?|\.\d+)"
-
-
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-_BYTES_PER_SECOND = {f"{prefix}bit": 125.0 * 1000**power for power, prefix in enumerate("kmgt")}
-
-
-_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-
-
-def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
-    match = re.fullmatch(_NUMBER + r"\s*([A-Za-z]*)", text.strip())
-    if match is None:
-        raise UserError(f"'{text}' is not {what}: write a number and its unit, as in {example}")
-    if match[2] not in units:
-        known = ", ".join(unit or "no unit" for unit in units)
-        raise UserError(f"'{text}' has the unknown unit '{match[2]}': {what} is given in {known}, as in {example}")
-    return float(match[1]) * units[match[2]]
-
-
-def seconds(text: str) -> float:
-    """A time.
-
-    >>> seconds("30ms")
-    0.03
-    """
-    return _quantity(text, _SECONDS, "a time", "30ms")
-
-
-def bytes_per_second(text: str) -> float:
-    """The bandwidth of a link.
-
-    >>> bytes_per_second("1gbit")
-    125000000.0
-    """
-    rate = _quantity(text, _BYTES_PER_SECOND, "a bandwidth", "1gbit")
-    if not rate:
-        raise UserError(f"'{text}' is a link that carries nothing: give a bandwidth above zero, as in 1gbit")
-    return rate
-
-
-def count(text: str) -> int:
-    """How many, with k, M or G behind it.
-
-    >>> count("25.6M")
-    25600000
-    """
-    return round(_quantity(text, _COUNTS, "a count", "25.6M"))

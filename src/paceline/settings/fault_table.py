@@ -1,6 +1,6 @@
-"""What goes wrong in a run, and when: a table of faults, read from TOML and written back.
+"""The table of faults: what to inject into a run and when, read from TOML and written back.
 
-The simulator suffers all of them; the local runtime those that real processes can (`runtimes/fault_injection.py`).
+The simulator knows all kinds; real processes know those of `runtimes/local/fault_injection.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from paceline.config import parse_toml
 from paceline.errors import UserError, unknown_name
-from paceline.settings.durations import seconds
+from paceline.settings.notation import seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,18 +27,18 @@ class Fault:
     kind: str
     at: float
     worker: int | None = None
-    """Whom it hits; None for the server alone."""
+    """The worker that it hits; None for a fault of the server."""
     lasts: float = 0.0
     """slow, pause, cut, server: how long; reorder: how long the message is held back; duplicate: how much later the
-    copy comes."""
+    copy arrives."""
     factor: float = 1.0
     """slow: how many times longer a step takes."""
     restart_after: float | None = None
-    """crash: a new incarnation comes so much later; None: never."""
+    """crash: the worker starts again so much later; None: never."""
     message: str = "push"
     """lose, duplicate, reorder: the first push or reply sent at or after `at`."""
     noticed_after: float | None = None
-    """The server gives the worker up so long after `at`; None: a cut is never noticed, a crash at once."""
+    """The server drops the worker so long after `at`; None: it never notices a cut, and a crash at once."""
 
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -53,9 +53,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "join": ((), ()),
     "drain": ((), ()),
 }
-"""For each kind the keys it needs and those it may have, beside kind, at and worker."""
+"""For each kind the required keys and the optional ones, beside kind, at and worker."""
 MISFORTUNES = tuple(kind for kind in KINDS if kind not in ("join", "drain"))
-"""The kinds that nobody wants to happen."""
+"""Faults proper; joining and draining are planned events."""
 
 MESSAGES = ("push", "reply")
 _DEFAULTS = {spec.name: spec.default for spec in dataclasses.fields(Fault)}
@@ -63,7 +63,7 @@ _TIMES = ("at", "lasts", "restart_after", "noticed_after")
 
 
 def read_faults(path: Path, num_workers: int) -> tuple[Fault, ...]:
-    """The faults of a TOML file of `[[fault]]` rows, by time and, at one time, in the file's order."""
+    """Read the `[[fault]]` rows of a TOML file, sorted by time and, at one time, in the order of the file."""
     content = parse_toml(path, "--faults takes a TOML file of [[fault]] rows")
     rows = content.pop("fault", [])
     if content:
@@ -79,7 +79,7 @@ def read_faults(path: Path, num_workers: int) -> tuple[Fault, ...]:
 
 
 def _read_row(where: str, row: dict[str, Any]) -> Fault:
-    """A row as a fault, with numbers for numbers; `check_faults` says whether they make sense."""
+    """Read one row, with times as seconds; `check_faults` checks the values."""
     _check_keys(where, row)
     values = {**row}
     for key in (*_TIMES, "factor"):
@@ -97,7 +97,7 @@ def _read_row(where: str, row: dict[str, Any]) -> Fault:
 
 
 def _check_keys(where: str, row: dict[str, Any]) -> None:
-    """Every key that the kind needs, and none that it does not know."""
+    """Check that a row has every key that its kind needs, and no other."""
     for key in ("kind", "at"):
         if key not in row:
             raise UserError(f"{where} has no {key}: a row says at least kind, at and worker")
@@ -116,12 +116,12 @@ def _check_keys(where: str, row: dict[str, Any]) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """True and False are none."""
+    """Whether a value is a number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_faults(faults: Iterable[Fault], num_workers: int) -> None:
-    """Refuse the first row that makes no sense for a run of so many workers; rows are counted from 1."""
+    """Refuse the first row that does not fit a run with this many workers; rows are counted from 1."""
     for number, fault in enumerate(faults, start=1):
         if fault.kind not in KINDS:
             raise UserError(f"fault {number}: {unknown_name('kind', str(fault.kind), KINDS)}")
@@ -166,7 +166,7 @@ def _check_time(where: str, fault: Fault, key: str) -> None:
 
 
 def faults_toml(faults: Iterable[Fault]) -> str:
-    """The table as TOML; `read_faults` gives the same faults back."""
+    """Write the table as TOML; `read_faults` reads it back."""
     return "\n".join(_row_toml(fault) for fault in faults)
 
 
@@ -181,7 +181,7 @@ def _row_toml(fault: Fault) -> str:
 
 
 def random_faults(rng: np.random.Generator, num_workers: int, horizon: float, most: int) -> tuple[Fault, ...]:
-    """One to `most` misfortunes of any kind within `horizon` seconds, by time; seven crashes in eight come back."""
+    """Draw 1 to `most` faults of any kind within `horizon` seconds, by time; seven crashes in eight restart."""
     count = int(rng.integers(1, most + 1))
     faults = [_random_fault(rng, num_workers, horizon) for _ in range(count)]
     return tuple(sorted(faults, key=lambda fault: fault.at))

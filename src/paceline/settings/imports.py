@@ -1,4 +1,4 @@
-"""A user's own code by its name: MODULE:NAME or FILE.py:NAME, found, loaded and called; every mistake is one line."""
+"""Find and load the user's own code by its name, MODULE:NAME or FILE.py:NAME, and trackers; a mistake is one line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.errors import UserError
+from paceline.errors import UserError, unknown_name
 
 MAIN_MODULE = "__paceline_main__"
 
 
 def split_name(kind: str, text: str, wanted: str = "FUNCTION") -> tuple[str, str]:
-    """The module or file, and the name in it."""
+    """Split a name into the module or file, and the name in it."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise UserError(f"{kind} '{text}': write MODULE:{wanted} or FILE.py:{wanted}")
@@ -25,7 +25,7 @@ def split_name(kind: str, text: str, wanted: str = "FUNCTION") -> tuple[str, str
 
 
 def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
-    """What the function or class of that name makes when called without arguments; `kind` says what it is for."""
+    """Load the function or class of that name and call it without arguments; `kind` names its use in messages."""
     where, name = split_name(kind, text, wanted)
     try:
         file = Path(where)
@@ -41,7 +41,7 @@ def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What a user's code raised, and where."""
+    """Describe an exception of the user's code, with file and line."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     what = " ".join(str(error).split())
     return f"{type(error).__name__}: {what} ({Path(line.filename).name}, line {line.lineno})"
@@ -79,7 +79,7 @@ def _module_from_file(kind: str, path: Path) -> ModuleType:
 
 
 def require_found(kind: str, text: str, wanted: str = "FUNCTION") -> None:
-    """Without loading anything: the file or the module must be there."""
+    """Check that the file or the module exists, without loading it."""
     where, _ = split_name(kind, text, wanted)
     if where.endswith(".py"):
         if not Path(where).is_file():
@@ -97,3 +97,31 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+class BuiltIn(NamedTuple):
+    """A built-in tracker: its class, the package that it needs, and what to install for it."""
+
+    home: str
+    needs: str | None = None
+    install: str | None = None
+
+
+TRACKERS = {
+    "csv": BuiltIn("paceline.tracking.backends:CsvFile"),
+    "tensorboard": BuiltIn("paceline.tracking.backends:TensorBoard", "tensorboard", "'paceline[tensorboard]'"),
+    "mlflow": BuiltIn("paceline.tracking.backends:MLflow", "mlflow", "mlflow"),
+    "wandb": BuiltIn("paceline.tracking.backends:Wandb", "wandb", "wandb"),
+}
+
+
+def check_tracker(name: str) -> None:
+    """Check the name of a tracker without loading anything."""
+    if ":" in name:
+        require_found("tracker", name, "CLASS")
+        return
+    if name not in TRACKERS:
+        raise unknown_name("tracker", name, (*TRACKERS, "MODULE:CLASS"))
+    needs, install = TRACKERS[name].needs, TRACKERS[name].install
+    if needs is not None and not is_installed(needs):
+        raise UserError(f"tracker {name} needs the package {needs}, which is not installed: pip install {install}")

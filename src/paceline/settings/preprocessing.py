@@ -1,26 +1,25 @@
-"""What is done to a data set between its files and a model: how it is read, and what happens to every batch."""
+"""Settings of the data: how the train set is divided, how training images are augmented."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from paceline.config import RunConfig
-from paceline.data.datasets import DATASETS, Reading
+from paceline.data.datasets import DATASETS
+from paceline.data.partition import Split, parse_fold, parse_split
 from paceline.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
 WAYS = ("crop", "mirror")
-AUTOMATIC = {"cifar10": WAYS, "imagenet": WAYS}
-"""Data sets whose published runs were trained so."""
 PADDING = 4
 """Black pixels around an image before a random window of its own size is cut out of it."""
 
 
-def reading_of(config: RunConfig) -> Reading:
-    """How the config wants files to be read."""
-    return Reading(config.max_length, config.image_size)
+def split_of(config: RunConfig) -> Split:
+    """How the train set is divided over the workers."""
+    return parse_split(config.split)
+
+
+def fold_of(config: RunConfig) -> tuple[int, int] | None:
+    """Which fold of how many is held out, if any."""
+    return parse_fold(config.fold) if config.fold is not None else None
 
 
 def ways_of(config: RunConfig) -> tuple[str, ...]:
@@ -31,15 +30,15 @@ def ways_of(config: RunConfig) -> tuple[str, ...]:
     """
     text = config.augment
     if text == "auto":
-        return AUTOMATIC.get(config.dataset, ()) if config.task is None else ()
+        return DATASETS[config.dataset].augment if config.task is None else ()
     ways = () if text == "none" else tuple(part.strip() for part in text.split(","))
     if any(way not in WAYS for way in ways) or len(set(ways)) < len(ways):
         raise UserError(f"--augment '{text}': give auto, none, crop, mirror or crop,mirror")
     return ways
 
 
-def check_preparation(config: RunConfig) -> None:
-    """Settings that the data set has no use for, said before anything is read."""
+def check_augmentation(config: RunConfig) -> None:
+    """Refuse settings that the data set has no use for, before anything is read."""
     ways = ways_of(config)
     if config.task is not None:
         if ways:

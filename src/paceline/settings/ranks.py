@@ -1,4 +1,4 @@
-"""Processes that torchrun or Slurm's srun started, as their environment says. Importing this imports no torch."""
+"""Read the rank of this process from the variables of torchrun or srun. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.settings.strategies import Feature, on_ring, require_feature
 from paceline.system.cpu import cores
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Below those that a system gives to outgoing connections."""
+"""Below the ports that Linux gives to outgoing connections."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of `size` processes, and one of the `local_size` on its machine."""
+    """One of `size` processes, of which `local_size` are on this machine."""
 
     number: int
     size: int
@@ -29,17 +29,17 @@ class Rank:
     address: str
     port: int
     store_is_there: bool
-    """Whether the launcher itself keeps the store of addresses; if not, the first rank does."""
+    """Whether the launcher keeps the rendezvous store; if not, rank 0 does."""
     attempt: int = 0
-    """How often the launcher has started everybody again."""
+    """How often the launcher has restarted all ranks."""
     step: str | None = None
-    """Slurm's name for these processes; None under torchrun."""
+    """The job step of Slurm; None under torchrun."""
     cpus: int | None = None
-    """How many the launcher gives to each process, where it says so."""
+    """CPUs of each process, if the launcher says so."""
 
     @property
     def leads(self) -> bool:
-        """Whether this one keeps the run's folder and speaks to the user."""
+        """Whether this rank keeps the run folder and prints to the user."""
         return self.number == 0
 
     @property
@@ -49,7 +49,7 @@ class Rank:
 
 
 def rank_here() -> Rank | None:
-    """None where no launcher started this process."""
+    """The rank of this process; None if no launcher started it. A command reads it once and passes it on."""
     if all(name in os.environ for name in VARIABLES):
         return _checked(_of_torchrun, VARIABLES)
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -101,7 +101,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Rank:
 
 
 def first_node(nodes: str) -> str:
-    """The first of Slurm's list of nodes, which has task 0.
+    """The first node of Slurm's list, which runs task 0.
 
     >>> first_node("node[07-09,12],gpu1"), first_node("login"), first_node("rack[1-2]-node[01,03]")
     ('node07', 'login', 'rack1-node01')
@@ -111,7 +111,7 @@ def first_node(nodes: str) -> str:
 
 
 def tasks_of_node(tasks: str, node: int) -> int:
-    """How many tasks Slurm gives to node number `node`, of a list such as 2(x3),1.
+    """The number of tasks on node number `node`, from a list such as 2(x3),1.
 
     >>> [tasks_of_node("2(x3),1", node) for node in range(4)]
     [2, 2, 2, 1]
@@ -122,16 +122,12 @@ def tasks_of_node(tasks: str, node: int) -> int:
         if node < repeated:
             return int(count)
         node -= repeated
-    raise ValueError(f"{tasks} tells of no node {node}")
+    raise ValueError(f"{tasks} has no node {node}")
 
 
 def config_of(rank: Rank, config: RunConfig) -> RunConfig:
-    """The config of one rank: on a ring every process is a worker; else the first one serves the others."""
-    if parse_strategy(config.strategy).name == "classic":
-        raise UserError(
-            f"strategy classic is one worker, and a launcher has started {rank.size} of this command: leave the "
-            "launcher out, or choose --strategy allreduce or async"
-        )
+    """The config of one rank: on a ring every process is a worker; on a star rank 0 serves the others."""
+    require_feature(config, Feature.LAUNCHER, f"a launcher started {rank.size} processes of this command")
     ring = on_ring(config)
     workers = rank.size if ring else rank.size - 1
     if not workers:

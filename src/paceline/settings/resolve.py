@@ -1,23 +1,34 @@
-"""Settings completed and checked before anything starts: the tables of names, what goes with what. No torch here."""
+"""Complete and check the settings of a run before anything starts. Importing this imports no torch.
+
+A setting with a notation of its own is parsed only if it was given: its default needs no check.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
-from paceline.config import RunConfig
+from paceline.config import SIMULATED_ONLY, RunConfig, given
 from paceline.data.datasets import DATASETS
-from paceline.data.partition import parse_fold, parse_split
 from paceline.errors import UserError, unknown_name
-from paceline.settings.codecs import parse_codec
-from paceline.settings.durations import count, parse_delays
-from paceline.settings.preprocessing import check_preparation, ways_of
-from paceline.settings.rules import check_rule, rule_for
+from paceline.settings.codecs import codec_of
+from paceline.settings.durations import delays_of
+from paceline.settings.imports import check_tracker
+from paceline.settings.notation import count
+from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
+from paceline.settings.rules import average_horizon, check_rule
 from paceline.settings.stopping import check_goals
-from paceline.settings.strategies import OUTER, RINGS, Strategy, on_ring, on_star, parse_strategy, pushes_in_a_step
-from paceline.settings.trackers import check_tracker
+from paceline.settings.strategies import (
+    Feature,
+    Strategy,
+    Waiting,
+    in_this_process,
+    require_feature,
+    strategy_of,
+)
 from paceline.system.cpu import cores
 
 MODELS = {
@@ -49,8 +60,8 @@ PATHS = ("star", "ring")
 AUTO_WARMUP = 0.05
 
 
-def parse_schedule(text: str) -> tuple[str, float]:
-    """`constant`, `cosine`, `exponential` or `exponential:FACTOR`, as (kind, factor)."""
+@cache
+def _parse_schedule(text: str) -> tuple[str, float]:
     kind, colon, argument = text.partition(":")
     if kind not in SCHEDULES:
         raise unknown_name("schedule", kind, SCHEDULES)
@@ -65,13 +76,17 @@ def parse_schedule(text: str) -> tuple[str, float]:
     return kind, factor
 
 
+def schedule_of(config: RunConfig) -> tuple[str, float]:
+    """The kind of the learning rate schedule and its factor: `constant`, `cosine` or `exponential[:FACTOR]`."""
+    return _parse_schedule(config.schedule)
+
+
 def lr_scale(config: RunConfig) -> float:
-    """What the learning rate is multiplied by."""
-    strategy = parse_strategy(config.strategy)
+    """The factor of the learning rate: none, auto (the pushes that one step averages) or a number."""
     if config.scale_lr == "none":
         return 1.0
     if config.scale_lr == "auto":
-        return float(pushes_in_a_step(strategy, config.workers or 1))
+        return float(strategy_of(config).pushes_per_step(config.workers or 1))
     try:
         factor = float(config.scale_lr)
     except ValueError:
@@ -82,24 +97,25 @@ def lr_scale(config: RunConfig) -> float:
 
 
 def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
-    """Fill in what depends on other settings, and check every name and combination. Starts nothing.
+    """Fill in what depends on other settings, and check every name and combination. Start nothing.
 
     `launched` says that a launcher started this process, as one rank of several.
     """
-    strategy = parse_strategy(config.strategy)
-    config = dataclasses.replace(config, rule=rule_for(config))
+    strategy = strategy_of(config)
+    if config.rule == "auto":
+        config = dataclasses.replace(config, rule=strategy.kind.default_rule)
     check_names(config)
-    workers = config.workers or (1 if strategy.name == "classic" else 2)
+    workers = config.workers or (1 if strategy.waiting is Waiting.NONE else 2)
     _check_combinations(config, strategy, workers)
     resolved = dataclasses.replace(
         config,
         workers=workers,
-        codec=_codec(config, "codec", strategy, launched),
-        pull_codec=_codec(config, "pull_codec", strategy),
+        codec=_codec(config, "codec", None if launched else Feature.CODEC),
+        pull_codec=_codec(config, "pull_codec", Feature.PULL_CODEC),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, cores() // workers),
         channels_last=_channels_last(config),
-        augment=",".join(ways_of(config)) or "none",
+        augment=_augment(config),
         **_local_settings(config, strategy),
         task=_anchored(config.task),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
@@ -110,69 +126,86 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
 
 
 def _channels_last(config: RunConfig) -> bool:
-    """As asked; else where tensor cores want it."""
+    """As asked; by default on for bf16 on a GPU, whose tensor cores want it."""
     if config.channels_last is not None:
         return config.channels_last
     return config.device == "cuda" and config.precision == "bf16"
 
 
+def _augment(config: RunConfig) -> str:
+    """What is done to training images, in words."""
+    if config.augment == "auto" and (config.task is not None or not DATASETS[config.dataset].augment):
+        return "none"
+    return ",".join(ways_of(config)) or "none"
+
+
 def _local_settings(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
-    """What local steps need to know, where the user has not said it."""
+    """The defaults of local steps and of the outer optimizer."""
     found: dict[str, Any] = {}
     if strategy.is_local and config.local_steps is None:
-        found["local_steps"] = "speed" if strategy.name == "async-local" else "even"
-    if strategy.name in OUTER:
-        lr, momentum = OUTER[strategy.name]
+        found["local_steps"] = "even" if strategy.in_rounds else "speed"
+    if strategy.kind.outer is not None:
+        lr, momentum = strategy.kind.outer
         found["outer_lr"] = config.outer_lr if config.outer_lr is not None else lr
         found["outer_momentum"] = config.outer_momentum if config.outer_momentum is not None else momentum
     return found
 
 
-def _codec(config: RunConfig, setting: str, strategy: Strategy, launched: bool = False) -> str | None:
-    """A codec that this run can use, or None for none."""
+def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | None:
+    """A codec that this run can use, or None for none; `feature` is what the strategy must allow for it."""
     text: str | None = getattr(config, setting)
-    flag = f"--{setting.replace('_', '-')} {text}"
-    if text is None or parse_codec(text)[0] == "none":
+    if text is None or codec_of(text).name == "none":
         return None
-    if launched:
+    flag = f"--{setting.replace('_', '-')} {text}"
+    if feature is None:
         return text
-    if not on_star(config):
-        alone = strategy.name == "classic" or setting == "pull_codec"
-        where = "has none" if alone else "has one only between ranks, as torchrun starts them"
-        star = ", or add --path star" if strategy.is_local else ""
-        raise UserError(
-            f"{flag} relieves a wire, and strategy {config.strategy} {where}: leave it out, or choose sync, backup, "
-            f"async or bounded{star}"
-        )
+    require_feature(config, feature, flag)
     if config.device != "cpu":
-        raise UserError(f"{flag}: workers that share a GPU have no wire between them; leave out one of the two")
-    if config.parameters is not None and parse_codec(text)[0] == "lowrank":
+        raise UserError(f"{flag}: workers that share a GPU have no network between them; leave out one of the two")
+    if config.parameters is not None and codec_of(text).name == "lowrank":
         raise UserError(f"{flag} needs the shapes of a model's matrices: give --model instead of --parameters")
     if config.parameters is not None and count(config.parameters) >= 1 << 31:
         raise UserError(f"{flag}: codecs take up to 2^31 parameters, --parameters {config.parameters} are more")
     return text
 
 
-def refuse_codecs(config: RunConfig) -> None:
-    """A script's own loop pushes gradients as they are."""
+def require_own_loop(config: RunConfig) -> None:
+    """Refuse what a script that makes the steps itself cannot have."""
+    require_feature(config, Feature.OWN_LOOP, "your own loop")
     asked = config.codec or config.pull_codec
     if asked is not None:
         raise UserError(
-            f"codec {asked}: a loop of your own exchanges floats as they are; leave it out, or 'paceline train --task'"
+            f"codec {asked}: your own loop exchanges floats as they are; leave it out, or use 'paceline train --task'"
         )
-
-
-def refuse_newcomers(config: RunConfig) -> None:
-    """A script's own loop keeps the data it began with."""
     if config.max_workers is not None:
         raise UserError(
-            f"--max-workers {config.max_workers}: a loop of your own keeps its workers and their data; leave it out, "
-            "or 'paceline train --task'"
+            f"--max-workers {config.max_workers}: your own loop keeps its workers and their data; leave it out, or use "
+            "'paceline train --task'"
         )
+
+
+def refuse_simulated(config: RunConfig) -> None:
+    """Refuse settings that only a simulated cluster has."""
+    for name in given(config, SIMULATED_ONLY):
+        raise UserError(f"{name} = {getattr(config, name)!r} is for 'paceline simulate': real machines have theirs")
+
+
+def check_processes(config: RunConfig, launched: bool = False) -> None:
+    """Refuse faults and restarts if the workers are not processes that this command starts."""
+    for setting, feature in (("faults", Feature.FAULTS), ("restart", Feature.RESTART)):
+        value = getattr(config, setting)
+        if not value:
+            continue
+        asked = f"--{setting} {value}"
+        if launched:
+            raise UserError(f"{asked}: a launcher started these processes, so this command cannot kill or start any")
+        require_feature(config, feature, asked)
+        if in_this_process(config):
+            raise UserError(f"{asked}: with --device {config.device} all workers are in this process; leave out one")
 
 
 def _anchored(task: str | None) -> str | None:
-    """A task in a file, by its whole path, so that the run can be replayed from anywhere."""
+    """A task in a file by its absolute path, so that the run can be replayed from anywhere."""
     if task is None or ".py:" not in task:
         return task
     file, _, name = task.rpartition(":")
@@ -180,7 +213,7 @@ def _anchored(task: str | None) -> str | None:
 
 
 def check_names(config: RunConfig) -> None:
-    """Every setting that is a name out of a few must be one of them."""
+    """Check every setting that is one of a few names, or that has a notation of its own."""
     named: list[tuple[str, str, Iterable[str]]] = [
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("epoch mode", config.epoch_mode, EPOCH_MODES),
@@ -198,18 +231,14 @@ def check_names(config: RunConfig) -> None:
             raise unknown_name(kind, asked, known)
     if config.task is None:
         _check_model_fits(config)
-    check_preparation(config)
-    parse_split(config.split)
-    if config.fold is not None:
-        parse_fold(config.fold)
-    parse_schedule(config.schedule)
-    check_rule(config)
+    for name in given(config, PARSED):
+        PARSED[name](config)
     for name in config.track or ():
         check_tracker(name)
 
 
 def _check_model_fits(config: RunConfig) -> None:
-    """A model of images on images, a model of text on text."""
+    """Check that a model of images gets images, and a model of text gets text."""
     shape: tuple[int, ...] = DATASETS[config.dataset].image_shape
     if (config.model in TEXT_MODELS) != (len(shape) == 1):
         reads = "token ids" if config.model in TEXT_MODELS else "images"
@@ -222,77 +251,89 @@ def _check_model_fits(config: RunConfig) -> None:
 
 
 def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> None:
-    parse_delays(config.delay or [], config.max_workers or workers)
+    if config.delay:
+        delays_of(config, config.max_workers or workers)
     _check_step(config)
     if config.max_workers is not None:
-        _check_elastic(config, strategy, workers)
-    if strategy.name == "classic" and workers != 1:
-        raise UserError(f"strategy classic is one worker, got --workers {workers}: choose sync or async for more")
-    if strategy.name == "backup" and strategy.number >= workers:
+        _check_elastic(config, workers)
+    if workers != 1:
+        require_feature(config, Feature.SEVERAL_WORKERS, f"--workers {workers}")
+    if strategy.num_backup >= workers:
         raise UserError(
-            f"strategy {config.strategy} with {workers} worker{'s' if workers > 1 else ''} leaves nobody to wait for: "
-            f"use more than {strategy.number} workers"
+            f"--workers {workers}: strategy {config.strategy} would leave no worker to wait for; use more than "
+            f"{strategy.num_backup} workers"
         )
-    check_goals(config, in_script=config.task is not None and config.task.startswith("script"))
+    if (config.target, config.target_accuracy, config.best) != (None, None, None):
+        check_goals(config, in_script=config.task is not None and config.task.startswith("script"))
     if config.eval_train and config.eval_every is None:
         raise UserError("--eval-train is for evaluations on the way: add --eval-every, as in --eval-every 1")
     if config.steps is not None and config.epoch_mode == "own":
         raise UserError("--steps counts updates of all workers together: leave out --epoch-mode own")
     if config.shard_weights is not None and len(config.shard_weights) != workers:
         raise UserError(f"--shard-weights gives {len(config.shard_weights)} weights for {workers} workers: one each")
-    _check_local(config, strategy)
+    _check_paths(config)
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
-    if config.fold is not None and config.validation:
+
+
+def _check_fold(config: RunConfig) -> None:
+    """Check the settings that a fold leaves no place for; then parse it."""
+    if config.validation:
         raise UserError(f"--fold {config.fold} holds out a part already: leave out --validation")
-    if config.fold is not None and config.eval_every is not None:
+    if config.eval_every is not None:
         raise UserError(f"--fold {config.fold} leaves the test set alone, which --eval-every scores: leave out one")
+    fold_of(config)
 
 
-def _check_elastic(config: RunConfig, strategy: Strategy, workers: int) -> None:
-    """Where workers cannot come and go."""
+def _check_elastic(config: RunConfig, workers: int) -> None:
+    """Refuse settings under which workers cannot join and leave."""
     asked = f"--max-workers {config.max_workers}"
     if config.max_workers is not None and config.max_workers < workers:
-        raise UserError(f"{asked} is below --workers {workers}, who begin: give at least as many")
-    if strategy.name == "classic" or on_ring(config):
-        alone = "is one worker" if strategy.name == "classic" else "is a ring, which nobody joins"
-        raise UserError(f"{asked}: strategy {config.strategy} {alone}; use sync, async or bounded, or leave it out")
+        raise UserError(f"{asked} is below the --workers {workers} that begin: give at least as many")
+    require_feature(config, Feature.ELASTIC, asked)
     if config.epoch_mode == "own":
-        raise UserError(f"{asked}: under --epoch-mode own everybody passes over data of its own; use shared")
+        raise UserError(f"{asked}: under --epoch-mode own each worker passes over its own data; use shared")
     if config.shard_weights is not None:
         raise UserError(f"{asked}: --shard-weights are for workers that stay; leave out one of the two")
     if config.device != "cpu":
-        raise UserError(f"{asked}: workers that share a GPU are one process, which nobody joins; leave out one")
+        raise UserError(f"{asked}: workers that share a GPU are one process, which no worker joins; leave out one")
 
 
 def _check_step(config: RunConfig) -> None:
-    """Settings of how a step is computed."""
+    """Check the settings of how a step is computed."""
     if config.accumulate > config.batch_size:
         raise UserError(
             f"--accumulate {config.accumulate} parts of a batch of {config.batch_size}: a part needs a sample at least"
         )
     if config.capture and config.device != "cuda":
         raise UserError(f"--capture is for a GPU, and --device is {config.device}: add --device cuda, or leave it out")
-    if config.capture and on_ring(config):
-        raise UserError(f"--capture: strategy {config.strategy} exchanges inside its step; leave out one of the two")
+    if config.capture:
+        require_feature(config, Feature.CAPTURE, "--capture")
 
 
-def _check_local(config: RunConfig, strategy: Strategy) -> None:
-    """Settings that only strategies with local steps have, and paths that only some strategies can take."""
-    if config.local_steps is not None and not strategy.is_local:
-        raise UserError(
-            f"--local-steps {config.local_steps}: strategy {config.strategy} has none; use local:H or its kin"
-        )
-    for name in ("outer_lr", "outer_momentum"):
-        if getattr(config, name) is not None and strategy.name not in OUTER:
-            flag, what = (
-                name.replace("_", "-"),
-                "takes the mean of drifts as it is" if strategy.is_local else "has no drifts",
-            )
-            raise UserError(f"--{flag} {getattr(config, name):g}: strategy {config.strategy} {what}; use diloco:H")
-    if config.path == "ring" and strategy.name not in RINGS:
-        raise UserError(f"--path ring: strategy {config.strategy} needs a server; use allreduce, local:H or diloco:H")
-    if config.local_steps == "speed" and on_ring(config):
-        raise UserError("--local-steps speed: a ring has nobody who compares speeds; add --path star")
-    if config.path == "star" and strategy.name == "allreduce":
-        raise UserError("--path star: allreduce is an exchange around a ring; over a star it is --strategy sync")
+def _check_paths(config: RunConfig) -> None:
+    """Check settings that only some strategies have: a path, local steps, an outer optimizer."""
+    asked = {
+        Feature.LOCAL_STEPS: ("--local-steps", config.local_steps),
+        Feature.OUTER_OPTIMIZER: ("--outer-lr", config.outer_lr),
+        Feature.RING_PATH: ("--path", "ring" if config.path == "ring" else None),
+        Feature.STAR_PATH: ("--path", "star" if config.path == "star" else None),
+        Feature.STEPS_BY_SPEED: ("--local-steps", "speed" if config.local_steps == "speed" else None),
+    }
+    for feature, (flag, value) in asked.items():
+        if value is not None:
+            require_feature(config, feature, f"{flag} {value}")
+    if config.outer_momentum is not None:
+        require_feature(config, Feature.OUTER_OPTIMIZER, f"--outer-momentum {config.outer_momentum:g}")
+
+
+PARSED: dict[str, Callable[[RunConfig], object]] = {
+    "split": split_of,
+    "fold": _check_fold,
+    "schedule": schedule_of,
+    "average": average_horizon,
+    "rule": check_rule,
+    "augment": check_augmentation,
+    "max_length": check_augmentation,
+}
+"""Settings with a notation of their own, and what parses and checks each."""

@@ -1,53 +1,55 @@
-"""The rules by name: what each can be combined with, and how it is built. Importing this file imports no torch."""
+"""The rules by name: what each can be combined with, and how to build it. Importing this imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import RunConfig, places_of
-from paceline.errors import UserError, name_and_argument, whole_number
-from paceline.settings.strategies import IN_ROUNDS, LOCAL, ON_ARRIVAL
+from paceline.errors import UserError
+from paceline.settings.notation import name_and_argument, whole_number
+from paceline.settings.strategies import Feature, require_feature, strategy_of
 
 if TYPE_CHECKING:
     from paceline.core.optimizers import Optimizer, Prepared
     from paceline.interfaces import Rule
 
 SKEWED = 0.3
-"""From this distance on, workers see labels in very different shares."""
+"""From this distance on, the labels of workers count as skewed."""
 
 
 MOST_AT_FULL_STEP = 10
-"""Workers that may push gradients before the step must become shorter: at 30 steps of a third still converge."""
+"""Workers up to which the step keeps its length; 30 workers still converge with a third of it."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A rule that can be named, and from how many pushes under way its steps are shortened (0: never)."""
+    """The rule that `auto` chose, and from how many workers on its steps are shortened (0: never)."""
 
     rule: str
     most: int
     why: str
 
     def step(self, workers: int) -> float:
-        """What the learning rate is multiplied by."""
+        """The factor of the learning rate."""
         return min(1.0, self.most / workers) if self.most else 1.0
 
     def line(self, workers: int) -> str:
-        """For the user."""
+        """The line that tells the user."""
         shorter = f", steps x {self.step(workers):.2g}" if self.step(workers) < 1.0 else ""
         return f"rule auto: {self.rule}{shorter} ({self.why})"
 
 
 def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
-    """The rule for so many workers, whose labels are `skew` from the whole (None: unknown), under an optimizer.
+    """Choose a rule by the number of workers, the skew of their labels (None: unknown) and the optimizer.
 
-    Chosen on a validation split of Fashion-MNIST (docs/rules.md): farsight is best or level with the best on even and
-    on skewed labels, at the user's own lr and momentum; where labels are skewed, the slow workers' must count as much
-    as the others'. It is its own optimizer: under another one (Nesterov's momentum is another), labels that differ need
-    the memory of `cached`.
+    Measured on a validation split of Fashion-MNIST (docs/rules.md): farsight is best or level with the best at the
+    user's lr and momentum. If labels are skewed, farsight-fair makes the data of slow workers count as much as that of
+    fast ones. Both replace the optimizer. Under another optimizer (Nesterov's momentum is another), skewed labels need
+    the cached gradients of `cached`.
 
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "sgd"), (1, "sgd"), (4, "adam"))]
     ['farsight-fair', 'plain', 'cached']
@@ -69,25 +71,25 @@ def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
 
 
 PUBLISHED = ("plain", "plain-early")
-"""Rules that stand for what published systems did, live weights included."""
+"""Rules of published systems, which evaluate the live weights."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What there is to know of a rule before it is built."""
+    """What is known of a rule before it is built."""
 
     text: str
     letter: str = ""
-    """What stands for the number behind its colon."""
+    """Stands for the number behind the colon."""
     knows_workers: bool = False
-    """Keeps something of each worker, so it cannot step on the mean of a round."""
+    """Keeps a row for each worker, so it cannot step on the mean of a round."""
     steps_itself: bool = False
-    """Brings its own momentum, so no other optimizer can be inside."""
+    """Brings its own momentum, so it takes no other optimizer."""
     drops: bool = False
     sends_others: bool = False
-    """Workers are sent other weights than the live ones."""
+    """Sends workers other weights than the live ones."""
     for_drifts: bool = False
-    """Steps on the drifts of local steps, and on nothing else."""
+    """Steps on the drifts of local steps only."""
 
 
 RULES = {
@@ -104,7 +106,7 @@ RULES = {
         sends_others=True,
     ),
     "dana-slim": Traits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
-    "cached": Traits("the mean of everybody's latest gradient", knows_workers=True),
+    "cached": Traits("the mean of the latest gradients of all workers", knows_workers=True),
     "ringleader": Traits("one step for each worker a round", knows_workers=True, steps_itself=True),
     "ringmaster": Traits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
     "buffered": Traits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
@@ -124,71 +126,65 @@ RULES = {
 }
 
 
-def parse_rule(text: str) -> tuple[str, int]:
-    """`dana` or `buffered:4`, as (name, number); a clear error for anything else.
+class NamedRule(NamedTuple):
+    """A rule as the user names it, and the number behind its colon."""
 
-    >>> parse_rule("buffered:4")
-    ('buffered', 4)
-    """
+    name: str
+    number: int
+
+    @property
+    def traits(self) -> Traits:
+        return RULES[self.name]
+
+
+@cache
+def _parse(text: str) -> NamedRule:
     name, argument = name_and_argument("rule", text, {name: traits.letter for name, traits in RULES.items()})
-    return name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0
+    return NamedRule(name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0)
 
 
-def rule_for(config: RunConfig) -> str:
-    """The config's rule; `auto` is left as it is only where there is something to choose."""
-    strategy = config.strategy.partition(":")[0]
-    if config.rule != "auto" or strategy in ON_ARRIVAL:
-        return config.rule
-    return "delayed" if strategy == "async-local" else "plain"  # under the others nothing is stale
+def rule_of(source: RunConfig | str) -> NamedRule:
+    """The rule of a config or of its text, parsed once.
 
-
-def _check_on_drifts(config: RunConfig, strategy: str, rule: str) -> None:
-    """What can be done with a drift is less than with a gradient: its learning rate is inside."""
-    if strategy == "async-local" and not RULES[rule].for_drifts:
-        raise UserError(
-            f"rule {config.rule} is for gradients, and strategy {config.strategy} pushes drifts: use --rule delayed, "
-            "its default"
-        )
-    if strategy in LOCAL and strategy != "async-local" and rule != "plain":
-        what = "averages drifts as they are" if strategy == "local" else "has its outer momentum"
-        raise UserError(f"strategy {config.strategy} {what}: leave out --rule {config.rule}")
-    if strategy not in LOCAL and RULES[rule].for_drifts:
-        raise UserError(f"rule {rule} is for drifts, and strategy {config.strategy} pushes gradients: use --rule auto")
+    >>> rule_of("buffered:4")
+    NamedRule(name='buffered', number=4)
+    """
+    return _parse(source if isinstance(source, str) else source.rule)
 
 
 def check_rule(config: RunConfig) -> None:
     """Refuse a rule that the chosen strategy or optimizer cannot be combined with, naming both."""
-    rule, strategy = parse_rule(config.rule)[0], config.strategy.partition(":")[0]
-    traits = RULES[rule]
-    _check_on_drifts(config, strategy, rule)
-    if strategy in LOCAL:
-        average_horizon(config)
-        return
-    if strategy in IN_ROUNDS and (traits.knows_workers or traits.drops):
+    name, traits, asked = rule_of(config).name, rule_of(config).traits, f"--rule {config.rule}"
+    if traits.for_drifts:
+        require_feature(config, Feature.DRIFT_RULE, asked)
+    elif name != strategy_of(config).kind.default_rule:
+        require_feature(config, Feature.GRADIENT_RULE, asked)
+    if traits.knows_workers:
+        require_feature(config, Feature.WORKER_RULE, asked)
+    if traits.drops:
+        require_feature(config, Feature.DROPPING_RULE, asked)
+    if traits.steps_itself and not strategy_of(config).is_local:
+        _require_own_steps(config)
+
+
+def _require_own_steps(config: RunConfig) -> None:
+    """A rule that brings its own momentum leaves no place for another optimizer."""
+    if config.optimizer != "sgd":
         raise UserError(
-            f"rule {config.rule} needs to know whose push it applies, and strategy {config.strategy} hands it the mean "
-            "of many: use --rule plain, or --strategy async"
-        )
-    if traits.drops and strategy != "async":
-        raise UserError(f"rule {config.rule} answers every push at once: use --strategy async, not {config.strategy}")
-    if traits.steps_itself and config.optimizer != "sgd":
-        raise UserError(
-            f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} has no place in: "
+            f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} cannot replace: "
             f"use --optimizer sgd, or --rule cached with {config.optimizer}"
         )
-    if traits.steps_itself and config.nesterov:
-        raise UserError(f"rule {config.rule} has its own way to step, and --nesterov another: leave out one of the two")
-    average_horizon(config)
+    if config.nesterov:
+        raise UserError(f"rule {config.rule} has its own momentum, and --nesterov another: leave out one of the two")
 
 
 def average_horizon(config: RunConfig) -> float | None:
-    """How many updates the averaged weights look back over: None without averaging, inf for a share of all so far.
+    """The horizon of the running mean of weights, in updates: None without averaging, inf for a growing horizon.
 
-    `auto` averages where pushes are applied as they come, unless the rule is one of the published settings.
+    `auto` averages if pushes are applied one by one, unless the rule is a published one.
     """
     if config.average in (None, "auto"):
-        as_they_come = config.strategy.partition(":")[0] in (*ON_ARRIVAL, "async-local")
-        return math.inf if as_they_come and config.rule not in PUBLISHED else None
+        return math.inf if strategy_of(config).is_stale and config.rule not in PUBLISHED else None
     if config.average in ("none", "on"):
         return math.inf if config.average == "on" else None
     try:
@@ -201,18 +197,18 @@ def average_horizon(config: RunConfig) -> float | None:
 
 
 def average_in_words(config: RunConfig) -> str:
-    """What `auto` came to: none, on or the horizon."""
+    """The averaging of a run in one word: none, on or the horizon."""
     horizon = average_horizon(config)
     return "none" if horizon is None else "on" if math.isinf(horizon) else f"{horizon:g}"
 
 
 def rows_nbytes(config: RunConfig, num_floats: int) -> int:
-    """What a rule's rows, one a worker, take on the server."""
-    return 4 * num_floats * places_of(config) if RULES[parse_rule(config.rule)[0]].knows_workers else 0
+    """Bytes that the per-worker rows of the rule take on the server."""
+    return 4 * num_floats * places_of(config) if rule_of(config).traits.knows_workers else 0
 
 
 def chosen(config: RunConfig, skew: float | None) -> Choice:
-    """What `auto` comes to for this run; one worker that others may join is not chosen for alone."""
+    """The rule that `auto` chooses for this run; one worker that others may join counts as two."""
     workers = max(config.workers or 1, min(places_of(config), 2))
     return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
 
@@ -224,7 +220,7 @@ def build_rule(
     prepared: Callable[[], Prepared],
     skew: float | None = None,
 ) -> Rule:
-    """The rule of the config for so many workers, with its optimizer or with momentum of its own, perhaps averaged."""
+    """Build the rule of a config, with rows for `places` workers and, if asked for, averaged weights."""
     from paceline.core.rules.averaged import Averaged
 
     rule: Rule
@@ -235,9 +231,9 @@ def build_rule(
         named = replace(config, rule=choice.rule, average="none")
         rule = build_rule(named, places, optimizer, prepared)
         rule = Paced(rule, choice.most) if choice.most else rule
-    elif config.strategy.partition(":")[0] in LOCAL or RULES[parse_rule(config.rule)[0]].for_drifts:
+    elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
-    elif RULES[parse_rule(config.rule)[0]].steps_itself:
+    elif rule_of(config).traits.steps_itself:
         rule = _stepping_itself(config, places, prepared())
     else:
         rule = _around(config, places, optimizer())
@@ -246,7 +242,7 @@ def build_rule(
 
 
 def _on_drifts(config: RunConfig) -> Rule:
-    """A rule for what local steps came to: their optimizer is inside them."""
+    """Build a rule for drifts; the optimizer is inside the local steps."""
     from paceline.core.optimizers import Sgd
     from paceline.core.rules.buffered import Delayed
     from paceline.core.rules.plain import Plain
@@ -256,7 +252,7 @@ def _on_drifts(config: RunConfig) -> Rule:
 
 
 def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
-    """A rule around an optimizer."""
+    """Build a rule that uses an optimizer."""
     from paceline.core.rules.cached import Cached
     from paceline.core.rules.plain import Early, Plain
     from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
@@ -264,13 +260,13 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
     rules: dict[str, Callable[[], Rule]] = {
         "plain": lambda: Plain(optimizer),
         "plain-early": lambda: Early(optimizer),
-        "ringmaster": lambda: Plain(optimizer),  # its policy drops the stale ones
+        "ringmaster": lambda: Plain(optimizer),  # its policy drops stale pushes
         "damped": lambda: Damped(optimizer),
         "gap": lambda: Gap(optimizer, places),
         "compensated": lambda: Compensated(optimizer, places),
         "cached": lambda: Cached(optimizer, places),
     }
-    return rules[parse_rule(config.rule)[0]]()
+    return rules[rule_of(config).name]()
 
 
 def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
@@ -279,7 +275,7 @@ def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule
     from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
     from paceline.core.rules.ringleader import Ringleader
 
-    name, number = parse_rule(config.rule)
+    name, number = rule_of(config)
     if name == "buffered":
         return Buffered(number, config.momentum, prepared)
     rules: dict[str, Callable[[float, int, Prepared], Rule]]

@@ -1,4 +1,4 @@
-"""What a run is to reach, and what makes some weights better than others: `--target mae<=0.2`, `--best min:mae`."""
+"""The goal that stops a run, and the metric that chooses its best weights: `--target mae<=0.2`, `--best min:mae`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
@@ -15,11 +16,11 @@ _GOAL = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|=<|=>|<|>)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class Goal:
-    """A number of the test data (or, in a loop of your own, one that it reports) and how far it is to go."""
+    """A metric of the test data, or of a script's reports, and the value that it has to reach."""
 
     metric: str
     lower: bool
-    """Whether less is better."""
+    """Whether a lower value is better."""
     value: float
 
     def is_met(self, value: float | None) -> bool:
@@ -27,7 +28,7 @@ class Goal:
 
     @property
     def reason(self) -> str:
-        """Why the run ended."""
+        """The reason that the run ended, for the result."""
         if self.metric == "accuracy":
             return f"target accuracy {self.value:g} % reached"
         return f"target {self.metric} {'<=' if self.lower else '>='} {self.value:g} reached"
@@ -35,7 +36,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Measure:
-    """What the best weights are the best in."""
+    """The metric that chooses the best weights."""
 
     metric: str
     lower: bool
@@ -46,8 +47,9 @@ class Measure:
         return f"{'min' if self.lower else 'max'}:{self.metric}"
 
 
+@cache
 def parse_goal(text: str) -> Goal:
-    """`METRIC<=VALUE` or `METRIC>=VALUE`.
+    """Parse `METRIC<=VALUE` or `METRIC>=VALUE`, once for each text.
 
     >>> parse_goal("mae<=0.2")
     Goal(metric='mae', lower=True, value=0.2)
@@ -62,8 +64,9 @@ def parse_goal(text: str) -> Goal:
     return Goal(found[1], "<" in found[2], value)
 
 
+@cache
 def parse_measure(text: str) -> Measure:
-    """`min:METRIC` or `max:METRIC`.
+    """Parse `min:METRIC` or `max:METRIC`, once for each text.
 
     >>> parse_measure("max:f1")
     Measure(metric='f1', lower=False)
@@ -75,33 +78,33 @@ def parse_measure(text: str) -> Measure:
 
 
 def goal_of(config: RunConfig) -> Goal | None:
-    """What the run is to reach, if anything."""
+    """The goal of a run, if it has one."""
     if config.target is not None:
         return parse_goal(config.target)
     return Goal("accuracy", False, config.target_accuracy) if config.target_accuracy is not None else None
 
 
 def measure_of(config: RunConfig) -> Measure | None:
-    """What the best weights are chosen by; None: accuracy, then loss."""
+    """The metric that chooses the best weights of a run; None: accuracy, else loss."""
     if config.best is not None:
         return parse_measure(config.best)
-    goal = parse_goal(config.target) if config.target is not None else None
+    goal = goal_of(config) if config.target is not None else None
     return Measure(goal.metric, goal.lower) if goal is not None else None
 
 
 def check_goals(config: RunConfig, in_script: bool) -> None:
-    """What can be said before a task is there."""
+    """Check goals as far as it is possible without the task."""
     if config.target is not None and config.target_accuracy is not None:
         raise UserError("--target and --target-accuracy both end the run: leave one out")
     asked = {"target-accuracy": config.target_accuracy, "target": config.target, "best": config.best}
     goal_of(config), measure_of(config)
     for flag, value in asked.items():
         if value is not None and config.eval_every is None and not in_script:
-            raise UserError(f"--{flag} is only seen at evaluations: add --eval-every, as in --eval-every 1")
+            raise UserError(f"--{flag} is checked at evaluations only: add --eval-every, as in --eval-every 1")
 
 
 def require_measured(config: RunConfig, known: Iterable[str], has_test: bool) -> None:
-    """What the run is to reach, and is chosen by, must be something that is measured on its test data."""
+    """Check that the task measures the metrics of the goal and of the best weights on its test data."""
     goal, measure = goal_of(config), measure_of(config)
     if config.target_accuracy is not None and goal is not None:
         _require(f"--target-accuracy {goal.value:g}", goal.metric, tuple(known), has_test)

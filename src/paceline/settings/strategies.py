@@ -1,112 +1,373 @@
-"""The strategies: how workers keep pace, by name. No torch here."""
+"""The strategies: what each one is on four axes, and what it can be combined with. Importing this imports no torch.
+
+This is the only module that knows a strategy by its name. Other code reads the axes and the table of features.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cache
+from typing import NamedTuple
 
 from paceline.config import RunConfig
-from paceline.errors import UserError, name_and_argument, whole_number
-
-IN_ROUNDS = ("sync", "backup", "allreduce", "local", "diloco")
-
-
-ON_ARRIVAL = ("async", "bounded")
+from paceline.errors import UserError
+from paceline.settings.notation import name_and_argument, whole_number
 
 
-LOCAL = ("local", "diloco", "async-local")
-"""Strategies whose workers push the drift of steps of their own."""
+class Waiting(Enum):
+    """Axis 1: who waits for whom."""
+
+    NONE = auto()
+    """There is one worker."""
+    BARRIER = auto()
+    """A round closes when all workers but the backup ones have pushed."""
+    ASYNC = auto()
+    """No worker waits."""
+    BOUNDED = auto()
+    """Stale-synchronous: a worker waits while it is more than `max_lead` steps ahead of the slowest."""
 
 
-OUTER = {"diloco": (0.7, 0.9), "async-local": (0.4, 0.8)}
-"""The outer learning rate and momentum of those that have them, unless said: as published (arXiv 2311.08105), and
-shorter where every drift is a round old: 10 workers whose drifts go all the way diverge from about .6 on."""
+class Pushed(Enum):
+    """Axis 2: what an update is made of. A barrier applies the mean of a round, the others one push at a time."""
+
+    GRADIENT = auto()
+    DRIFT = auto()
+    """How far the weights of a worker have moved in its local steps."""
+
+
+class Topology(Enum):
+    """Axis 4: which way pushes travel."""
+
+    NONE = auto()
+    STAR = auto()
+    RING = auto()
+
+
+class Feature(Enum):
+    """What a strategy may or may not be combined with."""
+
+    SEVERAL_WORKERS = auto()
+    CODEC = auto()
+    PULL_CODEC = auto()
+    ELASTIC = auto()
+    """`--max-workers`: workers join and leave."""
+    DRAIN = auto()
+    SERVER = auto()
+    """`paceline server`, and workers over ssh or on Ray."""
+    TLS = auto()
+    """Of ranks that a launcher started."""
+    LAUNCHER = auto()
+    """Processes that torchrun or srun started."""
+    FAULTS = auto()
+    RESTART = auto()
+    CAPTURE = auto()
+    OWN_LOOP = auto()
+    """`paceline run`: the script makes the steps."""
+    RING_PATH = auto()
+    STAR_PATH = auto()
+    LOCAL_STEPS = auto()
+    """`--local-steps`."""
+    STEPS_BY_SPEED = auto()
+    OUTER_OPTIMIZER = auto()
+    """`--outer-lr` and `--outer-momentum`."""
+    GRADIENT_RULE = auto()
+    """A rule that is made for gradients, other than `plain`."""
+    DRIFT_RULE = auto()
+    """A rule that is made for drifts."""
+    WORKER_RULE = auto()
+    """A rule that has to know which worker sent a push."""
+    DROPPING_RULE = auto()
+    """A rule that drops stale pushes."""
+
+
+Refusals = Mapping[Feature, str]
+"""For each feature that is refused the reason, which goes on from "strategy NAME" and ends with what to do."""
+
+_ONE_AT_A_TIME = "use sync, backup, async or bounded, or leave it out"
+_NO_DRIFTS: Refusals = {
+    Feature.LOCAL_STEPS: "has no local steps; use local:H, diloco:H or async-local:H",
+    Feature.OUTER_OPTIMIZER: "has no drifts; use diloco:H",
+    Feature.DRIFT_RULE: "pushes gradients, and the rule is for drifts: use --rule auto",
+}
+_NEEDS_SERVER: Refusals = {Feature.RING_PATH: "needs a server; use allreduce, local:H or diloco:H"}
+_IN_ROUNDS: Refusals = {
+    Feature.WORKER_RULE: "averages the pushes of a round, and the rule has to know which worker sent each: "
+    "use --rule plain, or --strategy async",
+    Feature.DROPPING_RULE: "averages the pushes of a round, and the rule drops single ones: "
+    "use --rule plain, or --strategy async",
+}
+_STEPS_INSIDE: Refusals = {
+    Feature.OWN_LOOP: "steps inside its workers, and your own loop pushes gradients: use sync, async or bounded:S, or "
+    "paceline.train with a task"
+}
+_ON_RING: Refusals = {
+    Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",
+    Feature.PULL_CODEC: f"has no server that replies; {_ONE_AT_A_TIME}",
+    Feature.ELASTIC: "is a ring, which no worker can join; use sync, async or bounded, or leave it out",
+    Feature.DRAIN: "is a ring, which no worker can leave: stop the run, or let it finish",
+    Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
+    Feature.TLS: "has no server; torch.distributed connects its ring, without encryption: leave it out",
+    Feature.CAPTURE: "exchanges inside its step; leave out one of the two",
+    Feature.STEPS_BY_SPEED: "is a ring, where no server compares the speeds of workers; add --path star",
+}
+_RING_OR_STAR: Refusals = {
+    **_ON_RING,
+    Feature.CODEC: f"{_ON_RING[Feature.CODEC]}, or add --path star",
+    Feature.PULL_CODEC: f"{_ON_RING[Feature.PULL_CODEC]}, or add --path star",
+}
+
+
+class Axes(NamedTuple):
+    """Three of the four axes; the fourth, local steps, is the number behind the colon."""
+
+    waiting: Waiting
+    pushed: Pushed
+    topologies: tuple[Topology, ...]
+    """Those that a strategy can run on, its default first."""
+
+
+@dataclass(frozen=True)
+class StrategyKind:
+    """One row of the table: the axes of a strategy and the features that it refuses."""
+
+    text: str
+    axes: Axes
+    default_rule: str
+    """What `--rule auto` means; `auto` itself if there is a rule to choose, because gradients are stale."""
+    refuses: Refusals
+    on_ring: Refusals = field(default_factory=dict)
+    """What it refuses beside that on a ring."""
+    letter: str = ""
+    """Stands for the number behind the colon."""
+    least: int = 1
+    outer: tuple[float, float] | None = None
+    """The default outer learning rate and momentum. `diloco` has the published ones (arXiv 2311.08105); those of
+    `async-local` are lower because every drift is one round stale: at 10 workers it diverges from about .6 on."""
 
 
 STRATEGIES = {
-    "classic": "one worker, no process",
-    "sync": "replies when all have pushed",
-    "async": "replies at once",
-    "backup": "replies when all but B have pushed: backup:B",
-    "bounded": "replies while within S steps of the slowest: bounded:S",
-    "allreduce": "all exchange with all, in step",
-    "local": "H steps each, then the mean of their drifts: local:H",
-    "diloco": "H steps each, then Nesterov's momentum on the mean drift: diloco:H",
-    "async-local": "H steps each, each drift applied at once, momentum once a round: async-local:H",
+    "classic": StrategyKind(
+        "one worker, no process",
+        Axes(Waiting.NONE, Pushed.GRADIENT, (Topology.NONE,)),
+        "plain",
+        {
+            **_NO_DRIFTS,
+            **_NEEDS_SERVER,
+            Feature.SEVERAL_WORKERS: "is one worker; choose sync or async for more",
+            Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
+            Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
+            Feature.ELASTIC: "is one worker; use sync, async or bounded, or leave it out",
+            Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
+            Feature.LAUNCHER: "is one worker: leave the launcher out, or choose --strategy allreduce or async",
+            Feature.FAULTS: "has no worker processes: leave out one of the two, or try it in 'paceline simulate'",
+            Feature.RESTART: "trains in the process of this command, which nothing starts again: leave it out, "
+            "'paceline resume' goes on after a kill",
+            Feature.DROPPING_RULE: "has no stale pushes: use --strategy async",
+        },
+    ),
+    "sync": StrategyKind(
+        "replies when all have pushed",
+        Axes(Waiting.BARRIER, Pushed.GRADIENT, (Topology.STAR,)),
+        "plain",
+        {**_NO_DRIFTS, **_NEEDS_SERVER, **_IN_ROUNDS},
+    ),
+    "async": StrategyKind(
+        "replies at once",
+        Axes(Waiting.ASYNC, Pushed.GRADIENT, (Topology.STAR,)),
+        "auto",
+        {**_NO_DRIFTS, **_NEEDS_SERVER},
+    ),
+    "backup": StrategyKind(
+        "replies when all but B have pushed: backup:B",
+        Axes(Waiting.BARRIER, Pushed.GRADIENT, (Topology.STAR,)),
+        "plain",
+        {**_NO_DRIFTS, **_NEEDS_SERVER, **_IN_ROUNDS},
+        letter="B",
+    ),
+    "bounded": StrategyKind(
+        "replies while within S steps of the slowest: bounded:S",
+        Axes(Waiting.BOUNDED, Pushed.GRADIENT, (Topology.STAR,)),
+        "auto",
+        {
+            **_NO_DRIFTS,
+            **_NEEDS_SERVER,
+            Feature.DROPPING_RULE: "counts every push, and the rule drops the stale ones: use --strategy async",
+        },
+        letter="S",
+        least=0,
+    ),
+    "allreduce": StrategyKind(
+        "all exchange with all, in step",
+        Axes(Waiting.BARRIER, Pushed.GRADIENT, (Topology.RING,)),
+        "plain",
+        {
+            **_NO_DRIFTS,
+            **_IN_ROUNDS,
+            Feature.STAR_PATH: "is an exchange around a ring; over a star it is --strategy sync",
+        },
+        _ON_RING,
+    ),
+    "local": StrategyKind(
+        "H steps each, then the mean of their drifts: local:H",
+        Axes(Waiting.BARRIER, Pushed.DRIFT, (Topology.RING, Topology.STAR)),
+        "plain",
+        {
+            **_STEPS_INSIDE,
+            Feature.OUTER_OPTIMIZER: "takes the mean of drifts as it is; use diloco:H",
+            Feature.GRADIENT_RULE: "takes the mean of drifts as it is: leave it out",
+            Feature.DRIFT_RULE: "takes the mean of drifts as it is: leave it out",
+        },
+        _RING_OR_STAR,
+        letter="H",
+    ),
+    "diloco": StrategyKind(
+        "H steps each, then Nesterov's momentum on the mean drift: diloco:H",
+        Axes(Waiting.BARRIER, Pushed.DRIFT, (Topology.RING, Topology.STAR)),
+        "plain",
+        {
+            **_STEPS_INSIDE,
+            Feature.GRADIENT_RULE: "has its outer momentum: leave it out",
+            Feature.DRIFT_RULE: "has its outer momentum: leave it out",
+        },
+        _RING_OR_STAR,
+        letter="H",
+        outer=(0.7, 0.9),
+    ),
+    "async-local": StrategyKind(
+        "H steps each, each drift applied at once, momentum once a round: async-local:H",
+        Axes(Waiting.ASYNC, Pushed.DRIFT, (Topology.STAR,)),
+        "delayed",
+        {
+            **_STEPS_INSIDE,
+            **_NEEDS_SERVER,
+            Feature.GRADIENT_RULE: "pushes drifts, and the rule is for gradients: use --rule delayed, its default",
+        },
+        letter="H",
+        outer=(0.4, 0.8),
+    ),
 }
-ARGUMENTS = {"backup": ("B", 1), "bounded": ("S", 0), **dict.fromkeys(LOCAL, ("H", 1))}
-"""What stands behind a strategy's colon, and the least it can be."""
-RINGS = ("allreduce", "local", "diloco")
-"""Strategies that need no server."""
+CLASSIC, SYNC, ASYNC = "classic", "sync", "async"
+ON_GRADIENTS = (ASYNC, SYNC, "backup", "bounded", "allreduce")
+"""Strategies of several workers that push gradients. A soak seed draws from them by their place: append only."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy's name and the number behind its colon."""
+    """How workers keep pace, as a value: a point on four axes, and the row of the table that it came from."""
 
-    name: str
-    number: int = 0
+    text: str
+    """As the user writes it: `bounded:3`."""
+    kind: StrategyKind = field(repr=False)
+    num_backup: int = 0
+    """How many workers a barrier does not wait for."""
+    max_lead: int = 0
+    """How many steps a worker may be ahead of the slowest."""
+    local_steps: int = 1
+    """Axis 3: the steps that a worker makes for one push."""
+
+    @property
+    def name(self) -> str:
+        return self.text.partition(":")[0]
+
+    @property
+    def waiting(self) -> Waiting:
+        return self.kind.axes.waiting
 
     @property
     def in_rounds(self) -> bool:
-        """Whether several pushes make one update."""
-        return self.name in ("sync", "backup", "allreduce", "local", "diloco")
+        """Whether an update is the mean of several pushes."""
+        return self.waiting is Waiting.BARRIER
 
     @property
     def is_local(self) -> bool:
-        """Whether a worker pushes the drift of steps of its own."""
-        return self.name in LOCAL
+        """Whether a worker pushes the drift of its local steps."""
+        return self.kind.axes.pushed is Pushed.DRIFT
 
     @property
-    def local_steps(self) -> int:
-        """Steps a worker makes for one push."""
-        return self.number if self.is_local else 1
+    def is_stale(self) -> bool:
+        """Whether pushes are applied one by one, to weights that may have changed since."""
+        return self.waiting in (Waiting.ASYNC, Waiting.BOUNDED)
+
+    def pushes_per_update(self, workers: int) -> int:
+        """How many pushes make one update."""
+        return workers - self.num_backup if self.in_rounds else 1
+
+    def pushes_per_step(self, workers: int) -> int:
+        """Over how many pushes a step is averaged: a drift that is applied at once counts for its share of a round."""
+        return workers if self.is_local and not self.in_rounds else self.pushes_per_update(workers)
+
+
+@cache
+def _parse(text: str) -> Strategy:
+    name, argument = name_and_argument("strategy", text, {name: kind.letter for name, kind in STRATEGIES.items()})
+    kind = STRATEGIES[name]
+    number = whole_number("strategy", text, argument, kind.least) if kind.letter else 0
+    match kind.letter:
+        case "B":
+            return Strategy(text, kind, num_backup=number)
+        case "S":
+            return Strategy(text, kind, max_lead=number)
+        case "H":
+            return Strategy(text, kind, local_steps=number)
+    return Strategy(text, kind)
+
+
+def strategy_of(source: RunConfig | str) -> Strategy:
+    """The strategy of a config or of its text, parsed once; an error with the nearest name for anything else.
+
+    >>> strategy_of("bounded:3").max_lead
+    3
+    """
+    return _parse(source if isinstance(source, str) else source.strategy)
+
+
+def topology_of(config: RunConfig) -> Topology:
+    """Which way the run's pushes travel: as `--path` says, or as the strategy does by default."""
+    topologies = strategy_of(config).kind.axes.topologies
+    return Topology.STAR if config.path == "star" and Topology.STAR in topologies else topologies[0]
 
 
 def on_ring(config: RunConfig) -> bool:
     """Whether workers exchange with each other instead of with a server."""
-    return config.path != "star" and parse_strategy(config.strategy).name in RINGS
+    return topology_of(config) is Topology.RING
 
 
 def on_star(config: RunConfig) -> bool:
-    """Whether workers exchange with a server, over a wire that codecs can relieve."""
-    return not on_ring(config) and parse_strategy(config.strategy).name != "classic"
+    """Whether workers exchange with a server, so that codecs can save bytes."""
+    return topology_of(config) is Topology.STAR
+
+
+def in_this_process(config: RunConfig) -> bool:
+    """Whether the workers need no processes of their own."""
+    return topology_of(config) is Topology.NONE or config.device == "cuda"
 
 
 def keeps_own(config: RunConfig) -> bool:
-    """Whether a worker's next push depends on earlier ones of its own: an optimizer inside local steps."""
+    """Whether a worker's next push depends on its earlier ones: an optimizer with state inside local steps."""
     stateless = config.optimizer == "sgd" and not config.momentum
-    return parse_strategy(config.strategy).is_local and not stateless
+    return strategy_of(config).is_local and not stateless
 
 
-def require_gradients(config: RunConfig) -> None:
-    """Refuse strategies whose workers step by themselves, where the user's own loop does the stepping."""
-    if parse_strategy(config.strategy).is_local:
-        raise UserError(
-            f"strategy {config.strategy} steps inside its workers, and your own loop pushes gradients: "
-            "use sync, async or bounded:S, or paceline.train with a task"
-        )
+def why_not(config: RunConfig, feature: Feature) -> str | None:
+    """Why the run's strategy refuses a feature, and what to do; None if it allows it."""
+    kind = strategy_of(config).kind
+    refused = {**kind.refuses, **(kind.on_ring if on_ring(config) else {})}
+    return refused.get(feature)
 
 
-def parse_strategy(text: str) -> Strategy:
-    """`sync`, `backup:1`, `bounded:3`; a clear error for anything else.
-
-    >>> parse_strategy("bounded:3")
-    Strategy(name='bounded', number=3)
-    """
-    letters = {name: ARGUMENTS[name][0] if name in ARGUMENTS else "" for name in STRATEGIES}
-    name, argument = name_and_argument("strategy", text, letters)
-    if name not in ARGUMENTS:
-        return Strategy(name)
-    return Strategy(name, whole_number("strategy", text, argument, ARGUMENTS[name][1]))
+def require_feature(config: RunConfig, feature: Feature, asked: str = "") -> None:
+    """Refuse what was asked for if the run's strategy has no such feature, with the reason from the table."""
+    why = why_not(config, feature)
+    if why is not None:
+        subject = f"{asked}: strategy" if asked else "--strategy"
+        raise UserError(f"{subject} {config.strategy} {why}")
 
 
-def pushes_per_update(strategy: Strategy, workers: int) -> int:
-    """How many pushes make one update."""
-    if not strategy.in_rounds:
-        return 1
-    return workers - strategy.number if strategy.name == "backup" else workers
-
-
-def pushes_in_a_step(strategy: Strategy, workers: int) -> int:
-    """Over how many pushes a step is averaged: under async-local, those of a round each count for their share."""
-    return workers if strategy.name == "async-local" else pushes_per_update(strategy, workers)
+def worth_comparing(workers: int, local_steps: int) -> list[str]:
+    """The strategies that a plan compares on so many workers; `local:H` takes as long as `diloco:H`."""
+    if workers == 1:
+        return [ASYNC]
+    in_step = [SYNC, f"backup:{max(1, workers // 10)}", "bounded:3", ASYNC, "allreduce"]
+    return [*in_step, f"diloco:{local_steps}", f"async-local:{local_steps}"]

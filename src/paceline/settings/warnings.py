@@ -1,4 +1,4 @@
-"""What a user should know of the settings before they train with them: one line each, what will happen, what to use."""
+"""Warnings about settings before a run starts: one line each, with what will happen and what to use."""
 
 from __future__ import annotations
 
@@ -6,44 +6,45 @@ from pathlib import Path
 
 from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
-from paceline.settings.rules import RULES, parse_rule
-from paceline.settings.strategies import ON_ARRIVAL, parse_strategy
+from paceline.settings.preprocessing import split_of
+from paceline.settings.rules import rule_of
+from paceline.settings.strategies import Feature, strategy_of, why_not
 
 SKEWED_BELOW = 1.0
 """A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""
 GROUP_NORM = "-gn"
-"""Ends the names of models with group norm in the place of batch norm."""
+"""Ends the names of models with group norm instead of batch norm."""
 STARVING = ("damped", "gap", "ringmaster")
-"""Rules that let pushes of slow workers count for less, or not at all."""
+"""Rules that damp or drop the pushes of slow workers."""
 FEWEST_EXCHANGES = 30
-"""With fewer in a whole run, local steps have little to average, and an outer momentum no time to grow."""
+"""With fewer exchanges in a run, local steps are averaged too rarely and an outer momentum cannot build up."""
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""What /proc/cpuinfo says of a CPU that multiplies bf16 itself."""
+"""Flags in /proc/cpuinfo of CPUs with bf16 instructions."""
 
 
 def advice(config: RunConfig) -> list[str]:
-    """Warnings about a resolved config, worst first; nothing where there is nothing to say."""
+    """Warnings about a resolved config, the most serious first."""
     if config.timing_only:
         return []
     found = [_batch_norm_on_skew(config), _slow_precision(config), _few_exchanges(config), _codec_at_home(config)]
-    if config.strategy.partition(":")[0] in ON_ARRIVAL:
+    if strategy_of(config).is_stale and not strategy_of(config).is_local:
         found += [_starved(config), _adam_on_skew(config), _momentum(config)]
     return [line for line in found if line is not None]
 
 
-def is_skewed(split: str) -> bool:
+def is_skewed(config: RunConfig) -> bool:
     """Whether workers see labels in very different shares.
 
-    >>> is_skewed("labels"), is_skewed("dirichlet:0.1"), is_skewed("dirichlet:5"), is_skewed("iid")
-    (True, True, False, False)
+    >>> [is_skewed(RunConfig(split=split)) for split in ("labels", "dirichlet:0.1", "dirichlet:5", "iid")]
+    [True, True, False, False]
     """
-    name, _, alpha = split.partition(":")
-    return name == "labels" or (name == "dirichlet" and float(alpha) < SKEWED_BELOW)
+    split = split_of(config)
+    return split.kind == "labels" or (split.alpha is not None and split.alpha < SKEWED_BELOW)
 
 
 def has_batch_norm(model: str) -> bool:
-    """Whether a built-in model normalises by the batch, and so by its worker's labels.
+    """Whether a built-in model has batch norm, and so normalises by the labels of one worker.
 
     >>> has_batch_norm("resnet18"), has_batch_norm("resnet18-gn"), has_batch_norm("cnn")
     (True, False, False)
@@ -52,7 +53,7 @@ def has_batch_norm(model: str) -> bool:
 
 
 def most_momentum(workers: int) -> float:
-    """What is left for explicit momentum beside that of asynchrony, about 1 - 1/n (arXiv 1605.09774).
+    """The largest momentum beside that of asynchrony, which is about 1 - 1/n (arXiv 1605.09774).
 
     Momentum m makes steps 1/(1 - m) times as long, asynchrony n times: together at most as .9 with 4 workers, since
     with 5 the published runs begin to end in NaN.
@@ -65,7 +66,7 @@ def most_momentum(workers: int) -> float:
 
 def _batch_norm_on_skew(config: RunConfig) -> str | None:
     alone = (config.workers or 1) == 1
-    if config.task is not None or not has_batch_norm(config.model) or not is_skewed(config.split) or alone:
+    if config.task is not None or not has_batch_norm(config.model) or not is_skewed(config) or alone:
         return None
     other = config.model if config.model.startswith("resnet") else "resnet18"
     return (
@@ -86,8 +87,8 @@ def _slow_precision(config: RunConfig, cpu_facts: Path = Path("/proc/cpuinfo")) 
 
 def _codec_at_home(config: RunConfig) -> str | None:
     codec = config.codec or config.pull_codec
-    if codec is None or is_simulated(config) or config.strategy.startswith(("allreduce", "local")):
-        return None  # those have a codec only between ranks, most likely of several machines
+    if codec is None or is_simulated(config) or why_not(config, Feature.CODEC) is not None:
+        return None  # a ring has a codec only between ranks, which are most likely on several machines
     return (
         f"codec {codec} between processes of one machine takes longer than their shared memory does: it pays on a "
         "network, as 'paceline simulate --link 1gbit,0.2ms' shows; leave it out here unless you try it out"
@@ -95,9 +96,9 @@ def _codec_at_home(config: RunConfig) -> str | None:
 
 
 def _starved(config: RunConfig) -> str | None:
-    if parse_rule(config.rule)[0] not in STARVING or not is_skewed(config.split):
+    if rule_of(config).name not in STARVING or not is_skewed(config):
         return None
-    what = "drops" if RULES[parse_rule(config.rule)[0]].drops else "damps"
+    what = "drops" if rule_of(config).traits.drops else "damps"
     return (
         f"rule {config.rule} {what} stale pushes, and with --split {config.split} the slowest workers' labels are "
         "starved with them: --rule auto gives every worker its due"
@@ -105,12 +106,12 @@ def _starved(config: RunConfig) -> str | None:
 
 
 def _adam_on_skew(config: RunConfig) -> str | None:
-    if not config.optimizer.startswith("adam") or not is_skewed(config.split) or config.rule in ("cached", "auto"):
+    if not config.optimizer.startswith("adam") or not is_skewed(config) or config.rule in ("cached", "auto"):
         return None
     return (
-        f"{config.optimizer} with --split {config.split} and pushes applied one by one follows whose labels came last, "
-        "and its means mix them: --rule cached steps along everybody's gradients, or --optimizer sgd with --rule auto "
-        "looks ahead"
+        f"{config.optimizer} with --split {config.split} and pushes applied one by one follows the labels of the "
+        "worker that pushed last: --rule cached steps along the gradients of all workers, or --optimizer sgd with "
+        "--rule auto looks ahead"
     )
 
 
@@ -126,7 +127,7 @@ def _momentum(config: RunConfig) -> str | None:
 
 
 def _few_exchanges(config: RunConfig) -> str | None:
-    strategy = parse_strategy(config.strategy)
+    strategy = strategy_of(config)
     if not strategy.is_local or config.task is not None or config.steps is not None:
         return None
     batches = config.epochs * DATASETS[config.dataset].train_size / (config.batch_size * (config.workers or 1))

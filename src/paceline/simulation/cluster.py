@@ -1,30 +1,30 @@
-"""The cluster that a config describes: stated speeds and links, or those measured in a real run."""
+"""Build the simulated cluster of a config, from stated speeds and links or from those of a real run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from paceline.analysis.step_times import Measured, measured
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.durations import parse_delays, seconds
+from paceline.settings.durations import delays_of
 from paceline.settings.fault_table import Fault
-from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.settings.notation import seconds
+from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.network import parse_link
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.step_times import Distribution, StepTimes, parse_factors, parse_speeds
 
 DEFAULT_SPEED = "1s"
 TURNS = 0.08
-"""Share of a machine's cores that is lost when processes take turns: 4 LeNet5 workers on 2 cores lost about 10 %."""
+"""Share of the cores that is lost to context switches: 4 LeNet5 workers on 2 cores lost about 10 %."""
 
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
-    """Everything about time that a simulation needs."""
-    strategy = parse_strategy(config.strategy)
+    """The times, links and faults of a simulation."""
     like = measured(Path(config.like)) if config.like is not None else None
     link = parse_link(config.link) if config.link is not None else None
-    delays = parse_delays(config.delay or [], places_of(config))
+    delays = delays_of(config)
 
     def delay(worker: int, seq: int) -> float:
         return delays[worker].seconds(config.seed, worker, seq) if worker in delays else 0.0
@@ -35,7 +35,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         link=link,
         latency=like.latency if like is not None else 0.0,
         ring=on_ring(config),
-        steps_a_push=strategy.local_steps,
+        steps_a_push=strategy_of(config).local_steps,
         by_speed=config.local_steps == "speed",
         server_seconds=0.0 if on_ring(config) else _server_seconds(config, like),
         cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
@@ -46,7 +46,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
 
 
 def step_times(config: RunConfig, like: Measured | None) -> list[Distribution]:
-    """One distribution a worker: as stated, or as measured times the factors stated."""
+    """One distribution of step times for each worker: as stated, or as measured times the stated factors."""
     workers = config.workers or 1
     if like is None:
         return parse_speeds(config.speeds or DEFAULT_SPEED, workers)

@@ -1,4 +1,4 @@
-"""How fast a cluster would be: a simulation of times alone, without a run folder."""
+"""Forecast the speed of a strategy on a cluster: simulate times only, without a run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.schedules import Budget
 from paceline.core.worker import Seat
 from paceline.interfaces import Layout
 from paceline.runs.result import staleness_summary
-from paceline.settings.strategies import on_ring, parse_strategy, pushes_per_update
+from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.event_queue import Agenda
 from paceline.simulation.simulator import Simulation
@@ -25,7 +25,7 @@ FEWEST_PUSHES = 400
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one strategy on one number of workers comes to."""
+    """The speed and staleness of one strategy on one number of workers."""
 
     strategy: str
     workers: int
@@ -37,10 +37,10 @@ class Forecast:
 
 
 def forecast(config: RunConfig, layout: Layout) -> Forecast:
-    """Simulate `config` (its strategy, workers, speeds, links) for some tens of pushes a worker."""
-    workers, strategy = config.workers or 1, parse_strategy(config.strategy)
+    """Simulate the cluster of `config` for about 40 pushes of each worker."""
+    workers = config.workers or 1
     pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
-    updates = -(-pushes // pushes_per_update(strategy, workers))
+    updates = -(-pushes // strategy_of(config).pushes_per_update(workers))
     model = TimingModel(layout.size, config.batch_size)
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)

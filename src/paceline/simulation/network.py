@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from paceline.errors import UserError
-from paceline.settings.durations import bytes_per_second, seconds
 from paceline.settings.fault_table import Fault
+from paceline.settings.notation import bytes_per_second, seconds
 from paceline.simulation.event_queue import Action, Agenda
 
 

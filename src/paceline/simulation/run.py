@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.assembly.preflight import facts_of, locate_data, startup_warnings
+from paceline.assembly.preflight import facts_of, startup_warnings
 from paceline.assembly.run import make_seat, make_server, timing_layout, timing_server, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.assembly.work import Work
@@ -19,15 +19,15 @@ from paceline.core.messages import Join, Reply
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.core.worker import Seat
-from paceline.data.datasets import DATASETS, SAMPLE, Location, load
+from paceline.data.datasets import DATASETS, Location, load, settle_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, holding
 from paceline.runtimes.server.accounting import Spent
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
-from paceline.settings.durations import count
 from paceline.settings.fault_table import Fault, read_faults
+from paceline.settings.notation import count
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED, cluster_of
 from paceline.simulation.faults import inject
@@ -43,10 +43,7 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
     if config.like is None and config.speeds is None:
         config = dataclasses.replace(config, speeds=DEFAULT_SPEED)  # so that the folder says what kind of run it was
     faults = check(config)
-    location = None if config.timing_only else locate_data(config)
-    if location is not None and location.sample:
-        config = dataclasses.replace(config, dataset=SAMPLE)  # a later look-up must not find other data
-        location = locate_data(config)
+    config, location = (config, None) if config.timing_only else settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
         return folder, _simulate(config, folder, location, faults, console)

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.analysis.step_times import measured
 from paceline.errors import UserError, unknown_name
 from paceline.randomness import rng
-from paceline.settings.durations import seconds
+from paceline.settings.notation import seconds
 
 FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
 BLOCK = 128

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from paceline.assembly.preflight import facts_of, locate_data, require_device
+from paceline.assembly.preflight import facts_of, require_device
 from paceline.config import FIELDS, RunConfig
-from paceline.data.datasets import SAMPLE, load
+from paceline.data.datasets import load, locate_data, settle_data
 from paceline.errors import Interrupted, UserError
 from paceline.launch import train
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import weights_sha256
-from paceline.settings.preprocessing import reading_of
+from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED
 from paceline.simulation.lab.run import Finished, Progress, Spent, check_rows, run_rows
@@ -47,13 +47,7 @@ def settle(config: RunConfig) -> RunConfig:
     config = resolve(config)
     if config.speeds is None and config.like is None:
         config = replace(config, speeds=DEFAULT_SPEED)
-    return with_data_named(config)
-
-
-def with_data_named(config: RunConfig) -> RunConfig:
-    """The built-in sample by its name where it stands in for the whole."""
-    location = locate_data(config)
-    return replace(config, dataset=SAMPLE) if location is not None and location.sample else config
+    return settle_data(config)[0]
 
 
 def note_sample(asked: list[RunConfig], settled: list[RunConfig], console: Console) -> None:
@@ -193,7 +187,7 @@ def _run_in_lab(configs: list[RunConfig], device: str, watch: Watch) -> Spent:
 def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
     parts: dict[tuple[object, ...], list[RunConfig]] = {}
     for config in configs:
-        parts.setdefault((config.dataset, config.data_dir, reading_of(config)), []).append(config)
+        parts.setdefault((config.dataset, config.data_dir, config.max_length, config.image_size), []).append(config)
     yield from parts.values()
 
 
@@ -264,7 +258,7 @@ class Inner(Console):
 
 def resolve_for_training(config: RunConfig) -> RunConfig:
     """Resolved, with the data named that it will have: what is compared with a folder's config."""
-    return with_data_named(resolve(config))
+    return settle_data(resolve(config))[0]
 
 
 def train_missing(configs: list[RunConfig], console: Console) -> None:
@@ -280,7 +274,7 @@ def train_missing(configs: list[RunConfig], console: Console) -> None:
             remove_half_made(folder_of(config))
             inner = Inner(watch, f"training {config.name}")
             try:
-                _, result = train(config, inner)
+                _, result = train(config, inner, rank_here())
                 watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
                 stopped = inner.stopping is not None  # perhaps when the run had only its scoring left
             except KeyboardInterrupt:

@@ -14,8 +14,9 @@ from paceline.errors import UserError
 from paceline.launch import train
 from paceline.reports.console import Console
 from paceline.reports.tables import Column, fit_table
+from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
-from paceline.settings.strategies import on_star, parse_strategy
+from paceline.settings.strategies import ASYNC, on_star, strategy_of, worth_comparing
 from paceline.simulation.forecast import Forecast, forecast
 from paceline.system.cpu import cores
 from paceline.system.terminal import UNCUT, fold
@@ -39,10 +40,10 @@ class Plan:
 def probe(config: RunConfig, console: Console, folder: Path) -> Path:
     """Train for a few seconds on two processes, and return that run."""
     imagined: dict[str, Any] = {name: None for name in SIMULATED_ONLY if name != "timing_only"}
-    trial = dataclasses.replace(config, **imagined, strategy="async", workers=2, threads=1, epoch_mode="shared")
+    trial = dataclasses.replace(config, **imagined, strategy=ASYNC, workers=2, threads=1, epoch_mode="shared")
     steps = PROBE_STEPS
     for name in ("short", "long"):
-        run, result = train(dataclasses.replace(trial, steps=steps, name=name, runs=str(folder)), console)
+        run, result = train(dataclasses.replace(trial, steps=steps, name=name, runs=str(folder)), console, rank_here())
         if result["train_seconds"] >= PROBE_SECONDS / 2:
             break
         steps = round(steps * PROBE_SECONDS / max(result["train_seconds"], 0.01))
@@ -56,14 +57,6 @@ def sizes(config: RunConfig) -> list[int]:
     while 2 * found[-1] < most:
         found.append(2 * found[-1])
     return sorted({*found, most})
-
-
-def strategies(workers: int) -> list[str]:
-    """What is worth comparing on so many workers."""
-    if workers == 1:
-        return ["async"]
-    together = ["sync", f"backup:{max(1, workers // 10)}", "bounded:3", "async", "allreduce"]
-    return [*together, f"diloco:{LOCAL_STEPS}", f"async-local:{LOCAL_STEPS}"]  # local:H takes as long as diloco:H
 
 
 def make_plan(config: RunConfig, console: Console) -> Plan:
@@ -83,7 +76,7 @@ def _simulate_all(config: RunConfig, console: Console) -> Plan:
     if config.task is not None and config.parameters is None:
         raise UserError("a task of your own: give its size too, as in --parameters 25.6M")
     layout = timing_layout(config)
-    cells = [(workers, strategy) for workers in sizes(config) for strategy in strategies(workers)]
+    cells = [(workers, strategy) for workers in sizes(config) for strategy in worth_comparing(workers, LOCAL_STEPS)]
     found = []
     for number, (workers, strategy) in enumerate(cells):
         cell = dataclasses.replace(config, workers=workers, strategy=strategy, shard_weights=None, path=None)
@@ -101,13 +94,13 @@ def choose(found: list[Forecast]) -> Plan:
     Drifts that are stale as well cost most, so they must be worth a good deal more speed.
     """
     top = max(one.samples_per_second for one in found)
-    prudent = [one for one in found if not (one.staleness and parse_strategy(one.strategy).is_local)]
+    prudent = [one for one in found if not (one.staleness and strategy_of(one.strategy).is_local)]
     crews = prudent if any(WORTH_IT * one.samples_per_second >= top for one in prudent) else found
     fastest = max(crews, key=lambda one: one.samples_per_second)
     enough = GOOD_ENOUGH * fastest.samples_per_second
     workers = min(one.workers for one in crews if one.samples_per_second >= enough)
     crew = [one for one in crews if one.workers == workers and one.samples_per_second >= enough]
-    every_step = [one for one in crew if not parse_strategy(one.strategy).is_local]
+    every_step = [one for one in crew if not strategy_of(one.strategy).is_local]
     even = [one for one in every_step or crew if not one.staleness]
     choice = max(even or every_step or crew, key=lambda one: one.samples_per_second)
     return Plan(found, choice, _reason(choice, fastest))
@@ -139,7 +132,7 @@ def plan_lines(plan: Plan, width: int = UNCUT) -> list[str]:
     alone = next((one.samples_per_second for one in plan.forecasts if one.workers == 1), None)
     rows = []
     for one in plan.forecasts:
-        rarely = "*" if parse_strategy(one.strategy).is_local else ""
+        rarely = "*" if strategy_of(one.strategy).is_local else ""
         times = f"{one.samples_per_second / alone:.2f}" if alone else "-"
         rows.append(
             [

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import in_this_process, locate_data, require_device
+from paceline.assembly.preflight import require_device
 from paceline.config import is_simulated
-from paceline.data.datasets import load
+from paceline.data.datasets import load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import is_script
 from paceline.runs.recording import Recording, ScriptCall, open_recording
-from paceline.settings.strategies import on_ring
+from paceline.settings.strategies import in_this_process, on_ring
 
 
 def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:

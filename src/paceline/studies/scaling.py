@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.strategies import strategy_of
 from paceline.studies.batch_runs import note_sample, resolve_for_training, result_of, train_missing
 from paceline.studies.scaling_table import Scaling, gather
 from paceline.system.cpu import cores
@@ -42,7 +42,7 @@ def configs_for(asked: RunConfig, kind: str, counts: list[int], repeats: int) ->
     Strong: --batch-size is shared by all workers. Weak: it is each worker's own. Steps are a worker's own, so that
     every run takes about as long where workers do not get into each other's way.
     """
-    strategy = parse_strategy(asked.strategy)
+    strategy = strategy_of(asked)
     configs = []
     for count in counts:
         if kind == "strong" and asked.batch_size % count:

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import locate_data, require_device
+from paceline.assembly.preflight import require_device
 from paceline.assembly.run import work_of
 from paceline.assembly.task import load_task
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
-from paceline.data.datasets import Dataset, load
+from paceline.data.datasets import Dataset, load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import SCHEMA, write_atomically

@@ -93,5 +93,5 @@ def _fold_command(line: str, width: int) -> str:
         return line
     indent = re.match(" *", line)[0]  # type: ignore[index]
     is_command = line.startswith(("paceline ", "PACELINE"), len(indent))
-    lines = fold(line.strip(), width - len(indent) - 2 * is_command, "    ").split("\n")
+    lines = fold(line.strip(), width - len(indent) - 2 * is_command, "    " * is_command).split("\n")
     return (" \\\n" if is_command else "\n").join(indent + one for one in lines)

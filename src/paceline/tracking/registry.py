@@ -6,8 +6,7 @@ import importlib
 from typing import cast
 
 from paceline.errors import UserError
-from paceline.settings.imports import make_own
-from paceline.settings.trackers import TRACKERS, check_tracker
+from paceline.settings.imports import TRACKERS, check_tracker, make_own
 from paceline.tracking.tracker import Tracker
 
 METHODS = ("started", "row", "finished")

@@ -14,7 +14,7 @@ from paceline.core.rules.buffered import Buffered, Delayed
 from paceline.core.rules.plain import Plain
 from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from paceline.interfaces import Arrival
-from paceline.settings.strategies import OUTER
+from paceline.settings.strategies import STRATEGIES
 from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
 from tests.support.slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
@@ -160,6 +160,13 @@ def test_delayed_moves_in_n_pushes_as_nesterov_on_their_mean(drifts: list[list[f
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def outer(name: str) -> tuple[float, float]:
+    """The default outer learning rate and momentum of a strategy."""
+    found = STRATEGIES[name].outer
+    assert found is not None
+    return found
+
+
 def distance_after(rounds: int, workers: int, lr: float, momentum: float) -> float:
     """Of one weight from 0, its optimum, when each drift goes all the way there from where its worker was sent."""
     rule, weights = Delayed(momentum), torch.ones(1)
@@ -173,5 +180,5 @@ def distance_after(rounds: int, workers: int, lr: float, momentum: float) -> flo
 
 
 def test_the_default_outer_steps_are_stable_where_drifts_are_a_round_old_and_those_of_diloco_are_not() -> None:
-    assert all(distance_after(150, workers, *OUTER["async-local"]) < 0.02 for workers in (2, 5, 10))
-    assert distance_after(150, 10, *OUTER["diloco"]) > 100.0
+    assert all(distance_after(150, workers, *outer("async-local")) < 0.02 for workers in (2, 5, 10))
+    assert distance_after(150, 10, *outer("diloco")) > 100.0

@@ -164,8 +164,8 @@ REFUSED = {
     "faster": (Fault("slow", 1.0, 0, lasts=1.0, factor=0.5), (), "cannot be made faster (factor 0.5)"),
     "late notice": (Fault("crash", 1.0, 0, noticed_after=1.0), (), "a killed process is noticed at once"),
     "no worker": (Fault("crash", 1.0, 7), (), "fault 1 (crash): no worker 7, there are 0 to 1"),
-    "classic": (Fault("crash", 1.0, 0), ("--strategy", "classic"), "processes, and --strategy classic has none"),
-    "cuda": (Fault("crash", 1.0, 0), ("--device", "cuda"), "processes, and --device cuda has none"),
+    "classic": (Fault("crash", 1.0, 0), ("--strategy", "classic"), "strategy classic has no worker processes"),
+    "cuda": (Fault("crash", 1.0, 0), ("--device", "cuda"), "with --device cuda all workers are in this process"),
 }
 
 

@@ -83,7 +83,7 @@ def test_a_launcher_resumes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(VARIABLES, ("0", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="leave the launcher out"):
-        resume(Path("runs/it"), Console(quiet=True))
+        resume(Path("runs/it"), Console(quiet=True), rank=rank_here())
 
 
 def test_what_never_comes_is_not_waited_for_for_ever() -> None:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import settle_data
 from paceline.config import RunConfig, from_dict, to_dict
+from paceline.data.datasets import settle_data
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
@@ -28,7 +28,6 @@ from paceline.runtimes.cluster.serve import (
     serve,
     serve_again,
 )
-from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.system.signals import stop_signals
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
@@ -132,8 +131,6 @@ def require_ray() -> Any:
 
 def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:
     """Serve on this node, work where Ray finds room; the run's folder is here, as ever."""
-    if rank_here() is not None:
-        raise UserError("--engine ray places its own processes: leave the launcher (torchrun, srun) out")
     asked = config.threads
     config = resolve(replace(config, threads=config.threads or 1))
     require_star(config)

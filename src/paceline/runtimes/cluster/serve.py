@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import facts_of, locate_data, refuse_imagined, settle_data, startup_warnings
+from paceline.assembly.preflight import facts_of, startup_warnings
 from paceline.config import RunConfig
-from paceline.data.datasets import Dataset, Location, load
+from paceline.data.datasets import Dataset, Location, load, locate_data, settle_data
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder, holding, require_survivors, write_atomically
 from paceline.runtimes.sharded.processes import Retinue, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
-from paceline.settings.resolve import check_names, resolve
-from paceline.settings.strategies import on_ring, parse_strategy
+from paceline.settings.resolve import check_names, refuse_simulated, resolve
+from paceline.settings.strategies import Feature, require_feature
 from paceline.system.signals import stop_signals
 from paceline.transports.auth import ConnectOptions, _read_token, make_token, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
@@ -65,7 +65,7 @@ def serve(
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Serve a new run to workers that come over the network; `tell` is called once they can connect."""
     config = resolve(config)
-    refuse_imagined(config)
+    refuse_simulated(config)
     require_star(config)
     require_cuttable(config, entrance.num_servers)
     if tell is not None:
@@ -121,8 +121,7 @@ def _address_before(folder: RunFolder) -> str:
 
 
 def require_star(config: RunConfig) -> None:
-    if on_ring(config) or parse_strategy(config.strategy).name == "classic":
-        raise UserError(f"--strategy {config.strategy} has no server: choose sync, async, bounded:S or backup:B")
+    require_feature(config, Feature.SERVER)
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: workers that come over the network compute on CPUs; leave it out")
     if config.faults is not None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.assembly.preflight import settle_data
 from paceline.config import RunConfig
+from paceline.data.datasets import settle_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
@@ -22,7 +22,6 @@ from paceline.runtimes.cluster.host_probe import code_digest, find_file
 from paceline.runtimes.cluster.hosts_file import HostLine, Wanted, num_workers, read_hosts
 from paceline.runtimes.cluster.serve import Entrance, Opened, Tell, refuse_restarts, require_star, serve, serve_again
 from paceline.runtimes.cluster.ssh import Ready, RemoteWorkers, check_hosts, settle
-from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.system.environment import package_version
 from paceline.transports.auth import TOKEN_VARIABLE, make_token
@@ -55,7 +54,7 @@ class Ground:
 
 def train_on_hosts(config: RunConfig, hosts: Hosts, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Look at every host, serve here, and let all of them work."""
-    lines = _read(hosts)
+    lines = read_hosts(Path(hosts.file))
     total = num_workers(lines)
     if config.workers not in (None, total):
         raise UserError(
@@ -70,19 +69,13 @@ def resume_on_hosts(
     path: Path, hosts: Hosts, console: Console, upkeep: dict[str, Any] | None = None
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run, on the same number of workers; the hosts may be others than before."""
-    config, lines = RunFolder.open(path).config(), _read(hosts)
+    config, lines = RunFolder.open(path).config(), read_hosts(Path(hosts.file))
     if num_workers(lines) != config.workers:
         raise UserError(
             f"{path} has {config.workers} workers, and {hosts.file} lists {num_workers(lines)}: list as many"
         )
     ground = _look(config, None, hosts, lines, console)
     return _work(ground, console, lambda start: serve_again(path, ground.entrance, console, upkeep, start))
-
-
-def _read(hosts: Hosts) -> list[HostLine]:
-    if rank_here() is not None:
-        raise UserError(f"--hosts {hosts.file} starts its own workers: leave the launcher (torchrun, srun) out")
-    return read_hosts(Path(hosts.file))
 
 
 def _look(config: RunConfig, threads: int | None, hosts: Hosts, lines: list[HostLine], console: Console) -> Ground:

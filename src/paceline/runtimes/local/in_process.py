@@ -7,14 +7,56 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from paceline.core.messages import Reply
+from paceline.assembly.preflight import facts_of, startup_warnings
+from paceline.assembly.run import make_join, make_seat, make_server, work_of
+from paceline.assembly.task import make_task, prepare_device
+from paceline.config import RunConfig
+from paceline.core.messages import Join, Reply
 from paceline.core.worker import Seat
-from paceline.runs.folder import ALL_GONE
+from paceline.data.datasets import Location, load
+from paceline.interfaces import Report
+from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.worker_loop import WorkerLoop
+from paceline.system.memory import keep_freed_memory
+from paceline.system.signals import stop_signals
+
+
+def train_in_process(
+    config: RunConfig, folder: RunFolder, location: Location | None, report: Report, incarnation: int
+) -> dict[str, Any]:
+    """Train `classic`, or several workers on one GPU; an incarnation above 0 resumes the run in `folder`."""
+    keep_freed_memory()
+    device = prepare_device(config)
+    dataset = load(location, report=report) if location is not None else None
+    task = make_task(config, dataset).to(device)
+    work = work_of(task, config)
+    server = make_server(config, task, work)
+    for line in startup_warnings(config, location, work.skew):
+        report({"kind": "note", "text": line})
+
+    def seat(join: Join) -> Seat:
+        return make_seat(config, make_task(config, dataset).to(device), work, join)
+
+    rebuilt = rebuild(server, seat, task, config, folder, report) if incarnation else None
+    seconds = rebuilt.now if rebuilt is not None else 0.0
+    replies: deque[Reply] = deque()
+    runtime, facts = LocalRuntime(replies.append), facts_of(config, location)
+    host = Host(server, task, work, config, folder, report, runtime, seconds, facts)
+    if rebuilt is not None:
+        host.go_on(rebuilt)
+    seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
+    with stop_signals(report) as reason:
+        run_inline(host, replies, seats, lambda: reason[0] if reason else None)
+        result = host.finish()
+    host.close()
+    return result
 
 
 def run_inline(host: Host, replies: deque[Reply], seats: Iterable[Seat], stopped: Callable[[], str | None]) -> None:

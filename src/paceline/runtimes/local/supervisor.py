@@ -15,13 +15,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.assembly.preflight import facts_of, startup_warnings
+from paceline.assembly.work import divide_work
 from paceline.config import RunConfig, to_dict
+from paceline.data.datasets import Location
+from paceline.data.shared import SharedDataset
 from paceline.errors import Reported, RunFailed, ServerLost, UserError
+from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_life
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, require_survivors
 from paceline.runtimes.local.fault_injection import Injector
 from paceline.runtimes.local.fork_server import ForkServer, request
 from paceline.settings.fault_table import Fault
+from paceline.settings.strategies import on_ring
 from paceline.system.signals import INTERRUPTED, TERMINATED, interrupts
 
 ENDING_SECONDS = 3.0
@@ -219,6 +225,30 @@ class Supervisor:
 
         with interrupts(stop):
             yield
+
+
+def train_on_processes(
+    config: RunConfig,
+    folder: RunFolder,
+    location: Location | None,
+    report: Report,
+    incarnation: int,
+    faults: tuple[Fault, ...] = (),
+) -> dict[str, Any]:
+    """Start the fork server, decode the data while it imports torch, then train on processes of this machine."""
+    with ForkServer() as forks:
+        shared = SharedDataset(location, report) if location is not None else None
+        skew = divide_work(shared.dataset.train_labels, config).skew if shared is not None else None
+        for line in startup_warnings(config, location, skew):
+            report({"kind": "note", "text": line})
+        data = {"dataset": shared.spec() if shared is not None else None}
+        spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
+        processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
+        if on_ring(config):
+            processes = processes.in_ring()
+        result = run_local(config, folder, forks, processes, report)
+    require_survivors(result, folder)
+    return result
 
 
 def run_local(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.codecs.lowrank import LowRank
 from paceline.core.worker import one_vector
 from paceline.interfaces import Codec, Layout, State
-from paceline.settings.codecs import build_codec, parse_codec
+from paceline.settings.codecs import build_codec, codec_of
 
 
 class Gathered:
@@ -109,12 +109,12 @@ def travels_whole(text: str | None) -> bool:
 
     Buckets cost two copies and a call each; they hide the time of the transfer.
     """
-    return text is not None and parse_codec(text)[0] in ("lowrank", "sign", "topk")
+    return text is not None and codec_of(text).name in ("lowrank", "sign", "topk")
 
 
 def compress(parallel: DistributedDataParallel, text: str, key: int) -> None:
     """Make `parallel` exchange its buckets with the codec `text`."""
-    name, _ = parse_codec(text)
+    name = codec_of(text).name
     if name == "fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "bf16" and dist.get_backend() == "nccl":

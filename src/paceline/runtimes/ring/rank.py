@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.assembly.preflight import facts_of, startup_warnings
 from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, to_dict
 from paceline.core.driver import Unlogged
 from paceline.core.worker import Seat
-from paceline.data.datasets import Dataset
+from paceline.data.datasets import Dataset, Location, load
 from paceline.interfaces import Loader, Report
 from paceline.randomness import mix64
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, holding
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import EvenShares, make_parallel
 from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, failing_on_lost_rank
 from paceline.runtimes.ring.replica import Inbox, Place, Replica
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
-from paceline.settings.codecs import build_codec, parse_codec
+from paceline.settings.codecs import build_codec, codec_of
 from paceline.settings.ranks import Rank
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.strategies import strategy_of
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
+from paceline.system.signals import stop_signals
 
 OWN = ("threads", "data_dir", "name", "runs")
 """Settings that may differ between ranks."""
+
+
+def train_as_rank(
+    config: RunConfig, rank: Rank, location: Location | None, report: Report
+) -> tuple[RunFolder, dict[str, Any]]:
+    """Train as one of the processes that a launcher started; only rank 0 keeps a folder and reports."""
+    dataset = load(location) if location is not None else None
+    meeting = Meeting(rank)
+    with contextlib.closing(meeting), stop_signals(report) as reasons:
+        if not rank.leads:
+            result = Member(config, rank, dataset, meeting).follow()
+            return RunFolder(Path(result["folder"])), result
+        folder = RunFolder.create(config)
+        with holding(folder):
+            member = Member(config, rank, dataset, meeting)
+            for line in startup_warnings(config, location, member.place.work.skew):
+                report({"kind": "note", "text": line})
+            facts = {**facts_of(config, location), "folder": str(folder.path)}
+            return folder, member.lead(folder, report, facts, lambda: reasons[0] if reasons else None)
 
 
 class Member:
@@ -53,12 +76,12 @@ class Member:
     def _seat(self) -> Seat:
         """Build this rank's worker. DDP averages gradients during backward, or the ring averages pushes after it."""
         config, task, ring = self.config, self.place.task, self.ring
-        is_local, key = parse_strategy(config.strategy).is_local, mix64(config.seed, self.rank.number)
+        is_local, key = strategy_of(config).is_local, mix64(config.seed, self.rank.number)
         ring.is_even = not is_local
         seat = self.place.seat(ring, self._even if ring.is_even else None)
         if is_local or travels_whole(config.codec):
             if config.codec is not None:
-                task.flat.keeps = not is_local and config.device == "cpu" and parse_codec(config.codec)[0] == "lowrank"
+                task.flat.keeps = not is_local and config.device == "cpu" and codec_of(config.codec).name == "lowrank"
                 exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.keeps)
                 ring.average, ring.by_codec = exchange
             return seat

@@ -16,8 +16,7 @@ from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.supervisor import Processes, run_local
-from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
-from paceline.settings.strategies import require_gradients
+from paceline.settings.resolve import require_own_loop, resolve
 
 
 def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -29,9 +28,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
         raise UserError(f"script {script} does not exist")
     typed = given(config, SCRIPT_MAY_DECIDE)
     config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
-    require_gradients(config)
-    refuse_codecs(config)
-    refuse_newcomers(config)
+    require_own_loop(config)
     faults = faults_for_processes(config, script=True)
     folder = RunFolder.create(config)
     with holding(folder), ForkServer() as forks:

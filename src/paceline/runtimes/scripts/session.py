@@ -40,8 +40,8 @@ from paceline.runtimes.scripts.adopt import (
 from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
-from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
-from paceline.settings.strategies import require_gradients
+from paceline.settings.resolve import require_own_loop, resolve
+from paceline.settings.strategies import CLASSIC
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_kept
@@ -294,12 +294,10 @@ def join(config: RunConfig | None = None) -> Session:
     if inherited is not None:
         known = inherited.config, inherited.worker, inherited.incarnation, inherited.transport
         return Session(*known, inherited.typed, inherited.folder)
-    asked = config if config is not None else RunConfig(strategy="classic")
+    asked = config if config is not None else RunConfig(strategy=CLASSIC)
     typed = frozenset(given(asked, SCRIPT_MAY_DECIDE))
     alone = resolve(dataclasses.replace(asked, task=asked.task or SCRIPT))
-    require_gradients(alone)
-    refuse_codecs(alone)
-    refuse_newcomers(alone)
+    require_own_loop(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
     return Session(alone, 0, 0, InProcessClient(), typed)

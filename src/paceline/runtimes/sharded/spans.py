@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.codecs import CODECS, build_part, parse_codec
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.codecs import CODECS, build_part, codec_of
+from paceline.settings.strategies import strategy_of
 
 if TYPE_CHECKING:
     from paceline.codecs.slices import CodecPart, Sliced
@@ -27,10 +27,10 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
         return
     asked = f"--servers {servers} divides the weights into ranges, and"
     pull = config.pull_codec
-    if pull is not None and not CODECS[parse_codec(pull)[0]].by_range:
+    if pull is not None and not codec_of(pull).traits.by_range:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
         raise UserError(f"{asked} --pull-codec {pull} looks at all of them at once: use one of {known}")
-    if parse_strategy(config.strategy).is_local:
+    if strategy_of(config).is_local:
         return  # clipping and lars happen inside the workers
     if config.clip is not None:
         raise UserError(f"{asked} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")

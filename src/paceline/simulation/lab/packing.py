@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UserError
-from paceline.settings.rules import RULES, average_horizon, chosen, parse_rule
+from paceline.settings.rules import average_horizon, chosen, rule_of
 from paceline.simulation.lab.batch import Row
 
 ROOM = 0.6
@@ -59,7 +59,7 @@ def memory_of(members: list[Row], device: torch.device) -> float:
     row = members[0]
     pushes = max(one.trace.workers.shape[1] for one in members)
     places = max(one.config.workers or 1 for one in members) if pushes == 1 else 1
-    tables = 1 + RULES[parse_rule(row.config.rule)[0]].knows_workers
+    tables = 1 + rule_of(row.config).traits.knows_workers
     samples = pushes * row.config.batch_size
     longest = max(len(one.trace) for one in members)
     floats: int = row.initial.numel() * (places * tables + 10) + 2 * samples * longest

@@ -16,7 +16,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.runs.result import summarise
 from paceline.settings.preprocessing import ways_of
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.strategies import strategy_of
 from paceline.simulation.lab.batch import Family
 from paceline.simulation.lab.evaluation import EVERYTHING, scores_of
 from paceline.simulation.lab.inputs import Images
@@ -87,7 +87,7 @@ def check_rows(configs: list[RunConfig]) -> None:
     for config in configs:
         if config.model not in BATCHED or config.task is not None:
             raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
-        strategy = parse_strategy(config.strategy)
+        strategy = strategy_of(config)
         if strategy.is_local or config.eval_every is not None or config.faults is not None:
             raise UserError(
                 f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"

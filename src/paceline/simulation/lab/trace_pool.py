@@ -15,7 +15,7 @@ from paceline.assembly.task import class_labels, make_task
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig, to_toml
 from paceline.data.datasets import Dataset
-from paceline.settings.rules import RULES, parse_rule
+from paceline.settings.rules import rule_of
 from paceline.simulation.lab.arrival_order import Trace, trace_of
 from paceline.simulation.lab.batch import Row
 from paceline.simulation.lab.inputs import Feed, feed_of
@@ -55,7 +55,7 @@ def _alike(config: RunConfig) -> RunConfig:
     changes = {name: getattr(_ANY, name) for name in _NOT_TIMES}
     if config.link is not None:
         del changes["model"]  # its bytes take time
-    if RULES[parse_rule(config.rule)[0]].drops:
+    if rule_of(config).traits.drops:
         del changes["rule"]
     return dataclasses.replace(config, **changes, lr=1.0)
 

@@ -17,6 +17,7 @@ from paceline.interfaces import Policy, Rule
 from paceline.randomness import rng
 from paceline.settings.fault_table import Fault, random_faults
 from paceline.settings.rules import RULES, build_rule
+from paceline.settings.strategies import ON_GRADIENTS, STRATEGIES, SYNC, Feature, on_ring, strategy_of, why_not
 from paceline.simulation.network import Link
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.soak.oracle import BETAS, EPS
@@ -26,7 +27,7 @@ from paceline.tasks.synthetic import Quadratic, part_of
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything a seed decides."""
+    """Everything that a seed decides."""
 
     seed: int
     strategy: str
@@ -43,7 +44,7 @@ class Trial:
     """The worker and the batch whose gradient holds a NaN."""
     rule: str = "plain"
     room: int | None = None
-    """Workers that may be there at once, where they may come and go."""
+    """Most workers at once, if workers may join and leave."""
 
     @property
     def workers(self) -> int:
@@ -54,7 +55,7 @@ class Trial:
         return self.room or self.workers
 
     def quota(self, worker: int) -> int | None:
-        """Of a worker that was there at the start; a newcomer has none."""
+        """The quota of a worker that was there at the start; one that joins late has none."""
         return self.quotas[worker] if worker < self.workers else None
 
     def make_optimizer(self) -> Optimizer:
@@ -85,21 +86,18 @@ MOST_WORKERS = 6
 MOST_FAULTS = 8
 
 
-ON_GRADIENTS = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
-
-
-STRATEGIES = ("async", "sync", "backup", "bounded", "allreduce")
+RULE_NAMES = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
 
 
 T = TypeVar("T")
 
 
 def draw(seed: int) -> Trial:
-    """The trial of a seed."""
+    """Draw the trial of a seed."""
     chance = rng(seed, "soak")
     workers = int(chance.integers(1, MOST_WORKERS + 1))
     strategy = _strategy(chance, workers)
-    in_rounds = strategy.startswith(("sync", "backup", "allreduce"))
+    in_rounds = strategy_of(strategy).in_rounds
     pushes = int(chance.integers(20, 121)) // (1 if workers > 2 else 2)
     even = bool(chance.integers(2))
     budget, quotas = _budget(chance, pushes, workers, in_rounds)
@@ -121,8 +119,8 @@ def draw(seed: int) -> Trial:
 
 
 def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon: float) -> Trial:
-    """Half of all trials over a star have workers who join or are drained; where the budget is shared, data moves."""
-    if trial.strategy == "allreduce" or chance.integers(2):
+    """Let workers join and leave in half of all trials over a star; if the budget is shared, data is divided again."""
+    if on_ring(RunConfig(strategy=trial.strategy)) or chance.integers(2):
         return trial
     elastic = not trial.budget.own and bool(chance.integers(4))
     room = trial.workers + int(chance.integers(4)) if elastic else None
@@ -139,7 +137,7 @@ def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon:
 
 
 def _on_the_beat(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """All times as multiples of half a second, so that much happens at once."""
+    """Round all times to half seconds, so that many events coincide."""
 
     def beat(seconds: float | None) -> float | None:
         return None if seconds is None else max(0.5, round(2.0 * seconds) / 2.0)
@@ -161,26 +159,30 @@ def _pick(chance: np.random.Generator, choices: tuple[T, ...]) -> T:
 
 
 def _strategy(chance: np.random.Generator, workers: int) -> str:
-    name = _pick(chance, STRATEGIES)
-    if name == "backup":
-        return f"backup:{chance.integers(1, workers)}" if workers > 1 else "sync"
-    return f"bounded:{chance.integers(4)}" if name == "bounded" else name
+    name = _pick(chance, ON_GRADIENTS)
+    match STRATEGIES[name].letter:
+        case "B":
+            return f"{name}:{chance.integers(1, workers)}" if workers > 1 else SYNC
+        case "S":
+            return f"{name}:{chance.integers(4)}"
+    return name
 
 
 def _rule(chance: np.random.Generator, strategy: str) -> str:
-    """Half of all trials have the plain rule, and those in rounds no rule that has to know whose push it is."""
-    name = _pick(chance, ON_GRADIENTS) if chance.integers(2) else "plain"
-    traits = RULES[name]
+    """Half of all trials have the plain rule, and so have those whose strategy refuses the rule that was drawn."""
+    name = _pick(chance, RULE_NAMES) if chance.integers(2) else "plain"
+    traits, config = RULES[name], RunConfig(strategy=strategy)
     text = f"{name}:{chance.integers(1, 5)}" if traits.letter else name
-    in_rounds = strategy.startswith(("sync", "backup", "allreduce"))
-    fits = strategy == "async" if traits.drops else not (in_rounds and traits.knows_workers)
-    return text if fits else "plain"
+    refused = (traits.drops and why_not(config, Feature.DROPPING_RULE)) or (
+        traits.knows_workers and why_not(config, Feature.WORKER_RULE)
+    )
+    return "plain" if refused else text
 
 
 def _budget(
     chance: np.random.Generator, pushes: int, workers: int, in_rounds: bool
 ) -> tuple[Budget, tuple[int | None, ...]]:
-    """Samples or versions for all, or a quota for each; about so many pushes in the end."""
+    """A budget of samples or steps for all, or a quota for each worker, of about this many pushes."""
     kind = _pick(chance, ("shared", "steps", "own"))
     if kind == "own":
         most = max(2, 2 * pushes // workers)
@@ -190,14 +192,14 @@ def _budget(
 
 
 def _cluster(chance: np.random.Generator, strategy: str, workers: int, pushes: int) -> tuple[Cluster, float]:
-    """The cluster, and about how long so many pushes take on it."""
+    """A cluster, and about how long this many pushes take on it."""
     kind = _pick(chance, ("constant", "lognormal", "exponential", "normal"))
     means = [_pick(chance, (1.0, 1.0, 1.5, 4.0)) for _ in range(workers)]
     times = StepTimes([Distribution(kind, mean, 0.3) for mean in means], int(chance.integers(2**32)))
     link = Link(_pick(chance, (100.0, 1e6)), _pick(chance, (0.0, 0.05, 0.5))) if chance.integers(2) else None
     server_seconds = _pick(chance, (0.0, 0.0, 0.05, 0.3))
     cores = int(chance.integers(1, workers + 1)) if chance.integers(4) == 0 else None
-    ring = strategy == "allreduce"
+    ring = on_ring(RunConfig(strategy=strategy))
     steps = _pick(chance, (1, 1, 1, 3))
     delay = _some_delay if chance.integers(8) == 0 else None
     cluster = Cluster(
@@ -218,5 +220,5 @@ def _some_delay(worker: int, push: int) -> float:
 
 
 def with_faults(trial: Trial, faults: tuple[Fault, ...]) -> Trial:
-    """The same trial, with other things going wrong."""
+    """The same trial with other faults."""
     return replace(trial, cluster=replace(trial.cluster, faults=faults))

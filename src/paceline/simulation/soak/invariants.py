@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
 from paceline.core.server import Server
 from paceline.runs.replay import same_bits
-from paceline.settings.rules import RULES, parse_rule
-from paceline.settings.strategies import parse_strategy
+from paceline.settings.rules import rule_of
+from paceline.settings.strategies import Waiting, strategy_of
 from paceline.simulation.soak.membership_model import Membership
 from paceline.simulation.soak.oracle import Oracle, Part
 from paceline.simulation.soak.violation import require
@@ -65,12 +65,12 @@ class Witness:
     """Sees every input, every update and every answer, over all the lives of the server."""
 
     def __init__(self, trial: Trial) -> None:
-        self._strategy = parse_strategy(trial.strategy)
+        self._strategy = strategy_of(trial.strategy)
         self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
         self._quota = trial.quota
         self._membership = Membership(trial.workers, trial.room is not None, self._strategy.in_rounds)
-        self._looks_ahead = RULES[parse_rule(trial.rule)[0]].sends_others
-        self._plain = trial.rule.partition(":")[0] in ("plain", "ringmaster")
+        self._looks_ahead = rule_of(trial.rule).traits.sends_others
+        self._plain = rule_of(trial.rule).name in ("plain", "ringmaster")
         self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
         self._weights = [torch.zeros(len(ANSWER))]
         self._scratch = torch.zeros(len(ANSWER))
@@ -201,9 +201,9 @@ class Witness:
             self._membership.dismissed.add(worker)
             self._clocks.pop(worker, None)
         require(reply.over or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
-        if self._strategy.name == "bounded" and not reply.over:
+        if self._strategy.waiting is Waiting.BOUNDED and not reply.over:
             ahead = self._clocks[worker] - min(self._clocks.values())
-            require(ahead <= self._strategy.number, "bound", "{} is sent on {} steps ahead", name, ahead)
+            require(ahead <= self._strategy.max_lead, "bound", "{} is sent on {} steps ahead", name, ahead)
 
     def _check_last_push(self, reply: Reply) -> None:
         """Who is sent away has nothing left to push: what it was told to compute counts, or the policy dropped it."""
@@ -217,11 +217,11 @@ class Witness:
         """Nobody waits without a reason: a round that lacks pushes, or a worker too far behind."""
         held = [worker for worker in self._clocks if server.members[worker].waiting]
         if self._strategy.in_rounds:
-            needed = max(1, len(self._clocks) - self._strategy.number)
+            needed = max(1, self._strategy.pushes_per_update(len(self._clocks)))
             require(len(held) < needed, "held", "a round of {} waits though {} have pushed", needed, held)
             return
-        if self._strategy.name == "bounded":
-            least = min(self._clocks.values()) + self._strategy.number
+        if self._strategy.waiting is Waiting.BOUNDED:
+            least = min(self._clocks.values()) + self._strategy.max_lead
             held = [worker for worker in held if self._clocks[worker] <= least]
         require(not held, "held", "workers {} wait without a reason, clocks {}", held, self._clocks)
 

@@ -1,4 +1,4 @@
-"""`paceline soak`: random clusters, policies, rules and faults under the simulator; every promise is checked."""
+"""`paceline soak`: simulate random clusters, strategies, rules and faults, and check every invariant."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.settings.fault_table import Fault, faults_toml, read_faults
+from paceline.settings.rules import rule_of
+from paceline.settings.strategies import strategy_of
 from paceline.simulation.soak.draw import Trial, draw, with_faults
 from paceline.simulation.soak.trial import Story, perform
 from paceline.simulation.soak.violation import Broken
@@ -20,7 +22,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed that broke a promise, and the shortest table of faults with which it still does."""
+    """A seed that broke a promise, and the shortest table of faults that still breaks it."""
 
     seed: int
     promise: str
@@ -28,7 +30,7 @@ class Failure:
     faults: tuple[Fault, ...]
 
     def lines(self) -> list[str]:
-        """For a person: what broke, the table, and how to see it again."""
+        """What broke, the table of faults, and the command that shows it again."""
         table = faults_toml(self.faults) if self.faults else "# no fault is needed\n"
         return [
             f"seed {self.seed} breaks a promise: {self.promise}: {self.text}",
@@ -40,7 +42,7 @@ class Failure:
 
 
 def attempt(trial: Trial) -> tuple[Story | None, Broken | None]:
-    """What a trial came to, or the promise that it broke; one seed in four is told twice."""
+    """The outcome of a trial, or the promise that it broke; one seed in four runs twice, to compare."""
     try:
         first = perform(trial)
         second = perform(trial) if trial.seed % TWICE == 0 else first
@@ -59,7 +61,7 @@ def _difference(one: Story, other: Story) -> str:
 
 
 def shortest(trial: Trial, broken: Broken) -> Failure:
-    """Leave out faults, one at a time, as long as the same promise breaks: then none of the rest can be left out."""
+    """Remove faults one at a time while the same promise breaks, until none can be removed."""
     faults, place = list(trial.cluster.faults), 0
     while place < len(faults):
         fewer = faults[:place] + faults[place + 1 :]
@@ -73,7 +75,7 @@ def shortest(trial: Trial, broken: Broken) -> Failure:
 
 @dataclass
 class Summary:
-    """What a soak has been through so far."""
+    """Counts of a soak so far."""
 
     first: int
     asked: int
@@ -100,9 +102,9 @@ class Summary:
         self.diverged += story.diverged
         self.elastic += trial.room is not None
         self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
-        self.strategies[trial.strategy.partition(":")[0]] += 1
+        self.strategies[strategy_of(trial.strategy).name] += 1
         self.optimizers[trial.optimizer] += 1
-        self.rules[trial.rule.partition(":")[0]] += 1
+        self.rules[rule_of(trial.rule).name] += 1
 
     def progress(self) -> str:
         seconds = time.monotonic() - self.began
@@ -118,7 +120,7 @@ class Summary:
             + ("every promise was kept" if self.failure is None else "a promise was broken"),
             f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server; "
             f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN, "
-            f"in {self.elastic} the data went to whoever was there",
+            f"in {self.elastic} the data was divided again",
             f"faults: {_counts(self.faults)}",
             f"strategies: {_counts(self.strategies)}",
             f"optimizers: {_counts(self.optimizers)}",

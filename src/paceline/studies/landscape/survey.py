@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.assembly.preflight import locate_data, require_device
+from paceline.assembly.preflight import require_device
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
-from paceline.data.datasets import load
+from paceline.data.datasets import load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import write_atomically

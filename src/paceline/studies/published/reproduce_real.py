@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.assembly.preflight import locate_data
-from paceline.data.datasets import DATASETS
+from paceline.data.datasets import DATASETS, locate_data
 from paceline.errors import DataError
 from paceline.reports.console import Console
 from paceline.studies.batch_runs import folder_of, note_sample, resolve_for_training, result_of, train_missing
