@@ -23,7 +23,7 @@ from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.service import Control, Service
-from paceline.tasks.script_model import ScriptModel, load_kept
+from paceline.tasks.script_model import ScriptModel, load_frozen
 from paceline.transports.protocol import Hello
 from paceline.transports.shared_memory import ServerDoor
 
@@ -118,7 +118,7 @@ def learn(
     """The server starts from the first worker's weights; its data set's size, and how many came, set the budget."""
     facts = first.facts
     config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
-    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_kept(folder.frozen_file))
+    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_frozen(folder.frozen_file))
     torch.set_num_threads(server_threads(config, model.layout))
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"

@@ -46,7 +46,7 @@ from paceline.settings.resolve import refuse_codecs, refuse_newcomers, resolve
 from paceline.settings.strategies import require_gradients
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
-from paceline.tasks.script_model import save_kept
+from paceline.tasks.script_model import save_frozen
 from paceline.transports.protocol import Timing
 from paceline.transports.shared_memory import Slot, WorkerDoor
 
@@ -221,7 +221,7 @@ class Session:
     @staticmethod
     def _keep_frozen(flat: FlatModule, folder: RunFolder) -> None:
         """What no push brings belongs to the saved weights too."""
-        kept = save_kept(flat) if not folder.frozen_file.exists() else None
+        kept = save_frozen(flat) if not folder.frozen_file.exists() else None
         if kept is not None:
             write_atomically(folder.frozen_file, kept)
 

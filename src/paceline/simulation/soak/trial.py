@@ -24,7 +24,7 @@ from paceline.simulation.simulator import Deadlock, Simulation, Worker
 from paceline.simulation.soak.draw import Trial
 from paceline.simulation.soak.invariants import Witness, portrait, require_same
 from paceline.simulation.soak.violation import Broken, require
-from paceline.tasks.synthetic import ANSWER
+from paceline.tasks.synthetic import OPTIMUM
 
 MOST_PLANS = 20_000
 REPLAYED = 3
@@ -86,7 +86,7 @@ class Stage:
 
     def _new_server(self) -> WatchedServer:
         trial = self.trial
-        weights, rule = torch.zeros(len(ANSWER)), trial.make_rule()
+        weights, rule = torch.zeros(len(OPTIMUM)), trial.make_rule()
         parts = (rule, trial.make_policy(), trial.budget, Schedule(trial.lr), trial.workers)
         return WatchedServer(weights, *parts, places=trial.room)
 
