@@ -89,6 +89,6 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
 
 def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
     """The same for one of several servers, which has the range `span` of `layout`, laid out as `part`."""
-    from paceline.codecs.slices import part_of_codec
+    from paceline.codecs.slices import slice_codec
 
-    return part_of_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))
+    return slice_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))

@@ -173,7 +173,7 @@ class ShardedService(ClusterService):
         """What the push weighs that is about to be taken; where every server is sent all of it, it counts once."""
         opened, push = self._shards.opened, self._shards.coding.push
         if opened is not None and push is not None:
-            opened.nbytes = parts[0] if push.is_shared else sum(parts)
+            opened.nbytes = parts[0] if push.is_replicated else sum(parts)
 
     def _capacities(self) -> tuple[int | None, int | None]:
         return self._shards.coding.capacities
