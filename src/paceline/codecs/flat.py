@@ -1,4 +1,4 @@
-"""Base of all codecs: one layout, scratch memory, the checks before encoding and decoding, bytes on a ring."""
+"""Base of all codecs: one layout, scratch memory, checks before encoding and decoding, bytes on a ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampler of one worker: batch k is a function of (seed, worker, assignment, k), in any process and any order."""
+"""Sampler of one worker: batch k is a function of (seed, worker, assignment, k), in any process."""
 
 from __future__ import annotations
 

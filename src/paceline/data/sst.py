@@ -1,7 +1,6 @@
 """Read SST-5 from its official files (one bracketed tree per line) and encode the words as ids.
 
-The vocabulary is built from the train set, lowercased. A word that occurs there at most once becomes UNKNOWN, so that
-this id is trained too.
+A word that occurs at most once in the lowercased train set becomes UNKNOWN, so that this id is trained too.
 """
 
 from __future__ import annotations

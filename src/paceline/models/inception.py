@@ -1,6 +1,6 @@
-"""Two Inception nets with batch norm: a small one for 28x28 (1.65 M), and that of arXiv 1502.03167 for 224x224.
+"""Two Inception nets with batch norm: a small one for 28x28, and that of arXiv 1502.03167 for 224x224.
 
-Both end in the mean over the image. At the published size this is the published 7x7 pool; other sizes work too.
+The small one has 1.65 M parameters. Both end in the mean over the image (the published 7x7 pool), for any image size.
 """
 
 from __future__ import annotations

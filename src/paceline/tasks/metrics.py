@@ -1,4 +1,4 @@
-"""Metrics other than the loss: functions of (outputs, targets), or objects that accumulate over all batches.
+"""Metrics other than the loss: functions of (outputs, targets), or objects that see all batches.
 
 An object needs `reset()`, `update(outputs, targets)` and `compute()`, as the metrics of torchmetrics have them.
 """

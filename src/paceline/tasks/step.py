@@ -1,4 +1,4 @@
-"""Forward and backward of one batch: precision, memory format, accumulation, torch.compile, CUDA graph capture.
+"""Forward and backward of one batch: precision, accumulation, torch.compile and CUDA graph capture.
 
 With all settings, parameters stay views into flat fp32 memory and gradients are added to the bound gradient.
 """
