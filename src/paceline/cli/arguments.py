@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from paceline.config import FIELDS, RunConfig, read_toml
 from paceline.errors import UserError, unknown_name
-from paceline.system.terminal import fold, fold_help, width_here
+from paceline.system.terminal import fold, fold_help, terminal_width
 
 NARROW = 60
 """Columns below which a flag's help stands under it."""
@@ -20,7 +20,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     """Names and flags are not broken at their hyphens."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=24 if width_here() >= NARROW else 6)
+        super().__init__(prog, max_help_position=24 if terminal_width() >= NARROW else 6)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return fold(" ".join(text.split()), width).split("\n")
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, usage, description, formatter_class=Formatter, allow_abbrev=False)
 
     def format_help(self) -> str:
-        return fold_help(super().format_help(), width_here())
+        return fold_help(super().format_help(), terminal_width())
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self._in_our_words(message)}; see '{self.prog} --help'")

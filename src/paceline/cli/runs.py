@@ -14,7 +14,7 @@ from paceline.cli.arguments import Parser, number
 from paceline.cli.cluster import add_proof
 from paceline.cli.output import parser_for
 from paceline.errors import UserError
-from paceline.system.terminal import can_draw, table_width, width_here
+from paceline.system.terminal import can_redraw, table_width, terminal_width
 
 STATUS_DESCRIPTION = """How a run stands, what each worker does with its time, and who is slow and why.
 
@@ -55,7 +55,7 @@ def status_verb(arguments: list[str]) -> int:
                 row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
                 text = json.dumps(row, indent=None if parsed.watch is not None else 2)
             else:
-                text = describe(found, width_here())
+                text = describe(found, terminal_width())
             print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
             if parsed.watch is None or found.status not in UNDER_WAY:
                 return 0
@@ -64,7 +64,7 @@ def status_verb(arguments: list[str]) -> int:
 
 def _clear() -> str:
     """On a terminal each look replaces the one before; elsewhere an empty line parts them."""
-    return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
+    return "\x1b[H\x1b[2J" if can_redraw(sys.stdout) else "\n"
 
 
 def _add_choice(parser: Parser) -> None:

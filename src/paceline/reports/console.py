@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.system.terminal import can_draw, fold_for, width_here
+from paceline.system.terminal import can_redraw, fold_for, terminal_width
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -34,7 +34,7 @@ class Console:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._next_line = 0.0
-        self._fancy = not self._quiet and can_draw(stream)
+        self._fancy = not self._quiet and can_redraw(stream)
         self._began = time.monotonic()
 
     def __enter__(self) -> Console:
@@ -100,7 +100,7 @@ class Console:
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
             from rich.table import Column
 
-            wide = width_here(self._stream) >= NARROW
+            wide = terminal_width(self._stream) >= NARROW
             self._bar = Progress(
                 *([BarColumn(bar_width=None)] if wide else []),
                 TaskProgressColumn(),
