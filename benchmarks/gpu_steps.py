@@ -133,7 +133,7 @@ def gradients(model: str, settings: StepSettings, images: Tensor, labels: Tensor
     """Loss, gradient and running statistics of three batches."""
     torch.manual_seed(0)
     task = SupervisedTask(make_model(model, (1, 28, 28)), F.nll_loss, (images, labels)).to(images.device)
-    task.step_by(settings)
+    task.configure_step(settings)
     gradient, state = torch.zeros(task.layout.size).to(images), torch.zeros(task.state_size).to(images)
     task.bind(task.initial(), gradient, state)
     found = []

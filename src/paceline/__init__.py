@@ -1,4 +1,4 @@
-"""Paceline trains PyTorch models on many workers and lets one word choose how they keep pace."""
+"""Train PyTorch models on many workers; one word, the strategy, chooses how they keep pace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that the command line starts without torch."""
+    """Import a public name when it is first used, so that the command line starts without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     import importlib

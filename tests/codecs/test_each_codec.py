@@ -108,7 +108,7 @@ def test_topk_finds_what_its_probes_missed_and_sends_no_zero() -> None:
     assert len(payload) == 8 * 7
     assert torch.equal(decoded, update)
     misleading = torch.full((size,), 1e-3)
-    misleading[TopK(one_vector(size), 0.01)._places[:1000]] = 1.0
+    misleading[TopK(one_vector(size), 0.01)._probes[:1000]] = 1.0
     assert (encoded("topk:0.01", one_vector(size), misleading)[1] > 0.9).sum() < 1001
     assert encoded("topk:0.01", one_vector(size), misleading)[1].count_nonzero() == 2000
 

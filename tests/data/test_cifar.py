@@ -82,7 +82,7 @@ def test_damaged_decoded_copy_is_made_again(tmp_path: Path) -> None:
     (kept,) = (cache_folder() / "decoded").iterdir()
     (kept / "train_images.npy").write_bytes((kept / "train_images.npy").read_bytes()[:-9])
     assert same(first, read(tmp_path / "data"))
-    assert decoding.recall(cache_folder(), tmp_path / "data" / "cifar-10-python.tar.gz", np.empty) is not None
+    assert decoding.load_cached(cache_folder(), tmp_path / "data" / "cifar-10-python.tar.gz", np.empty) is not None
 
 
 def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

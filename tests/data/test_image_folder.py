@@ -40,7 +40,7 @@ def test_classes_are_folders_and_images_are_squares_larger_than_they_are_seen(tm
     assert found.train_labels.tolist() == [0, 0, 0, 1, 1] and found.test_labels.tolist() == [1]
     assert (found.info.train_size, found.info.test_size) == (5, 1)
     assert [row["fraction"] for row in rows] == [5 / 6, 1.0] and rows[-1]["text"] == "decoded 6 of 6 images"
-    assert Reading().kept_size == 256
+    assert Reading().stored_size == 256
 
 
 @pytest.mark.parametrize("layout", [".", "imagenet", "ILSVRC2012"])
@@ -54,7 +54,7 @@ def test_one_folder_is_divided_by_class_and_said(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     found = read(write_images(tmp_path / "data", {"a": 10, "b": 20}), rows)
     assert np.bincount(found.train_labels).tolist() == [9, 18] and np.bincount(found.test_labels).tolist() == [1, 2]
-    assert rows[0]["kind"] == "note" and "3 of 30 images, a tenth of every class, are the test set" in rows[0]["text"]
+    assert rows[0]["kind"] == "note" and "3 of 30 images, a tenth of each class, are the test set" in rows[0]["text"]
 
 
 def test_the_middle_is_kept_and_grey_and_transparent_images_are_coloured(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_processes_decode_what_one_decodes_in_the_same_order(tmp_path: Path, mon
     images = image_folder.list_images(folder).train
     here = decoding.decode(images, 16, np.empty, decoding.Skipped(), lambda done: None)
     monkeypatch.setattr(decoding, "CHUNK", 2)
-    monkeypatch.setattr(decoding, "WORTH_PROCESSES", 1)
+    monkeypatch.setattr(decoding, "PROCESSES_THRESHOLD", 1)
     monkeypatch.setattr(decoding.os, "sched_getaffinity", lambda pid: {0, 1})
     skipped, done = decoding.Skipped(), list[int]()
     there = decoding.decode(images, 16, np.empty, skipped, done.append)

@@ -72,8 +72,8 @@ def test_a_sentence_longer_than_the_limit_is_cut_counted_and_said_in_one_line(tm
     found = load(replace(location, reading=Reading(max_length=1)), report=rows.append)
     (row,) = rows
     assert row["kind"] == "note" and row["text"] == (
-        "sst5: 8,544 of 8,544 train and 2,210 of 2,210 test sentences are longer than --max-length 1 and were cut; "
-        "the longest has 2 words"
+        "sst5: 8,544 of 8,544 train and 2,210 of 2,210 test sentences are longer than --max-length 1 "
+        "and were truncated; the longest has 2 words"
     )
     assert (found.train_images == 2).all()
 
@@ -133,7 +133,7 @@ def test_what_is_fetched_is_checked_by_its_members(tmp_path: Path) -> None:
 def test_ids_and_lengths_are_those_the_transformer_has_rows_for() -> None:
     from paceline.models import transformer
 
-    assert (treebank.PADDING, treebank.LARGEST_VOCABULARY) == (transformer.PADDING, transformer.VOCABULARY)
-    assert treebank.LONGEST == transformer.MAX_LENGTH
+    assert (treebank.PADDING, treebank.MAX_VOCABULARY) == (transformer.PADDING, transformer.VOCABULARY)
+    assert treebank.MAX_LENGTH == transformer.MAX_LENGTH
     words = [[f"w{number}"] * 2 for number in range(40_000)]
     assert max(treebank.vocabulary(words).values()) == transformer.VOCABULARY - 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.models.pooling import WORTH_CONVERTING, max_pool_2x2
+from paceline.models.pooling import ONEDNN_THRESHOLD, max_pool_2x2
 
 
 @pytest.mark.parametrize("shape", [(32, 6, 28, 28), (32, 64, 24, 24), (3, 5, 10, 10), (64, 16, 15, 17), (7, 3, 96, 96)])
@@ -24,4 +24,4 @@ def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...]) -> None
 
 
 def test_both_ways_are_tried_above() -> None:
-    assert 3 * 5 * 10 * 10 < WORTH_CONVERTING <= 32 * 6 * 28 * 28
+    assert 3 * 5 * 10 * 10 < ONEDNN_THRESHOLD <= 32 * 6 * 28 * 28

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.system.signals import ended_by_signals, interrupts
+from paceline.system.signals import handle_signals, raise_on_signals
 from tests.support.waiting import until
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -27,13 +27,13 @@ def half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_raises_at_once_and_the_handlers_before_come_back(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in (*SIGNALS, signal.SIGALRM)]
-    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+    with pytest.raises(KeyboardInterrupt), raise_on_signals():
         signal.raise_signal(number)
     assert [signal.getsignal(each) for each in (*SIGNALS, signal.SIGALRM)] == before
 
 
 def test_during_an_import_it_waits_until_the_module_is_whole(half_way: str) -> None:
-    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+    with pytest.raises(KeyboardInterrupt), raise_on_signals():
         try:
             __import__(half_way)
         except KeyboardInterrupt:
@@ -44,16 +44,16 @@ def test_during_an_import_it_waits_until_the_module_is_whole(half_way: str) -> N
 
 
 def test_one_that_waits_is_raised_before_other_handlers_take_over(half_way: str) -> None:
-    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+    with pytest.raises(KeyboardInterrupt), raise_on_signals():
         __import__(half_way)
-        with interrupts(lambda number, frame: None):
+        with handle_signals(lambda number, frame: None):
             pytest.fail("it was not told of the signal")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_run_handles_them_in_its_own_way() -> None:
     came: list[int] = []
-    with ended_by_signals(), interrupts(lambda number, frame: came.append(number)):
+    with raise_on_signals(), handle_signals(lambda number, frame: came.append(number)):
         for number in SIGNALS:
             signal.raise_signal(number)
     assert came == SIGNALS

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from paceline.cli.main import VERBS, main
 from paceline.reports import console as console_module
 from paceline.reports.console import Console
-from paceline.system.terminal import can_draw, fold_for, fold_help, width_here
+from paceline.system.terminal import can_redraw, fold_for, fold_help, terminal_width
 
 TABLES = [["reproduce", "distml"], ["reproduce", "mxnet"]]
 ALL_HELP = [[], *([verb] for verb in VERBS), *TABLES]
@@ -74,9 +74,9 @@ def test_only_a_terminal_gets_folded_lines(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     assert all(len(line) <= 30 for line in fold_for(terminal, [text]).split("\n"))
     monkeypatch.setenv("TERM", "dumb")
-    assert not can_draw(terminal)
+    assert not can_redraw(terminal)
     monkeypatch.setenv("TERM", "xterm")
-    assert can_draw(terminal) and not can_draw(io.StringIO())
+    assert can_redraw(terminal) and not can_redraw(io.StringIO())
 
 
 def all_from(terminal: int) -> str:
@@ -118,7 +118,7 @@ def test_a_bar_of_forty_columns_stays_on_one_line(term: str, monkeypatch: pytest
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("COLUMNS", raising=False)
     with os.fdopen(theirs, "w") as stream:
-        assert width_here(stream) == 40
+        assert terminal_width(stream) == 40
         monkeypatch.setenv("COLUMNS", "40")  # rich asks the standard streams alone
         with Console(stream) as console:
             for percent in range(0, 101, 25):

@@ -59,7 +59,7 @@ def test_a_regression_has_its_loss_and_metrics_and_no_accuracy() -> None:
     assert scores.metrics["mae"] == pytest.approx(mean_absolute_error(outputs, targets).item(), rel=1e-5)
     assert scores.metrics["worst"] == pytest.approx((outputs - targets).abs().max().item(), rel=1e-5)
     assert scores.value("accuracy") is None and scores.value("mae") == scores.metrics["mae"]
-    assert task.measured == ("loss", "mae", "worst")
+    assert task.metric_names == ("loss", "mae", "worst")
 
 
 class Two(nn.Module):
@@ -81,7 +81,7 @@ def test_several_inputs_are_arguments_or_named_ones(kind: type, settings: StepSe
     parts: Any = (x[:, :2], x[:, 2:]) if kind is tuple else {"right": x[:, 2:], "left": x[:, :2]}
     plain = SupervisedTask(model.layer, F.cross_entropy, (x, y))
     task = SupervisedTask(model, F.cross_entropy, (parts, y), (parts, y))
-    task.step_by(settings)
+    task.configure_step(settings)
     found = []
     for one in (plain, task):
         gradient = torch.zeros(one.layout.size)
@@ -149,7 +149,7 @@ def test_whole_numbers_that_are_no_classes_are_not_counted() -> None:
         ({"loss": mean_absolute_error}, "other than loss and accuracy"),
         ({"a b": mean_absolute_error}, "a name of letters and digits"),
         ({"mae": 3.0}, "'mae' is float"),
-        ({"mae": lambda outputs, targets: outputs - targets}, "'mae' came to a tensor of shape"),
+        ({"mae": lambda outputs, targets: outputs - targets}, "'mae' returned a tensor of shape"),
     ],
 )
 def test_a_metric_that_is_none_is_one_clear_line(metrics: dict[str, Any], message: str) -> None:
@@ -207,7 +207,7 @@ def test_goals_that_nobody_looks_at_are_refused(settings: dict[str, Any], messag
     ],
 )
 def test_what_a_task_does_not_measure_cannot_be_reached(settings: dict[str, Any], message: str) -> None:
-    known = regression(metrics={"mae": mean_absolute_error}).measured
+    known = regression(metrics={"mae": mean_absolute_error}).metric_names
     with pytest.raises(UserError, match=message):
         require_measured(RunConfig(**settings), known, has_test=True)
     with pytest.raises(UserError, match="no test data"):

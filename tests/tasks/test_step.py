@@ -41,7 +41,7 @@ def bound(settings: StepSettings, model: nn.Module | None = None, device: str = 
     """A task that steps so, and the gradient it fills."""
     torch.manual_seed(1)
     task = SupervisedTask(model or Small(), F.nll_loss, (IMAGES, LABELS), (IMAGES, LABELS)).to(torch.device(device))
-    task.step_by(settings)
+    task.configure_step(settings)
     gradient = torch.zeros(task.layout.size, device=device)
     task.bind(task.initial(), gradient, torch.zeros(task.state_size, device=device))
     return task, gradient

@@ -53,8 +53,8 @@ def seed_generators(seed: int) -> None:
 def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
     """The task of a run, which steps as the config says. The seed fixes the initial weights."""
     task = _plain_task(config, dataset)
-    require_measured(config, task.measured, task.test is not None)
-    task.step_by(
+    require_measured(config, task.metric_names, task.test is not None)
+    task.configure_step(
         StepSettings(config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
     )
     return task

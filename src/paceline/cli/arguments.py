@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from paceline.config import FIELDS, RunConfig, read_toml
 from paceline.errors import UserError, unknown_name
-from paceline.system.terminal import UNCUT, fold_help, width_here
+from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
 NARROW = 60
 """Columns below which the help of a flag stands under it."""
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         self._known: list[argparse.Action] = []
         self._titles: dict[str, Any] = {}
         self._choices: dict[str, tuple[str, ...]] = {}
-        wide = functools.partial(argparse.RawDescriptionHelpFormatter, width=UNCUT)
+        wide = functools.partial(argparse.RawDescriptionHelpFormatter, width=UNLIMITED_WIDTH)
         super().__init__(f"paceline {verb}", usage, description, formatter_class=wide, allow_abbrev=False)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -59,9 +59,9 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Fold the help to the terminal: argparse itself breaks names and flags at their hyphens."""
-        width = width_here()
+        width = terminal_width()
         self.formatter_class = functools.partial(
-            argparse.RawDescriptionHelpFormatter, width=UNCUT, max_help_position=24 if width >= NARROW else 6
+            argparse.RawDescriptionHelpFormatter, width=UNLIMITED_WIDTH, max_help_position=24 if width >= NARROW else 6
         )
         return fold_help(super().format_help(), width)
 

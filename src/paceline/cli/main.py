@@ -15,8 +15,8 @@ from paceline.cli.studies import bench_verb, reproduce_verb, sweep_verb
 from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
 from paceline.cli.watch import watch_verb
 from paceline.errors import PacelineError, unknown_name
-from paceline.system.signals import ended_by_signals
-from paceline.system.terminal import fold_for, fold_help, width_here
+from paceline.system.signals import raise_on_signals
+from paceline.system.terminal import fold_for, fold_help, terminal_width
 
 DESCRIPTION = """Train PyTorch models on many workers; one flag chooses how they keep pace.
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with ended_by_signals():
+        with raise_on_signals():
             return _dispatch(arguments)
     except PacelineError as error:
         _complain(str(error))
@@ -72,7 +72,7 @@ def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
     text = f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' says more):\n{verbs}"
-    return fold_help(text, width_here())
+    return fold_help(text, terminal_width())
 
 
 Verb = Callable[[list[str]], int]

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.cli.arguments import Parser, number
 from paceline.cli.cluster import add_proof
 from paceline.errors import UserError
-from paceline.system.terminal import can_draw, table_width, width_here
+from paceline.system.terminal import can_redraw, table_width, terminal_width
 
 STATUS_DESCRIPTION = """Show the state of a run, what each worker does with its time, and which one is slow and why.
 
@@ -58,7 +58,7 @@ def status_verb(arguments: list[str]) -> int:
                 row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
                 text = json.dumps(row, indent=None if parsed.watch is not None else 2)
             else:
-                text = describe(found, width_here())
+                text = describe(found, terminal_width())
             print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
             if parsed.watch is None or found.status not in UNDER_WAY:
                 return 0
@@ -67,7 +67,7 @@ def status_verb(arguments: list[str]) -> int:
 
 def _clear() -> str:
     """Clear a terminal; elsewhere print an empty line between two looks."""
-    return "\x1b[H\x1b[2J" if can_draw(sys.stdout) else "\n"
+    return "\x1b[H\x1b[2J" if can_redraw(sys.stdout) else "\n"
 
 
 def _add_selection(parser: Parser) -> None:

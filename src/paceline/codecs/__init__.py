@@ -1,1 +1,1 @@
-"""Codecs: how an update becomes fewer bytes, and what that leaves out is added to the next one."""
+"""Codecs compress updates; error feedback adds what one push leaves out to the next."""

@@ -1,4 +1,4 @@
-"""Codecs that send every value: as it is, or rounded to 16 bits."""
+"""Codecs that send every value: as float32, or rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.interfaces import Layout, Primitive, State
 
 
 class Exact(FlatCodec):
-    """Every float as it is: 4 P bytes to a server; by reduce on a ring, 8 P (n - 1) / n.
+    """Every float unchanged: 4 P bytes to a server; 8 P (n - 1) / n on a ring, by reduce.
 
     >>> from paceline.interfaces import pack
     >>> codec = Exact(pack([("w", (16,), True)]))
@@ -31,7 +31,7 @@ class Exact(FlatCodec):
         return {}
 
     def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
-        """A copy; a NaN is sent as what it is."""
+        """Copy the update; a NaN is sent unchanged."""
         return self._encode(update, memory, out)
 
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
@@ -43,9 +43,9 @@ class Exact(FlatCodec):
 
 
 class Rounded(FlatCodec):
-    """v = u + e;  sent = round16(v);  e = v - sent: 2 P bytes to a server; by reduce on a ring, 4 P (n - 1) / n.
+    """v = u + e;  sent = round16(v);  e = v - sent: 2 P bytes to a server; 4 P (n - 1) / n on a ring, by reduce.
 
-    What float16 cannot hold is sent as its largest value and the rest later; what it would round to zero adds up.
+    A value above the range of float16 is sent as its maximum and the rest later; values that round to zero add up in e.
 
     >>> from paceline.interfaces import pack
     >>> codec = Rounded(pack([("w", (16,), True)]), torch.bfloat16)

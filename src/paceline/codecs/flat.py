@@ -1,4 +1,4 @@
-"""What the codecs share: one layout, scratch of one chunk, a check before anything is written, bytes on a ring."""
+"""Base of all codecs: one layout, scratch memory, checks before encoding and decoding, bytes on a ring."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, Primitive, State
 
 CHUNK = 1 << 18
-"""Floats that all passes of a CPU codec go over before the next ones, so that they lie in the cache; a power of two."""
-LEAST_CHUNK = 1 << 8
-LARGEST = 2.0**100
-"""Beyond this a value counts as infinite: what is left out must have room to add up."""
+"""Floats that a CPU codec processes at a time, so that all its passes hit the cache; a power of two."""
+MIN_CHUNK = 1 << 8
+MAX_MAGNITUDE = 2.0**100
+"""Above this a value counts as infinite, so that error feedback has room to add up."""
 
 
-def sendable(update: Tensor) -> bool:
-    """Whether all values are finite, by one pass at the speed of memory; only a sum that overflows needs another."""
+def is_encodable(update: Tensor) -> bool:
+    """Return whether all values are finite, in one pass; only a sum of squares that overflows needs a second."""
     if math.isfinite(torch.dot(update, update).item()):
         return True
-    return bool(update.abs().amax().item() <= LARGEST)
+    return bool(update.abs().amax().item() <= MAX_MAGNITUDE)
 
 
 class FlatCodec(ABC):
-    """A codec for the updates of one layout on one device; its scratch makes it serve one thread at a time."""
+    """A codec for the updates of one layout on one device; one thread at a time, because of its scratch memory."""
 
     primitive: ClassVar[Primitive] = "gather"
 
     def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
-        assert layout.size < 1 << 31, "places are numbered by 32 bits"
+        assert layout.size < 1 << 31, "indices have 32 bits"
         self.layout = layout
         self.size = layout.size
         self.device = torch.device("cpu") if device is None else device
-        whole = max(LEAST_CHUNK, 1 << (self.size - 1).bit_length())
+        whole = max(MIN_CHUNK, 1 << (self.size - 1).bit_length())
         self._chunk = min(CHUNK, whole) if self.device.type == "cpu" else whole
         self._gaps = _gaps(layout).to(self.device)
 
@@ -60,14 +60,14 @@ class FlatCodec(ABC):
 
     def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
         assert update.numel() == self.size, f"{update.numel()} floats for a layout of {self.size}"
-        return self._encode(update, memory, out) if sendable(update) else self._spoil(out)
+        return self._encode(update, memory, out) if is_encodable(update) else self._poison(out)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self._check(payload.numel())
         self._decode(payload, out)
 
     def ring_nbytes(self, num_workers: int) -> int:
-        """What one worker sends so that all have the mean: its share of a reduce twice, or all others' payloads."""
+        """Return the bytes one worker sends for the mean: two passes of a reduce, or the other workers' payloads."""
         if self.primitive == "gather":
             return (num_workers - 1) * self.capacity
         return math.ceil(2 * (num_workers - 1) * self.capacity / num_workers)
@@ -76,8 +76,8 @@ class FlatCodec(ABC):
         if nbytes != self.capacity:
             raise ProtocolError(f"a push of {nbytes} bytes by codec {self.name}: {self.capacity} are expected")
 
-    def _spoil(self, out: Tensor) -> int:
-        """The payload of an update that is not finite: bytes of ones are NaN in every float format."""
+    def _poison(self, out: Tensor) -> int:
+        """Write the payload of an update that is not finite: bytes of ones are NaN in every float format."""
         out[: self.capacity].fill_(0xFF)
         return self.capacity
 
@@ -85,13 +85,13 @@ class FlatCodec(ABC):
         return torch.zeros(self._chunk // share, dtype=dtype, device=self.device)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of every chunk."""
+        """Yield the begin and end of each chunk."""
         for begin in range(0, self.size, self._chunk):
             yield begin, min(begin + self._chunk, self.size)
 
 
 def _gaps(layout: Layout) -> Tensor:
-    """The places that belong to no parameter: they hold zeros and stay zero."""
+    """Return the indices that belong to no parameter; they always hold zero."""
     free = torch.ones(layout.size, dtype=torch.bool)
     for parameter in layout.parameters:
         free[parameter.offset : parameter.offset + parameter.size] = False
@@ -99,5 +99,5 @@ def _gaps(layout: Layout) -> Tensor:
 
 
 def floats(payload: Tensor, begin: int, count: int) -> Tensor:
-    """`count` floats of a payload from byte `begin` on, as a view."""
+    """Return `count` floats of a payload, starting at byte `begin`, as a view."""
     return payload[begin : begin + 4 * count].view(torch.float32)

@@ -1,4 +1,4 @@
-"""The codec that sends two thin factors of every matrix."""
+"""PowerSGD codec: send two low-rank factors of each matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.randomness import mix64, scramble
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter as rows (its first axis) by columns (all others), and where its factors begin."""
+    """A parameter as rows (its first axis) by columns (all others), with the offsets of its factors."""
 
     offset: int
     rows: int
@@ -33,16 +33,17 @@ class Matrix:
         return flat[self.left : self.left + self.rows * self.rank].view(self.rows, self.rank)
 
     def right_of(self, flat: Tensor) -> Tensor:
-        """As rank by columns: products with a thin factor are several times faster along the rows of both."""
+        """Return the right factor as [rank, columns], the layout in which products are several times faster."""
         return flat[self.right : self.right + self.columns * self.rank].view(self.rank, self.columns)
 
 
 class LowRank(FlatCodec):
     """L = orthonormal(M R'^T);  R = L^T M;  sent = L R;  E = M - sent, with M = U + E, R' the R of the last push.
 
-    One step of power iteration a push. Vectors, and matrices too small to gain, are sent as they are. 4 bytes for each
-    of R (rows + columns) floats a matrix and of those others; on a ring both factors are linear in the update, so they
-    go by reduce, first all of M R'^T, then all of L^T M: 2 (n - 1) / n times that. (PowerSGD, arXiv 1905.13727)
+    One step of power iteration per push. Vectors, and matrices too small to gain, are sent unchanged. A push takes
+    4 bytes per float: rank (rows + columns) floats per matrix, plus the unchanged ones. On a ring both factors are
+    linear in the update, so they go by reduce, first M R'^T of all matrices, then L^T M: 2 (n - 1) / n times as many
+    bytes. (PowerSGD, arXiv 1905.13727)
 
     >>> from paceline.interfaces import pack
     >>> codec = LowRank(pack([("w", (100, 50), True), ("b", (50,), True)]), 2)
@@ -78,7 +79,7 @@ class LowRank(FlatCodec):
         return 4 * self._num_floats
 
     def start(self, key: int = 0) -> State:
-        """The first factors are the same for every worker, whatever its key."""
+        """Return the initial memory; the first factors are the same for all workers and keys."""
         counter = torch.arange(self._num_right, dtype=torch.int32)
         hashed = scramble(counter, mix64(self._rank), torch.empty_like(counter), torch.empty_like(counter))
         return {**super().start(), "factors": (hashed.float() * 2.0**-31).to(self.device)}
@@ -92,10 +93,10 @@ class LowRank(FlatCodec):
             super().decode(payload, out)
 
     def reduce(self, memory: State, out: Tensor, average: Callable[[Tensor], None]) -> None:
-        """Among workers that average with each other: `out` becomes the mean of what all send, one product for all.
+        """Fill `out` with the mean over a ring: L and R are factors of the mean of all workers' M.
 
-        The memory's error holds M = U + E before, and E = M - L R after; L and R are of the mean of all M. `average`
-        makes a vector the mean of everybody's.
+        `memory["error"]` holds M = U + E before, and E = M - L R after. `average` replaces a vector by its mean over
+        all workers.
         """
         sent, error, factors = out.new_empty(self._num_floats), memory["error"], memory["factors"]
         with one_thread():
@@ -113,7 +114,7 @@ class LowRank(FlatCodec):
             for matrix in self._matrices:
                 left, right = matrix.left_of(sent), matrix.right_of(sent)
                 matrix.view(error).sub_(torch.mm(left, right, out=matrix.view(out)))
-                _keep_direction(matrix.right_of(factors), right)
+                _save_direction(matrix.right_of(factors), right)
             self._fill_dense(sent, out)
 
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
@@ -125,7 +126,7 @@ class LowRank(FlatCodec):
             left.copy_(torch.linalg.qr(_project(values, last)).Q)
             torch.mm(left.T, values, out=right)
             values.addmm_(left, right, alpha=-1)
-            _keep_direction(last, right)
+            _save_direction(last, right)
         for span, begin in self._dense:
             sent[begin : begin + span.stop - span.start].copy_(update[span])
         return self.capacity
@@ -145,19 +146,19 @@ class LowRank(FlatCodec):
 
 
 def _project(values: Tensor, right: Tensor) -> Tensor:
-    """values right^T, as the transpose of a product that is almost twice as fast."""
+    """Return values right^T, as the transpose of a product that is almost twice as fast."""
     return torch.mm(right, values.T).T
 
 
-def _keep_direction(last: Tensor, right: Tensor) -> None:
-    """The next push starts from this one's factor; a factor of zeros says nothing."""
+def _save_direction(last: Tensor, right: Tensor) -> None:
+    """Save the normalised factor as the start of the next push; skip a factor of zeros."""
     largest = right.abs().amax()
     last.copy_(torch.where(largest > 0, right / largest, last))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Thin products have other last bits on other numbers of threads, and are faster on one."""
+    """Run on one thread: thin products are faster there, and their last bits depend on the number of threads."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -170,7 +171,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _gains(parameter: Parameter, rank: int) -> bool:
-    """Whether two factors are fewer floats than the parameter."""
+    """Return whether the two factors have fewer floats than the parameter."""
     if len(parameter.shape) < 2 or not parameter.size:
         return False
     return rank * (parameter.shape[0] + parameter.size // parameter.shape[0]) < parameter.size

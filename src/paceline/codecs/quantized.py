@@ -1,4 +1,4 @@
-"""Codecs that send a few bits of every value and one magnitude a block."""
+"""Codecs that send a few bits per value and one scale per block: int8 and sign."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from paceline.codecs.flat import CHUNK, LEAST_CHUNK, FlatCodec, floats
+from paceline.codecs.flat import CHUNK, MIN_CHUNK, FlatCodec, floats
 from paceline.interfaces import Layout, State
 from paceline.randomness import mix64, scramble
 
-BLOCK = LEAST_CHUNK
-"""Values that share one magnitude; chunks are whole blocks, and the last block of an update may be shorter."""
+BLOCK = MIN_CHUNK
+"""Values that share one scale; chunks are whole blocks, and the last block of an update may be shorter."""
 STEPS = 127
-LEAST_SCALE = 1e-30
-"""Of a block of zeros; smaller values wait in memory."""
+MIN_SCALE = 1e-30
+"""Scale of a block of zeros; smaller values stay in error feedback."""
 
 
 class Blocked(FlatCodec):
-    """A payload of one float a block, then the codes."""
+    """Base of codecs whose payload is one float per block, then the codes."""
 
     def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
         super().__init__(layout, device)
@@ -27,7 +27,7 @@ class Blocked(FlatCodec):
         self._values, self._other = self._scratch(), self._scratch()
 
     def _load(self, update: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """Update and memory of a chunk as blocks, the last filled up with zeros; and scratch of the same shape."""
+        """Return update plus error of a chunk as blocks, the last padded with zeros; and scratch of that shape."""
         size = update.numel()
         padded = -(-size // BLOCK) * BLOCK
         values = self._values[:padded]
@@ -35,8 +35,8 @@ class Blocked(FlatCodec):
         values[size:].zero_()
         return values.view(-1, BLOCK), self._other[:padded].view(-1, BLOCK)
 
-    def _keep(self, values: Tensor, codes: Tensor, scale: Tensor, error: Tensor) -> None:
-        """What a chunk's codes leave out becomes its memory."""
+    def _save_error(self, values: Tensor, codes: Tensor, scale: Tensor, error: Tensor) -> None:
+        """Store what a chunk's codes leave out as its error feedback."""
         size = error.numel()
         if size == values.numel():
             torch.addcmul(values, codes, scale, value=-1, out=error.view_as(values))
@@ -44,7 +44,7 @@ class Blocked(FlatCodec):
             error.copy_(values.addcmul_(codes, scale, value=-1).view(-1)[:size])
 
     def _scale(self, out: Tensor, scales: Tensor) -> None:
-        """Multiply each block of `out` by its magnitude."""
+        """Multiply each block of `out` by its scale."""
         whole = out.numel() // BLOCK
         out[: whole * BLOCK].view(whole, BLOCK).mul_(scales[:whole, None])
         if whole < len(scales):
@@ -58,16 +58,16 @@ class Blocked(FlatCodec):
 
     @abstractmethod
     def _unpack(self, codes: Tensor, begin: int, end: int, out: Tensor) -> None:
-        """The codes of one chunk as floats."""
+        """Write the codes of one chunk to `out` as floats."""
 
 
 class Int8(Blocked):
-    """s = max|v| / 127 a block;  q = floor(v / s + r);  sent = s q;  e = v - sent, with v = u + e, r uniform in 0 to 1.
+    """s = max|v| / 127 per block;  q = floor(v / s + r);  sent = s q;  e = v - sent, with v = u + e, r uniform in 0..1.
 
-    r is a hash of (key, number of the push, place modulo CHUNK): rounding is right on average, and a push recomputed is
-    rounded the same way; `first` is the place at which a range of a longer update begins. P + P / 64 bytes to a server;
-    by gather on a ring, as blocks of unlike scales do not add: (n - 1) times that. (QSGD, arXiv
-    1610.02132; error feedback, arXiv 1901.09847)
+    r is a hash of (key, push number, index modulo CHUNK): rounding is unbiased, and a recomputed push rounds the same
+    way. `first` is the index at which a slice of a longer update begins. P + P / 64 bytes to a server; (n - 1) times
+    that on a ring, by gather, because blocks of different scales cannot be added. (QSGD, arXiv 1610.02132; error
+    feedback, arXiv 1901.09847)
 
     >>> from paceline.interfaces import pack
     >>> codec = Int8(pack([("w", (2048,), True)]))
@@ -89,7 +89,7 @@ class Int8(Blocked):
         return 4 * self._num_blocks + self.size
 
     def start(self, key: int = 0) -> State:
-        """`address` holds the key and the number of pushes, on the host."""
+        """Return the initial memory; `address` holds the key and the number of pushes, on the host."""
         return {**super().start(), "address": torch.tensor([key & (1 << 63) - 1, 0])}
 
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
@@ -101,16 +101,16 @@ class Int8(Blocked):
             values, steps = self._load(update[begin:end], error[begin:end])
             scale = scales[begin // BLOCK : -(-end // BLOCK), None]
             torch.amax(torch.abs(values, out=steps), 1, keepdim=True, out=scale)
-            scale.mul_(1 / STEPS).clamp_min_(LEAST_SCALE)
+            scale.mul_(1 / STEPS).clamp_min_(MIN_SCALE)
             noise = self._noise[: values.numel()].view_as(values)
             torch.addcmul(noise, values, scale.reciprocal(), out=steps).floor_()
             codes[begin:end].copy_(steps.view(-1)[: end - begin])
-            self._keep(values, steps, scale, error[begin:end])
+            self._save_error(values, steps, scale, error[begin:end])
         address[1] += 1
         return self.capacity
 
     def _draw(self, key: int) -> None:
-        """Fill the noise: the middles of 4096 equal parts of 0 to 1, so that even 127 + r stays clear of 128."""
+        """Fill the noise with midpoints of 4096 equal parts of 0..1, so that 127 + r never reaches 128."""
         bits = scramble(self._counter, key, self._bits, self._spare).bitwise_right_shift_(20)
         self._noise.copy_(bits).add_(2048.5).mul_(1 / 4096)
 
@@ -120,13 +120,13 @@ class Int8(Blocked):
 
 _EIGHT_TWOS = 0x0202020202020202
 _GATHER_BITS = sum(1 << 55 - 7 * bit for bit in range(8))
-"""Eight bytes of 0 or 2 times this hold the eight bits, the first lowest, in the highest byte: no two terms meet."""
+"""Factor that gathers eight bytes of 0 or 2 into the highest byte, the first as its lowest bit, without carries."""
 
 
 class Sign(Blocked):
-    """m = mean|v| a block;  sent = m sign(v);  e = v - sent, with v = u + e and the sign of 0 that of its bit.
+    """m = mean|v| per block;  sent = m sign(v);  e = v - sent, with v = u + e; the sign of 0 is its sign bit.
 
-    P / 8 + P / 64 bytes to a server; by gather on a ring, (n - 1) times that. (EF-SignSGD, arXiv 1901.09847)
+    P / 8 + P / 64 bytes to a server; (n - 1) times that on a ring, by gather. (EF-SignSGD, arXiv 1901.09847)
 
     >>> from paceline.interfaces import pack
     >>> codec = Sign(pack([("w", (2048,), True)]))
@@ -162,12 +162,12 @@ class Sign(Blocked):
             scale.mul_(self._shares[blocks])
             torch.copysign(self._one, values, out=signs)
             self._pack(signs.view(-1), codes[begin // 8 : -(-end // 8)])
-            self._keep(values, signs, scale, error[begin:end])
+            self._save_error(values, signs, scale, error[begin:end])
         error.index_fill_(0, self._gaps, 0.0)
         return self.capacity
 
     def _pack(self, signs: Tensor, codes: Tensor) -> None:
-        """One bit for each -1 or 1, set where it is -1: all bits of that byte are ones."""
+        """Pack one bit per sign, set for -1, whose byte is all ones."""
         eights = self._bytes[: signs.numel()].copy_(signs).view(torch.int64)
         packed = torch.bitwise_and(eights, _EIGHT_TWOS, out=self._packed[: eights.numel()])
         codes.view(torch.int8).copy_(packed.mul_(_GATHER_BITS).bitwise_right_shift_(56)[: codes.numel()])

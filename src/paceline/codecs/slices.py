@@ -1,6 +1,6 @@
-"""The part of a payload that belongs to a range of the update: what one of several servers is sent.
+"""Slice a payload by ranges of the update, to send each of several servers its part.
 
-A push is encoded once, as for one server, so what its codec leaves out and what it decodes to have the same bits.
+A push is encoded once, as for one server, so error feedback and decoded values have the same bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paceline.interfaces import Codec
 
 
 class CodecPart(ABC):
-    """What becomes of payloads of `whole` where they are cut: the part of `span`, and what that decodes to."""
+    """Extracts the part of a payload of codec `whole` that belongs to `span`, and decodes it."""
 
-    is_shared = False
-    """Whether every part is all of the payload."""
+    is_replicated = False
+    """Whether each server gets the whole payload."""
 
     def __init__(self, whole: FlatCodec, span: slice) -> None:
         self._whole, self._span = whole, span
@@ -32,32 +32,32 @@ class CodecPart(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """The most bytes that a part takes."""
+        """Maximum bytes of a part."""
 
     @abstractmethod
-    def cut(self, payload: Tensor, out: Tensor) -> int:
-        """Write the part of a payload into the bytes of `out`; how many."""
+    def extract(self, payload: Tensor, out: Tensor) -> int:
+        """Write the part of a payload into `out` (uint8) and return its number of bytes."""
 
     @abstractmethod
     def decode(self, part: Tensor, out: Tensor) -> None:
-        """Fill `out`, as long as the range; ProtocolError for bytes that are no part."""
+        """Decode a part into `out`, as long as the range; raise ProtocolError for invalid bytes."""
 
 
 class Sliced(CodecPart):
-    """Of a payload of rows, each with so many bytes for so many floats: a piece of every row.
+    """Part of a payload that consists of rows with a fixed number of bytes per float: a piece of each row.
 
     >>> from paceline.interfaces import pack
     >>> whole, half = (Rounded(pack([("w", (size,), True)]), torch.bfloat16) for size in (512, 256))
     >>> part, out = Sliced(whole, slice(256, 512), half), torch.zeros(512, dtype=torch.uint8)
-    >>> part.cut(torch.arange(1024).to(torch.uint8), out), out[:3].tolist()
+    >>> part.extract(torch.arange(1024).to(torch.uint8), out), out[:3].tolist()
     (512, [0, 1, 2])
     """
 
     def __init__(self, whole: FlatCodec, span: slice, codec: FlatCodec) -> None:
         super().__init__(whole, span)
-        assert span.start % BLOCK == 0, f"a range of encoded floats begins at a multiple of {BLOCK}, not {span.start}"
+        assert span.start % BLOCK == 0, f"a range must begin at a multiple of {BLOCK}, not {span.start}"
         self.codec: Codec = codec
-        """Of the range alone: it encodes to the part of what `whole` would."""
+        """Codec of the range alone: it encodes to the same bytes as the part of a whole payload."""
         self._decodes = codec
         self._pieces = list(self._find_pieces(_rows(whole)))
 
@@ -72,12 +72,12 @@ class Sliced(CodecPart):
     def capacity(self) -> int:
         return self._decodes.capacity
 
-    def cut(self, payload: Tensor, out: Tensor) -> int:
+    def extract(self, payload: Tensor, out: Tensor) -> int:
         torch.cat([payload[piece] for piece in self._pieces], out=out[: self.capacity])
         return self.capacity
 
-    def paste(self, part: Tensor, payload: Tensor) -> None:
-        """The inverse of `cut`: put a part where it belongs."""
+    def insert(self, part: Tensor, payload: Tensor) -> None:
+        """Write a part into its place in a whole payload: the inverse of `extract`."""
         begin = 0
         for piece in self._pieces:
             end = begin + piece.stop - piece.start
@@ -89,39 +89,39 @@ class Sliced(CodecPart):
 
 
 class Picked(CodecPart):
-    """Of the largest values, those in the range; places are counted from its begin."""
+    """Part of a top-k payload: the entries in the range, with indices relative to its begin."""
 
     def __init__(self, whole: TopK, span: slice) -> None:
         super().__init__(whole, span)
-        self._most = min(whole.capacity // ENTRY_NBYTES, self._size)
+        self._max_entries = min(whole.capacity // ENTRY_NBYTES, self._size)
 
     @property
     def capacity(self) -> int:
-        return ENTRY_NBYTES * self._most
+        return ENTRY_NBYTES * self._max_entries
 
-    def cut(self, payload: Tensor, out: Tensor) -> int:
+    def extract(self, payload: Tensor, out: Tensor) -> int:
         num = payload.numel() // ENTRY_NBYTES
-        places, values = payload[: 4 * num].view(torch.int32), floats(payload, 4 * num, num)
-        mine = ((places >= self._span.start) & (places < self._span.stop)).nonzero().flatten()
-        count: int = mine.numel()
-        out[: 4 * count].view(torch.int32).copy_(places.index_select(0, mine).sub_(self._span.start))
-        floats(out, 4 * count, count).copy_(values.index_select(0, mine))
+        indices, values = payload[: 4 * num].view(torch.int32), floats(payload, 4 * num, num)
+        chosen = ((indices >= self._span.start) & (indices < self._span.stop)).nonzero().flatten()
+        count: int = chosen.numel()
+        out[: 4 * count].view(torch.int32).copy_(indices.index_select(0, chosen).sub_(self._span.start))
+        floats(out, 4 * count, count).copy_(values.index_select(0, chosen))
         return ENTRY_NBYTES * count
 
     def decode(self, part: Tensor, out: Tensor) -> None:
         num = part.numel() // ENTRY_NBYTES
-        places = part[: 4 * num].view(torch.int32).long()
-        if part.numel() % ENTRY_NBYTES or num > self._most:
+        indices = part[: 4 * num].view(torch.int32).long()
+        if part.numel() % ENTRY_NBYTES or num > self._max_entries:
             raise ProtocolError(f"{part.numel()} bytes by codec {self._whole.name}: at most {self.capacity} expected")
-        if num and not 0 <= places.amin().item() <= places.amax().item() < self._size:
-            raise ProtocolError(f"a place that is not among the {self._size} of its range, by codec {self._whole.name}")
-        out.zero_().index_copy_(0, places, floats(part, 4 * num, num))
+        if num and not 0 <= indices.amin().item() <= indices.amax().item() < self._size:
+            raise ProtocolError(f"an index outside the range of {self._size} values, by codec {self._whole.name}")
+        out.zero_().index_copy_(0, indices, floats(part, 4 * num, num))
 
 
 class Shared(CodecPart):
-    """Of factors of whole layers: everything. Each server multiplies them, and keeps its range."""
+    """The whole payload, for factors of whole layers: each server multiplies them and keeps its range."""
 
-    is_shared = True
+    is_replicated = True
 
     def __init__(self, whole: FlatCodec, span: slice) -> None:
         super().__init__(whole, span)
@@ -131,7 +131,7 @@ class Shared(CodecPart):
     def capacity(self) -> int:
         return self._whole.capacity
 
-    def cut(self, payload: Tensor, out: Tensor) -> int:
+    def extract(self, payload: Tensor, out: Tensor) -> int:
         out[: payload.numel()].copy_(payload)
         return payload.numel()
 
@@ -143,7 +143,7 @@ class Shared(CodecPart):
 
 
 def _rows(codec: FlatCodec) -> tuple[tuple[int, int], ...]:
-    """Floats and bytes of one entry, for each row of a payload."""
+    """Return (floats, bytes) of one entry, for each row of a payload."""
     match codec:
         case Exact():
             return ((1, 4),)
@@ -156,8 +156,8 @@ def _rows(codec: FlatCodec) -> tuple[tuple[int, int], ...]:
     raise AssertionError(f"payloads of {codec.name} have no rows")
 
 
-def part_of_codec(whole: FlatCodec, span: slice, codec: FlatCodec) -> CodecPart:
-    """How payloads of `whole` are cut for `span`; `codec` is the same one, built for that range."""
+def slice_codec(whole: FlatCodec, span: slice, codec: FlatCodec) -> CodecPart:
+    """Return how payloads of `whole` are sliced for `span`; `codec` is the same codec built for that range."""
     if isinstance(whole, TopK):
         return Picked(whole, span)
     return Sliced(whole, span, codec) if isinstance(whole, Exact | Rounded | Int8 | Sign) else Shared(whole, span)

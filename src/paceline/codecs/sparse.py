@@ -1,4 +1,4 @@
-"""The codec that sends the largest values and where they are."""
+"""Top-k codec: send the values of largest magnitude and their indices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.interfaces import Layout, State
 from paceline.randomness import mix64, scramble
 
 NUM_PROBES = 1 << 16
-"""Places at which a threshold is guessed."""
+"""Values sampled to estimate the threshold."""
 ENTRY_NBYTES = 8
-LEAST = torch.finfo(torch.float32).smallest_normal
+MIN_MAGNITUDE = torch.finfo(torch.float32).smallest_normal
 """Smaller values are never sent: an update of zeros is an empty payload."""
 
 
 class TopK(FlatCodec):
     """sent = the k = F P values of v that are largest in magnitude;  e = v - sent, with v = u + e.
 
-    A threshold guessed from addressed places, a little too low, leaves few candidates, of which the k largest are the k
-    largest of all; where it was too high, all are looked through. At most 8 F P bytes to a server; by gather on a ring,
-    (n - 1) times that. (arXiv 1809.07599)
+    A threshold estimated from a fixed sample, slightly too low, leaves few candidates, which include the k largest. If
+    the estimate was too high, all values are searched. At most 8 F P bytes to a server; (n - 1) times that on a ring,
+    by gather. (arXiv 1809.07599)
 
     >>> from paceline.interfaces import pack
     >>> codec = TopK(pack([("w", (2000,), True)]), 0.01)
@@ -35,13 +35,13 @@ class TopK(FlatCodec):
     def __init__(self, layout: Layout, fraction: float, device: torch.device | None = None) -> None:
         super().__init__(layout, device)
         self._fraction = fraction
-        self._most = max(1, math.floor(fraction * self.size))
+        self._k = max(1, math.floor(fraction * self.size))
         self._first = layout.parameters[0].offset if layout.parameters else 0
         self._magnitudes, self._large = self._scratch(), self._scratch(torch.bool)
         counter = torch.arange(NUM_PROBES, dtype=torch.int32)
         hashed = scramble(counter, mix64(self.size), torch.empty_like(counter), torch.empty_like(counter)).long()
-        self._places = ((hashed + (1 << 31)) * self.size >> 32).sort().values.to(self.device)
-        expected = self._most / self.size * NUM_PROBES
+        self._probes = ((hashed + (1 << 31)) * self.size >> 32).sort().values.to(self.device)
+        expected = self._k / self.size * NUM_PROBES
         self._rank = NUM_PROBES + 1 - min(NUM_PROBES, math.ceil(expected + 5 * math.sqrt(expected) + 5))
 
     @property
@@ -50,17 +50,17 @@ class TopK(FlatCodec):
 
     @property
     def capacity(self) -> int:
-        return ENTRY_NBYTES * self._most
+        return ENTRY_NBYTES * self._k
 
     def _encode(self, update: Tensor, memory: State, out: Tensor) -> int:
         error = memory["error"]
-        threshold = max(self._guess(update, error), LEAST)
+        threshold = max(self._estimate(update, error), MIN_MAGNITUDE)
         found = torch.cat([self._add(update, error, begin, end, threshold) for begin, end in self._spans()])
-        if len(found) < self._most and threshold > LEAST:
-            found = (error.abs() >= LEAST).nonzero().flatten()
+        if len(found) < self._k and threshold > MIN_MAGNITUDE:
+            found = (error.abs() >= MIN_MAGNITUDE).nonzero().flatten()
         values = error.index_select(0, found)
-        if len(found) > self._most:
-            largest = torch.topk(values.abs(), self._most, sorted=False).indices
+        if len(found) > self._k:
+            largest = torch.topk(values.abs(), self._k, sorted=False).indices
             found, values = found.index_select(0, largest), values.index_select(0, largest)
         num = len(found)
         out[: 4 * num].view(torch.int32).copy_(found)
@@ -68,24 +68,24 @@ class TopK(FlatCodec):
         error.index_fill_(0, found, 0.0)
         return ENTRY_NBYTES * num
 
-    def _guess(self, update: Tensor, error: Tensor) -> float:
-        """A magnitude that a few more than k values reach, most likely."""
-        probes = update.index_select(0, self._places).add_(error.index_select(0, self._places)).abs_()
-        return probes.kthvalue(self._rank).values.item()
+    def _estimate(self, update: Tensor, error: Tensor) -> float:
+        """Return a magnitude that very likely a few more than k values reach."""
+        magnitudes = update.index_select(0, self._probes).add_(error.index_select(0, self._probes)).abs_()
+        return magnitudes.kthvalue(self._rank).values.item()
 
     def _add(self, update: Tensor, error: Tensor, begin: int, end: int, threshold: float) -> Tensor:
-        """Add a chunk of the update to the memory; the places that reach the threshold."""
+        """Add a chunk of the update to the error; return the indices that reach the threshold."""
         values = error[begin:end].add_(update[begin:end])
         magnitudes = torch.abs(values, out=self._magnitudes[: end - begin])
         large = self._large[: -(-(end - begin) // 8) * 8]
         torch.ge(magnitudes, threshold, out=large[: end - begin])
         large[end - begin :].zero_()
         groups = large.view(torch.int64)
-        eights = groups.nonzero().flatten()  # most groups of eight hold none: look into the others
+        eights = groups.nonzero().flatten()  # most groups of eight are empty: search only the others
         rows, columns = groups.index_select(0, eights).view(torch.bool).view(-1, 8).nonzero().unbind(1)
         return eights.index_select(0, rows).mul_(8).add_(columns).add_(begin)
 
-    def _spoil(self, out: Tensor) -> int:
+    def _poison(self, out: Tensor) -> int:
         out[:4].view(torch.int32).fill_(self._first)
         floats(out, 4, 1).fill_(math.nan)
         return ENTRY_NBYTES
@@ -96,7 +96,7 @@ class TopK(FlatCodec):
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         num = payload.numel() // ENTRY_NBYTES
-        places = payload[: 4 * num].view(torch.int32).long()
-        if num and not 0 <= places.amin().item() <= places.amax().item() < self.size:
-            raise ProtocolError(f"a push by codec {self.name} names a place beyond the {self.size} there are")
-        out.zero_().index_copy_(0, places, floats(payload, 4 * num, num))
+        indices = payload[: 4 * num].view(torch.int32).long()
+        if num and not 0 <= indices.amin().item() <= indices.amax().item() < self.size:
+            raise ProtocolError(f"a push by codec {self.name} has an index beyond the {self.size} values of the layout")
+        out.zero_().index_copy_(0, indices, floats(payload, 4 * num, num))

@@ -1,1 +1,1 @@
-"""Data sets, how they are fetched, found and decoded, and how their samples are dealt to workers."""
+"""Download, find and decode data sets, and split their samples over the workers."""

@@ -1,4 +1,4 @@
-"""What is known of each data set without reading a file: names, shapes, sizes, constants, licence."""
+"""Facts about each data set, known without reading a file: classes, shape, sizes, normalisation, licence."""
 
 from __future__ import annotations
 
@@ -7,22 +7,37 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """The facts of one data set; sizes are those of the complete official files."""
+    """Facts about one data set; the sizes are those of the complete official files."""
 
     name: str
     title: str
     classes: tuple[str, ...]
-    image_shape: tuple[int, ...]  # as a model sees it: channels, height, width; or of sentences their length
+    image_shape: tuple[int, ...]  # as the model sees a sample: (channels, height, width), or (sentence length,)
     train_size: int
     test_size: int
-    mean: tuple[float, ...]  # of the whole train set, pixels scaled to 0..1, one a channel
+    mean: tuple[float, ...]  # per channel over the whole train set, pixels scaled to 0..1
     std: tuple[float, ...]
     licence: str
     download_nbytes: int  # approximate
     augment: tuple[str, ...] = ()  # what published runs do to its training images
 
 
-_FASHION_MNIST = DatasetInfo(
+_MNIST = DatasetInfo(
+    name="mnist",
+    title="MNIST",
+    classes=tuple("0123456789"),
+    image_shape=(1, 28, 28),
+    train_size=60_000,
+    test_size=10_000,
+    mean=(0.130660,),
+    std=(0.308108,),
+    licence="CC BY-SA 3.0, copyright Yann LeCun and Corinna Cortes",
+    download_nbytes=11_594_722,
+)
+
+# Made as a drop-in replacement of MNIST: same shape and sizes.
+_FASHION_MNIST = replace(
+    _MNIST,
     name="fashion-mnist",
     title="Fashion-MNIST",
     classes=(
@@ -37,26 +52,10 @@ _FASHION_MNIST = DatasetInfo(
         "Bag",
         "Ankle boot",
     ),
-    image_shape=(1, 28, 28),
-    train_size=60_000,
-    test_size=10_000,
     mean=(0.286041,),
     std=(0.353024,),
     licence="MIT, copyright (c) 2017 Zalando SE",
     download_nbytes=30_878_645,
-)
-
-_MNIST = DatasetInfo(
-    name="mnist",
-    title="MNIST",
-    classes=tuple("0123456789"),
-    image_shape=(1, 28, 28),
-    train_size=60_000,
-    test_size=10_000,
-    mean=(0.130660,),
-    std=(0.308108,),
-    licence="CC BY-SA 3.0, copyright Yann LeCun and Corinna Cortes",
-    download_nbytes=11_594_722,
 )
 
 _CIFAR10 = DatasetInfo(
@@ -86,7 +85,7 @@ _SST5 = DatasetInfo(
     download_nbytes=789_539,
 )
 
-# The facts are those of ILSVRC12; a folder brings its own classes and sizes.
+# The facts of ILSVRC12; a user's folder replaces the classes and the sizes.
 _IMAGENET = DatasetInfo(
     name="imagenet",
     title="ImageNet, or any folder of class folders",
@@ -101,7 +100,7 @@ _IMAGENET = DatasetInfo(
     augment=("crop", "mirror"),
 )
 
-# The sample keeps the whole set's mean and std, so a model trained on either sees the same scale.
+# The sample keeps the mean and std of the whole set, so that a model trained on either sees the same scale.
 _SAMPLE = replace(
     _FASHION_MNIST,
     name="fashion-mnist-sample",

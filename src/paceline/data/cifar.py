@@ -1,4 +1,4 @@
-"""CIFAR-10 as its authors packed it: a tar of Python 2 pickles, read without running anything a pickle asks for."""
+"""Read CIFAR-10 from its official tar of Python 2 pickles, without running any code that a pickle names."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ ARRAY_NAMES = ("train_images", "train_labels", "test_images", "test_labels")
 _IMAGE_SHAPE = (3, 32, 32)
 _IMAGE_NBYTES = 3 * 32 * 32
 _NUM_CLASSES = 10
-_LARGEST_MEMBER_NBYTES = 1 << 28
+_MAX_MEMBER_NBYTES = 1 << 28
 
 Batch = tuple[NDArray[np.uint8], list[int]]
 Arrays = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
 
 
 def read(path: Path, remedy: str, empty: Empty) -> Arrays:
-    """Train images, train labels, test images and test labels of an archive or an unpacked folder."""
+    """Return train images, train labels, test images and test labels from an archive or an unpacked folder."""
     batches: dict[str, Batch] = {}
     for name, content in _members(path, remedy):
         batches[name] = _batch(content, f"{path}: member {name}", remedy)
     missing = [name for name in TRAIN_BATCHES + TEST_BATCHES if name not in batches]
     if missing:
         raise DataError(f"{path}: expected six batches, found none named {', '.join(missing)}; {remedy}")
-    train = _joined([batches.pop(name) for name in TRAIN_BATCHES], empty)
-    return train + _joined([batches.pop(name) for name in TEST_BATCHES], empty)
+    train = _join([batches.pop(name) for name in TRAIN_BATCHES], empty)
+    return train + _join([batches.pop(name) for name in TEST_BATCHES], empty)
 
 
 def _open_archive(path: Path, suffix: str) -> IO[bytes]:
-    """The tar inside an archive, unpacked while it is read."""
+    """Open the tar stream inside an archive; it is decompressed while it is read."""
     if suffix == ".xz":
         return cast("IO[bytes]", lzma.open(path, "rb"))
     if suffix == ".gz":
@@ -54,14 +54,14 @@ def _open_archive(path: Path, suffix: str) -> IO[bytes]:
     return path.open("rb")
 
 
-def archive_members(path: Path, suffix: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """The regular files of an archive packed as `suffix` says, by their last name; reads to the packer's checksum."""
+def tar_members(path: Path, suffix: str) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield (base name, file) of each regular file in a tar compressed as `suffix`; read on to the final checksum."""
     with _open_archive(path, suffix) as stream:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 file = archive.extractfile(member) if member.isreg() else None
                 if file is not None:
-                    if member.size > _LARGEST_MEMBER_NBYTES:
+                    if member.size > _MAX_MEMBER_NBYTES:
                         raise tarfile.ReadError(f"member {member.name} claims {member.size} bytes")
                     yield member.name.rpartition("/")[2], file
         while stream.read(1 << 20):
@@ -72,7 +72,7 @@ ARCHIVE_ERRORS = (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSErro
 
 
 def _members(path: Path, remedy: str) -> Iterator[tuple[str, bytes]]:
-    """The name and content of every batch."""
+    """Yield the name and content of each batch file that is present."""
     wanted = TRAIN_BATCHES + TEST_BATCHES
     try:
         if path.is_dir():
@@ -80,7 +80,7 @@ def _members(path: Path, remedy: str) -> Iterator[tuple[str, bytes]]:
                 if (path / name).is_file():
                     yield name, (path / name).read_bytes()
         else:
-            for name, file in archive_members(path, path.suffix):
+            for name, file in tar_members(path, path.suffix):
                 if name in wanted:
                     yield name, file.read()
     except ARCHIVE_ERRORS as error:
@@ -88,7 +88,7 @@ def _members(path: Path, remedy: str) -> Iterator[tuple[str, bytes]]:
 
 
 class _PickledType:
-    """Stands for numpy.dtype: remembers what it was made from."""
+    """Stand-in for numpy.dtype that only stores its type code."""
 
     def __init__(self, code: str | bytes = "", *_: object) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
@@ -98,7 +98,7 @@ class _PickledType:
 
 
 class _PickledArray:
-    """Stands for numpy.ndarray: remembers its shape and bytes, so that no numpy code runs on what a file says."""
+    """Stand-in for numpy.ndarray that only stores its state, so that no numpy code runs on unchecked input."""
 
     state: tuple[Any, ...] = ()
 
@@ -106,7 +106,7 @@ class _PickledArray:
         self.state = state
 
     def rows(self) -> NDArray[np.uint8]:
-        """The images, one a row; ValueError where they are not that."""
+        """Return the images, one per row; raise ValueError if the state is anything else."""
         _, shape, dtype, fortran, content = self.state
         if not isinstance(dtype, _PickledType) or dtype.code not in ("u1", "|u1") or not isinstance(content, bytes):
             raise ValueError("data that is not plain bytes")
@@ -116,7 +116,7 @@ class _PickledArray:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """What Python 3 writes for bytes in an old pickle protocol."""
+    """Undo how Python 3 writes bytes in an old pickle protocol."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"encoding {encoding!r}")
     return text.encode("latin1")
@@ -131,7 +131,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-# A damaged pickle may call for anything at any place, so it can fail in any of these ways; all mean the same.
+# A damaged pickle can fail in any of these ways; all of them mean that the file is bad.
 _PICKLE_FAULTS = (
     pickle.PickleError,
     ValueError,
@@ -154,33 +154,33 @@ class _BatchUnpickler(pickle.Unpickler):
 
 
 def _check_opcodes(content: bytes) -> None:
-    """Refuse a pickle that makes the unpickler take memory for things it does not hold."""
+    """Refuse a pickle whose memo indices would make the unpickler allocate far more memory than the file holds."""
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not (argument is not None and 0 <= argument <= number):
-            raise pickle.UnpicklingError(f"a pickle that remembers its {argument}th thing at step {number}")
+            raise pickle.UnpicklingError(f"a pickle that stores memo entry {argument} at step {number}")
 
 
 def _batch(content: bytes, where: str, remedy: str) -> Batch:
-    """The images, one a row, and labels of one pickled batch."""
+    """Return the images, one per row, and the labels of one pickled batch."""
     try:
         _check_opcodes(content)
         fields = _BatchUnpickler(io.BytesIO(content), encoding="bytes").load()
         fields = {key.decode() if isinstance(key, bytes) else key: value for key, value in fields.items()}
         rows, labels = fields["data"].rows(), fields["labels"]
     except _PICKLE_FAULTS as error:
-        found = " ".join(f"{type(error).__name__}: {error}".split())  # one line, whatever it says
+        found = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
         raise DataError(f"{where}: expected a pickled CIFAR-10 batch, found {found}; {remedy}") from None
     if not isinstance(labels, list) or len(labels) != len(rows):
         found = f"{len(labels)}" if isinstance(labels, list) else "no list"
-        raise DataError(f"{where}: expected {len(rows)} labels, one an image, found {found}; {remedy}")
+        raise DataError(f"{where}: expected {len(rows)} labels, one per image, found {found}; {remedy}")
     wrong = next((label for label in labels if type(label) is not int or not 0 <= label < _NUM_CLASSES), None)
     if wrong is not None:
         raise DataError(f"{where}: expected labels from 0 to {_NUM_CLASSES - 1}, found {wrong!r}; {remedy}")
     return rows, labels
 
 
-def _joined(batches: list[Batch], empty: Empty) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Batches one after another, in arrays from `empty`."""
+def _join(batches: list[Batch], empty: Empty) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Concatenate batches into arrays from `empty`."""
     size = sum(len(rows) for rows, _ in batches)
     images = empty((size, *_IMAGE_SHAPE), np.dtype(np.uint8))
     labels = empty((size,), np.dtype(np.int64))

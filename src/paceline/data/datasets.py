@@ -1,4 +1,4 @@
-"""From a data set's name to its arrays: where its files lie (`locate`), then what they hold (`load`)."""
+"""Find the files of a data set by its name (`locate`), then read them into arrays (`load`)."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _IDX_FOLDERS = {
     "mnist": ("MNIST/raw", "MNIST", "mnist", ""),
 }
 _CIFAR_FOLDERS = ("", "cifar-10", "cifar10")
-_CIFAR_UNPACKED = "cifar-10-batches-py"  # before the archives: it decodes in a fraction of their time
+_CIFAR_UNPACKED = "cifar-10-batches-py"  # tried before the archives: it decodes much faster
 _CIFAR_ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-python.tar.xz", "cifar-10-python.tar")
 _KINDS = {"cifar10": "cifar", "sst5": "trees", "imagenet": "folder"}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a user may choose about how files become arrays."""
+    """User settings for decoding files into arrays."""
 
-    max_length: int = 64  # of sentences, in words
-    image_size: int = 224  # of images in a folder, as a model sees them
+    max_length: int = 64  # of a sentence, in words
+    image_size: int = 224  # side of an image from a folder, as the model sees it
 
     @property
-    def kept_size(self) -> int:
-        """Images of a folder are kept a seventh larger than they are seen, so that crops differ: 256 for 224."""
+    def stored_size(self) -> int:
+        """Side of a decoded image: a seventh larger than the model's input, for random crops (256 for 224)."""
         return self.image_size + self.image_size // 7
 
 
@@ -65,36 +65,36 @@ DEFAULT_READING = Reading()
 
 @dataclass(frozen=True)
 class Location:
-    """Where a data set was found."""
+    """The place where a data set was found."""
 
-    name: str  # the name asked for
+    name: str  # the name that was asked for
     kind: str  # "idx", "cifar", "trees" or "folder"
     path: Path  # a folder, or an archive
     origin: str  # "data-dir", "PACELINE_DATA", "cache", "system" or "built-in sample"
-    sample: bool  # True when it is the built-in sample
+    sample: bool  # whether it is the built-in sample
     reading: Reading = DEFAULT_READING
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set in memory, as bytes; `info` is the sample's where the sample stands in for the whole."""
+    """A data set in memory; `info` describes the sample if the sample replaces the whole set."""
 
     info: DatasetInfo
     location: Location
-    train_images: NDArray[Any]  # uint8 [N, C, H, W], or of sentences token ids, int32 [N, L]
+    train_images: NDArray[Any]  # images uint8 [N, C, H, W], or token ids int32 [N, L]
     train_labels: NDArray[np.int64]  # [N]
     test_images: NDArray[Any]
     test_labels: NDArray[np.int64]
 
 
 def cache_folder() -> Path:
-    """The user's cache of Paceline: `$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`."""
+    """Return the user's cache folder: `$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
 
 def remedy(name: str) -> str:
-    """The end of every message about a bad file of `name`."""
+    """Return the advice that ends each message about a bad file of the data set `name`."""
     if name == SAMPLE:
         return "install Paceline again"
     if name == "imagenet":
@@ -103,7 +103,7 @@ def remedy(name: str) -> str:
 
 
 def search_places(data_dir: Path | None) -> list[tuple[str, Path]]:
-    """The (origin, folder) pairs to look in, in order; a folder that was named but is not there is a DataError."""
+    """Return the (origin, folder) pairs to search, in order; raise DataError if a folder the user named is missing."""
     if data_dir is not None:
         folder = data_dir.expanduser()
         if not folder.is_dir():
@@ -122,28 +122,28 @@ def search_places(data_dir: Path | None) -> list[tuple[str, Path]]:
 
 
 def locate(name: str, data_dir: Path | None) -> Location:
-    """Where the data set `name` lies; a `data_dir` that is given is the only place looked at."""
+    """Return the location of the data set `name`; search only `data_dir` if it is given."""
     if name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
     if name == SAMPLE:
         return Location(name, "idx", BUILTIN_FOLDER, "built-in sample", True)
     kind = _KINDS.get(name, "idx")
-    looked = []
+    searched = []
     for origin, folder in search_places(data_dir):
         path, lack = _find(kind, folder, name)
         if path is not None:
             return Location(name, kind, path, origin, False)
-        looked.append(f"{folder} ({lack})" if lack else f"{folder}")
+        searched.append(f"{folder} ({lack})" if lack else f"{folder}")
     if name == "fashion-mnist" and data_dir is None:
         return Location(name, "idx", BUILTIN_FOLDER, "built-in sample", True)
     if data_dir is not None:
-        found = f"{looked[0]} does not hold it"
-        way_on = f"correct --data-dir, or leave it out and run 'paceline data get {name}'"
+        found = f"{searched[0]} does not hold it"
+        advice = f"correct --data-dir, or leave it out and run 'paceline data get {name}'"
     else:
-        found = f"it is in none of {', '.join(looked)}"
-        way_on = f"run 'paceline data get {name}', or name its folder with --data-dir"
-    way_on = image_folder.REMEDY if kind == "folder" else way_on
-    raise DataError(f"dataset '{name}' was asked for, but {found}: {way_on}")
+        found = f"it is in none of {', '.join(searched)}"
+        advice = f"run 'paceline data get {name}', or name its folder with --data-dir"
+    advice = image_folder.REMEDY if kind == "folder" else advice
+    raise DataError(f"dataset '{name}' was asked for, but {found}: {advice}")
 
 
 def locate_data(config: RunConfig) -> Location | None:
@@ -166,7 +166,7 @@ def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
 
 
 def _find(kind: str, folder: Path, name: str) -> tuple[Path | None, str]:
-    """Where the files of a kind lie at or under `folder`; else what an incomplete set of them lacks."""
+    """Return the path of the data set at or under `folder`; else None and what an incomplete copy lacks."""
     if kind == "idx":
         return _find_idx(folder, name)
     finders = {"cifar": _find_cifar, "trees": sst.find, "folder": image_folder.find}
@@ -174,7 +174,7 @@ def _find(kind: str, folder: Path, name: str) -> tuple[Path | None, str]:
 
 
 def load(location: Location, empty: Empty = np.empty, report: Report = lambda row: None) -> Dataset:
-    """The data set at `location`, decoded into arrays from `empty(shape, dtype)`; a DataError if a file is damaged."""
+    """Decode the data set at `location` into arrays from `empty(shape, dtype)`; raise DataError for a damaged file."""
     info = DATASETS[SAMPLE if location.sample else location.name]
     if location.kind == "folder":
         return _load_folder(location, empty, report)
@@ -191,31 +191,31 @@ def load(location: Location, empty: Empty = np.empty, report: Report = lambda ro
 
 def _load_trees(location: Location, empty: Empty, report: Report) -> Dataset:
     length = location.reading.max_length
-    arrays, cut = sst.read(location.path, length, remedy(location.name), empty)
-    if cut:
-        report({"kind": "note", "text": f"{location.name}: {cut}"})
+    arrays, note = sst.read(location.path, length, remedy(location.name), empty)
+    if note:
+        report({"kind": "note", "text": f"{location.name}: {note}"})
     return Dataset(replace(DATASETS[location.name], image_shape=(length,)), location, *arrays)
 
 
 def _load_folder(location: Location, empty: Empty, report: Report) -> Dataset:
-    from paceline.data import decoding  # here, because processes are slow to import and seldom needed
+    from paceline.data import decoding  # here, because it is slow to import and seldom needed
 
     listing, reading = image_folder.list_images(location.path), location.reading
     total = len(listing.train) + len(listing.test)
     decoding.require_pillow()
-    decoding.require_room(total, reading.kept_size)
+    decoding.require_memory_for(total, reading.stored_size)
     if listing.own_split:
-        what = f"{len(listing.test):,} of {total:,} images, a tenth of every class, are the test set"
+        what = f"{len(listing.test):,} of {total:,} images, a tenth of each class, are the test set"
         report({"kind": "note", "text": f"{location.path} has no train/ and val/: {what}"})
     skipped, before = decoding.Skipped(), 0
     arrays: list[NDArray[Any]] = []
     for part in (listing.train, listing.test):
 
-        def passed(done: int, before: int = before) -> None:
+        def progress(done: int, before: int = before) -> None:
             row = {"kind": "working", "text": f"decoded {before + done:,} of {total:,} images"}
             report({**row, "fraction": (before + done) / total})
 
-        arrays += decoding.decode(part, reading.kept_size, empty, skipped, passed)
+        arrays += decoding.decode(part, reading.stored_size, empty, skipped, progress)
         before += len(part)
     if skipped.count:
         report({"kind": "note", "text": f"{location.path}: {skipped.line(total)}"})
@@ -228,7 +228,7 @@ def _load_folder(location: Location, empty: Empty, report: Report) -> Dataset:
 
 
 def _find_idx(folder: Path, name: str) -> tuple[Path | None, str]:
-    """The folder at or under `folder` with all four idx files of `name`; else what an incomplete one lacks."""
+    """Return the folder at or under `folder` with all four idx files; else None and what an incomplete one lacks."""
     lack = ""
     for candidate in _idx_candidates(folder, name):
         missing = [file_name for file_name in idx.FILE_NAMES if idx.find(candidate, file_name) is None]
@@ -240,7 +240,7 @@ def _find_idx(folder: Path, name: str) -> tuple[Path | None, str]:
 
 
 def _idx_candidates(folder: Path, name: str) -> Iterator[Path]:
-    """Where `name` may lie in `folder`; a folder that bears another data set's name is not taken for this one's."""
+    """Yield the folders that may hold `name`, but not one that has the name of another data set."""
     others = {
         layout.partition("/")[0] for other, layouts in _IDX_FOLDERS.items() if other != name for layout in layouts
     }
@@ -251,7 +251,7 @@ def _idx_candidates(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _find_cifar(folder: Path) -> tuple[Path | None, str]:
-    """The unpacked folder or the archive of CIFAR-10 at or under `folder`."""
+    """Return the unpacked folder or the archive of CIFAR-10 at or under `folder`."""
     for layout in _CIFAR_FOLDERS:
         for unpacked in (folder / layout / _CIFAR_UNPACKED, folder / layout):
             if (unpacked / "data_batch_1").is_file():
@@ -270,8 +270,8 @@ def _load_cifar(
 
     if location.path.is_dir():
         return cifar.read(location.path, remedy(location.name), empty)
-    arrays = decoding.recall(cache_folder(), location.path, empty)
+    arrays = decoding.load_cached(cache_folder(), location.path, empty)
     if arrays is None:
         arrays = cifar.read(location.path, remedy(location.name), empty)
-        decoding.keep(cache_folder(), location.path, arrays)
+        decoding.save_cached(cache_folder(), location.path, arrays)
     return arrays

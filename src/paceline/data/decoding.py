@@ -1,4 +1,4 @@
-"""Image files to one array of bytes, decoded by as many processes as there are cores. Needs pillow (extra `images`)."""
+"""Decode image files into one uint8 array, with one process per core; needs pillow (extra `images`)."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from numpy.typing import NDArray
 from paceline.data.cifar import ARRAY_NAMES, Arrays
 from paceline.data.idx import Empty
 from paceline.errors import DataError, RunFailed, UserError
+from paceline.system.cpu import cores
 
 CHUNK = 32
-"""Images that a process decodes for one answer."""
-WORTH_PROCESSES = 4 * CHUNK
-MOST_NAMED = 3
-_ALLOWED_PIXELS = 1 << 28
+"""Images per request to a decoder process."""
+PROCESSES_THRESHOLD = 4 * CHUNK
+MAX_NAMED = 3
+_MAX_PIXELS = 1 << 28
 
 Images = NDArray[np.uint8]
-Passed = Callable[[int], None]
 
 
 @dataclass
 class Skipped:
-    """The images that did not decode: the first few by name, all by number."""
+    """The images that did not decode: their number, and the names of the first few."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
 
     def add(self, path: str, reason: str) -> None:
         self.count += 1
-        if len(self.named) < MOST_NAMED:
+        if len(self.named) < MAX_NAMED:
             self.named.append(f"{path} ({reason})")
 
     def line(self, total: int) -> str:
-        """One line about all of them; nothing where there is none."""
+        """Return one line about all of them; empty if none was skipped."""
         if not self.count:
             return ""
         more = f" and {self.count - len(self.named):,} more" if self.count > len(self.named) else ""
@@ -55,35 +55,35 @@ class Skipped:
 
 
 def require_pillow() -> None:
-    """One clear line where it is missing."""
+    """Raise UserError if pillow is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise UserError("images in files need pillow, which is not installed: pip install 'paceline[images]'") from None
 
 
-def require_room(count: int, side: int) -> None:
-    """A clear line, with numbers, where the decoded images would not fit in memory."""
+def require_memory_for(count: int, side: int) -> None:
+    """Raise DataError if `count` decoded images of `side` x `side` do not fit in memory."""
     from paceline.system.memory import available_memory
 
     needed, free = count * 3 * side * side, available_memory()
     if needed > free:
         fitting = int((free / (3 * count)) ** 0.5) * 7 // 8
         raise DataError(
-            f"{count:,} images of {side}x{side} need {needed / 2**30:,.1f} GiB of memory once decoded, and "
-            f"{free / 2**30:,.1f} are free: use --image-size {max(fitting, 1)} or smaller, or fewer images"
+            f"{count:,} images of {side}x{side} need {needed / 2**30:,.1f} GiB of memory once decoded, but only "
+            f"{free / 2**30:,.1f} GiB are free: use --image-size {max(fitting, 1)} or smaller, or fewer images"
         )
 
 
 def decode(
-    images: list[tuple[str, int]], side: int, empty: Empty, skipped: Skipped, passed: Passed
+    images: list[tuple[str, int]], side: int, empty: Empty, skipped: Skipped, progress: Callable[[int], None]
 ) -> tuple[Images, NDArray[np.int64]]:
-    """Pixels [N, 3, side, side] and labels [N] of those that decode; `passed` is told how many were done."""
+    """Return pixels [N, 3, side, side] and labels [N] of the images that decode; call `progress(done)` per chunk."""
     require_pillow()
     pixels = empty((len(images), 3, side, side), np.dtype(np.uint8))
     labels = empty((len(images),), np.dtype(np.int64))
     filled = start = 0
-    for faults in _decoded([path for path, _ in images], pixels):
+    for faults in _fill([path for path, _ in images], pixels):
         places = range(start, min(start + CHUNK, len(images)))
         for place, reason in faults.items():
             skipped.add(images[start + place][0], reason)
@@ -92,17 +92,17 @@ def decode(
             pixels[filled : filled + len(kept)] = pixels[start : start + len(kept)]
         labels[filled : filled + len(kept)] = kept
         filled, start = filled + len(kept), places.stop
-        passed(start)
+        progress(start)
     if filled == 0:
         raise DataError(f"none of {len(images):,} images decodes; {skipped.line(len(images))}")
     return pixels[:filled], labels[:filled]
 
 
-def _decoded(paths: list[str], pixels: Images) -> Iterator[dict[int, str]]:
-    """Fill `pixels` chunk by chunk, by processes where it is worth their start; why some did not decode, by chunk."""
+def _fill(paths: list[str], pixels: Images) -> Iterator[dict[int, str]]:
+    """Fill `pixels` chunk by chunk, with processes if there are many; yield each chunk's faults by place."""
     starts = range(0, len(paths), CHUNK)
-    processes = min(len(os.sched_getaffinity(0)), len(starts))
-    if processes < 2 or len(paths) < WORTH_PROCESSES:
+    processes = min(cores(), len(starts))
+    if processes < 2 or len(paths) < PROCESSES_THRESHOLD:
         for start in starts:
             found, faults = decode_chunk(paths[start : start + CHUNK], pixels.shape[2])
             pixels[start : start + len(found)] = found
@@ -125,12 +125,12 @@ def _decoded(paths: list[str], pixels: Images) -> Iterator[dict[int, str]]:
         yield from pool.map(fill, starts)
     finally:
         for decoder in decoders:
-            decoder.end()
+            decoder.kill()
         pool.shutdown(cancel_futures=True)
 
 
 class _Decoder:
-    """Another process that decodes a chunk at a time. It imports nothing of the user's, and ends with its input."""
+    """A child process that decodes one chunk per request. It imports no user code and exits at the end of its input."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -138,7 +138,7 @@ class _Decoder:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def fill(self, paths: list[str], pixels: Images) -> dict[int, str]:
-        """Write the images that decode into `pixels`, one after another; returns why the others do not."""
+        """Write the images that decode into `pixels`, without gaps; return why the others do not, by place."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([paths, pixels.shape[2]]).encode() + b"\n")
@@ -152,9 +152,9 @@ class _Decoder:
                 filled += received
             return faults
         except (OSError, ValueError, EOFError):
-            raise RunFailed("a process that decoded images died; was it out of memory? Start again") from None
+            raise RunFailed("a process that decoded images died, perhaps out of memory: start the run again") from None
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -164,7 +164,7 @@ class _Decoder:
 
 
 def main() -> None:
-    """Decode a chunk for every line of standard input, until it ends."""
+    """Decode one chunk per line of standard input, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         pixels, faults = decode_chunk(*json.loads(line))
@@ -174,24 +174,24 @@ def main() -> None:
 
 
 def decode_chunk(paths: list[str], side: int) -> tuple[Images, dict[int, str]]:
-    """The pixels of those that decode, [n, 3, side, side]; and why the others do not, by their place."""
+    """Return the pixels [n, 3, side, side] of the images that decode, and why the others do not, by place."""
     found, faults = [], {}
     for place, path in enumerate(paths):
         try:
             found.append(_square(path, side))
-        except Exception as error:  # a damaged file can fail in any way, and all mean the same
+        except Exception as error:  # a damaged file can raise anything
             faults[place] = " ".join(f"{type(error).__name__}: {error}".split())[:120]
     return (np.stack(found) if found else np.empty((0, 3, side, side), np.uint8)), faults
 
 
 def _square(path: str, side: int) -> Images:
-    """The middle square of an image, scaled to `side`, as [3, side, side]."""
+    """Return the centre square of an image, scaled to [3, side, side]."""
     from PIL import Image
 
     with Image.open(path) as image:
-        if image.width * image.height > _ALLOWED_PIXELS:
+        if image.width * image.height > _MAX_PIXELS:
             raise ValueError(f"{image.width}x{image.height} pixels")
-        image.draft("RGB", (side, side))  # a JPEG can be decoded at 1/2, 1/4 or 1/8, which is faster
+        image.draft("RGB", (side, side))  # decode a JPEG at 1/2, 1/4 or 1/8 of its size, which is faster
         colours: Any = image.convert("RGB")
     width, height = colours.size
     edge = min(width, height)
@@ -201,31 +201,31 @@ def _square(path: str, side: int) -> Images:
     return np.ascontiguousarray(np.asarray(scaled, np.uint8).transpose(2, 0, 1))
 
 
-def recall(cache: Path, source: Path, empty: Empty) -> Arrays | None:
-    """The arrays kept for `source` as it is now, in arrays from `empty`, or None."""
-    folder = _folder(cache, source)
+def load_cached(cache: Path, source: Path, empty: Empty) -> Arrays | None:
+    """Return the arrays cached for the current state of `source`, copied into arrays from `empty`, or None."""
+    folder = _cache_entry(cache, source)
     if not folder.is_dir():
         return None
     try:
-        kept = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAY_NAMES]
+        cached = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAY_NAMES]
     except (OSError, ValueError, EOFError):
         return None
-    num_train, num_test = len(kept[1]), len(kept[3])
+    num_train, num_test = len(cached[1]), len(cached[3])
     shapes = [(num_train, 3, 32, 32), (num_train,), (num_test, 3, 32, 32), (num_test,)]
     dtypes = [np.dtype(np.uint8), np.dtype(np.int64)] * 2
-    if [array.shape for array in kept] != shapes or [array.dtype for array in kept] != dtypes:
+    if [array.shape for array in cached] != shapes or [array.dtype for array in cached] != dtypes:
         return None
     arrays = []
-    for array in kept:
+    for array in cached:
         target = empty(array.shape, array.dtype)
         target[...] = array
         arrays.append(target)
     return arrays[0], arrays[1], arrays[2], arrays[3]
 
 
-def keep(cache: Path, source: Path, arrays: Arrays) -> None:
-    """Keep `arrays` for `source`, replacing copies of its earlier states; does nothing where that is not possible."""
-    folder = _folder(cache, source)
+def save_cached(cache: Path, source: Path, arrays: Arrays) -> None:
+    """Cache `arrays` for `source` and delete entries of its earlier states; do nothing if the disk refuses."""
+    folder = _cache_entry(cache, source)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -241,8 +241,8 @@ def keep(cache: Path, source: Path, arrays: Arrays) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _folder(cache: Path, source: Path) -> Path:
-    """Where the copy of `source` lies: by its path, then by its size and time of change."""
+def _cache_entry(cache: Path, source: Path) -> Path:
+    """Return the cache folder of `source`: named after its path, size and modification time."""
     state = source.stat()
     key = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
     return cache / "decoded" / f"{key}-{state.st_size}-{state.st_mtime_ns}"

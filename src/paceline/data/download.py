@@ -1,4 +1,4 @@
-"""`paceline data get` and `paceline data list`: fetch a data set, check it, and say which ones lie where."""
+"""Download and check data sets (`paceline data get`) and list those found (`paceline data list`)."""
 
 from __future__ import annotations
 
@@ -28,21 +28,12 @@ from paceline.data.sources import RemoteFile
 from paceline.errors import DataError, UserError, unknown_name
 
 NUM_TRIES = 3
-
-
 BACK_OFF_SECONDS = 0.5
-
-
 TIMEOUT_SECONDS = 30.0
-
-
 _PIECE_NBYTES = 1 << 18
+_RETRYABLE_STATUSES = (408, 425, 429)
 
-
-_WORTH_A_RETRY = (408, 425, 429)
-
-
-DownloadProgress = Callable[[int, "int | None"], None]  # bytes so far, bytes in all where the server says
+DownloadProgress = Callable[[int, "int | None"], None]  # bytes received, bytes in all or None if unknown
 
 
 class _Broken(Exception):
@@ -50,19 +41,19 @@ class _Broken(Exception):
 
 
 def fetch(url: str, part: Path, report: DownloadProgress) -> None:
-    """Complete `part` from `url`; a UserError naming the URL where that cannot be done."""
+    """Complete the file `part` from `url`; raise UserError with the URL if that fails."""
     if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url} was asked for, but only http and https are spoken: correct the mirror")
+        raise UserError(f"{url} was asked for, but only http and https are supported: correct the mirror")
     reason = ""
     for number in range(NUM_TRIES):
         if number:
             time.sleep(BACK_OFF_SECONDS * 2 ** (number - 1))
         try:
-            _try(url, part, report)
+            _request(url, part, report)
             return
         except urllib.error.HTTPError as error:
             reason = f"HTTP status {error.code} ({error.reason})"
-            if error.code < 500 and error.code not in _WORTH_A_RETRY:
+            if error.code < 500 and error.code not in _RETRYABLE_STATUSES:
                 break
         except urllib.error.URLError as error:
             reason = str(error.reason)
@@ -74,8 +65,8 @@ def fetch(url: str, part: Path, report: DownloadProgress) -> None:
     )
 
 
-def _try(url: str, part: Path, report: DownloadProgress) -> None:
-    """One request: the rest of the file where `part` holds its beginning, else all of it."""
+def _request(url: str, part: Path, report: DownloadProgress) -> None:
+    """Send one request: for the rest of the file if `part` holds its beginning, else for all of it."""
     present = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"User-Agent": "paceline", "Accept-Encoding": "identity"})
     if present:
@@ -86,25 +77,25 @@ def _try(url: str, part: Path, report: DownloadProgress) -> None:
         if error.code != 416 or not present:
             raise
         if error.headers.get("Content-Range", "").rpartition("/")[2] != str(present):
-            part.unlink()  # longer than the file itself: not a beginning of it
-            _try(url, part, report)
+            part.unlink()  # longer than the file itself, so not its beginning
+            _request(url, part, report)
         return
     with response:
         continues = response.status == 206 and _range_start(response) == present
         if response.status == 206 and not continues:
             part.unlink(missing_ok=True)
-            raise _Broken("the server sent another part than was asked for")
+            raise _Broken("the server sent a different byte range than requested")
         start = present if continues else 0
         length = response.headers.get("Content-Length")
         total = start + int(length) if length is not None else None
-        with _opened(part, "ab" if continues else "wb") as file:
+        with _open(part, "ab" if continues else "wb") as file:
             received = _copy(response, file, start, total, report)
     if total is not None and received < total:
         raise _Broken(f"the connection ended after {received} of {total} bytes")
 
 
 def _range_start(response: http.client.HTTPResponse) -> int | None:
-    """The first byte a partial response holds, from `Content-Range: bytes 5-9/10`."""
+    """Return the first byte of a partial response, from `Content-Range: bytes 5-9/10`."""
     start = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
     return int(start) if start.isdigit() else None
 
@@ -112,7 +103,7 @@ def _range_start(response: http.client.HTTPResponse) -> int | None:
 def _copy(
     response: http.client.HTTPResponse, file: BinaryIO, received: int, total: int | None, report: DownloadProgress
 ) -> int:
-    """Write what the server sends; returns how long the file is then."""
+    """Write the response to `file`; return the length of the file after it."""
     report(received, total)
     while piece := response.read(_PIECE_NBYTES):
         try:
@@ -124,7 +115,7 @@ def _copy(
     return received
 
 
-def _opened(part: Path, mode: str) -> BinaryIO:
+def _open(part: Path, mode: str) -> BinaryIO:
     try:
         return part.open(mode, buffering=0)  # type: ignore[return-value]
     except OSError as error:
@@ -132,7 +123,7 @@ def _opened(part: Path, mode: str) -> BinaryIO:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """The error for a disk that is full or a folder that is not ours."""
+    """Return the error for a full disk or a folder without write permission."""
     return UserError(
         f"{path} cannot be written ({error.strerror or error}): make room or choose another folder, then run it again"
     )
@@ -145,21 +136,21 @@ class DatasetStatus:
     name: str
     title: str
     found: bool
-    origin: str  # as in Location; empty where not found
+    origin: str  # as in Location; empty if not found
     path: Path | None
     sample: bool
-    train_size: int  # of the files found; of the complete set where none was
+    train_size: int  # of the files found, or of the complete set if none was found
     test_size: int
-    nbytes: int  # on disk; about what a download takes, where it was not found or is a folder of images
+    nbytes: int  # on disk; for a folder of images, or if not found, the approximate download size
     licence: str
-    note: str  # what is wrong or what to do; empty where all is well
+    note: str  # the problem or what to do; empty if all is well
 
 
 def get(name: str, destination: Path | None = None, mirror: str | None = None, progress: bool = True) -> Path:
-    """Fetch and check what is missing of `name`; returns the folder that holds it (the cache's, unless given)."""
+    """Download and check the missing files of `name`; return the folder that holds them (in the cache by default)."""
     if name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
-    say: Callable[[str], None] = _say if progress else lambda line: None
+    say: Callable[[str], None] = _print_line if progress else lambda line: None
     if name == SAMPLE:
         say(f"{name} comes with Paceline: {BUILTIN_FOLDER}")
         return BUILTIN_FOLDER
@@ -175,7 +166,7 @@ def get(name: str, destination: Path | None = None, mirror: str | None = None, p
     for file in source.files:
         target = folder / file.name
         if target.is_file() and sources.fault(target, file) is None:
-            say(f"{target} is already there, and right")
+            say(f"{target} is already there and correct")
             continue
         _get_file(f"{url.rstrip('/')}/{file.name}", target, file, progress)
         say(f"{target} fetched and checked")
@@ -183,13 +174,13 @@ def get(name: str, destination: Path | None = None, mirror: str | None = None, p
 
 
 def status(data_dir: Path | None) -> list[DatasetStatus]:
-    """A row for every data set, with what was found of it."""
-    search_places(data_dir)  # a folder that was named but is not there is an error, not a row
+    """Return one row per data set, with its location if it was found."""
+    search_places(data_dir)  # raises if a folder that the user named is missing
     return [_status(name, data_dir) for name in DATASETS]
 
 
 def _get_file(url: str, target: Path, file: RemoteFile, progress: bool) -> None:
-    """Fetch one file; it gets its final name only once its content is right."""
+    """Download one file; it gets its final name only after its content was checked."""
     part = target.with_name(f"{target.name}.part")
     while True:
         resumed = part.exists()
@@ -199,7 +190,7 @@ def _get_file(url: str, target: Path, file: RemoteFile, progress: bool) -> None:
         if fault is None:
             break
         part.unlink()
-        if not resumed:  # what an earlier run left may be to blame, once
+        if not resumed:  # else the part from an earlier run may be wrong: download everything once
             raise DataError(
                 f"{url}: expected the official content, found {fault}; nothing was kept: try again or another mirror"
             )
@@ -209,17 +200,17 @@ def _get_file(url: str, target: Path, file: RemoteFile, progress: bool) -> None:
         raise cannot_write(target, error) from None
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _reporting(url: str, progress: bool) -> Iterator[DownloadProgress]:
-    """Something to report bytes to: a bar on a terminal, a line a file elsewhere, nothing when not wanted."""
+    """Yield a progress callback: a bar on a terminal, else one line per file, else silent without `progress`."""
     if not progress:
         yield lambda received, total: None
     elif not sys.stderr.isatty():
-        _say(f"fetching {url}")
+        _print_line(f"fetching {url}")
         yield lambda received, total: None
     else:
         from rich.console import Console
@@ -243,7 +234,7 @@ def _status(name: str, data_dir: Path | None) -> DatasetStatus:
         if location.kind == "folder":
             train_size, test_size = image_folder.count_images(location.path)
         if location.sample and name != SAMPLE:
-            note = f"the built-in sample stands in; 'paceline data get {name}' fetches the whole"
+            note = f"the built-in sample is used; 'paceline data get {name}' fetches the whole set"
     except DataError as error:
         note = str(error)
     return DatasetStatus(
@@ -262,11 +253,11 @@ def _status(name: str, data_dir: Path | None) -> DatasetStatus:
 
 
 def _files(location: Location) -> list[Path]:
-    """The data files of a location."""
+    """Return the data files of a location, to sum their sizes; none for a folder of images."""
     if location.kind == "idx":
         return [path for path in (idx.find(location.path, name) for name in idx.FILE_NAMES) if path is not None]
     if location.kind == "folder":
-        return []  # too many to ask each for its size
+        return []  # too many files to stat
     if location.path.is_dir():
         return [path for path in location.path.iterdir() if path.is_file()]
     return [location.path]

@@ -1,4 +1,4 @@
-"""The idx files of MNIST and Fashion-MNIST, packed (.gz) or not, decoded straight into the caller's arrays."""
+"""Read the idx files of MNIST and Fashion-MNIST, plain or gzipped, directly into the caller's arrays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from paceline.errors import DataError
 
 Empty = Callable[[tuple[int, ...], "np.dtype[Any]"], NDArray[Any]]
+"""Allocates an array of (shape, dtype), for example in shared memory."""
 
 SPLITS = ("train", "t10k")
 IMAGES = "{}-images-idx3-ubyte"
@@ -22,11 +23,11 @@ LABELS = "{}-labels-idx1-ubyte"
 FILE_NAMES = tuple(pattern.format(split) for split in SPLITS for pattern in (IMAGES, LABELS))
 
 _PIECE_NBYTES = 1 << 16
-_LARGEST_DEFLATE_RATIO = 1032  # no deflate stream grows by more, so a header that claims more is a lie
+_MAX_DEFLATE_RATIO = 1032  # of any deflate stream: a header that declares more content is wrong
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The idx file `name` in `folder`, unpacked or as .gz, or None."""
+    """Return the path of the idx file `name` in `folder`, plain or as .gz, or None."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
@@ -36,7 +37,7 @@ def find(folder: Path, name: str) -> Path | None:
 def read_split(
     folder: Path, split: str, image_shape: tuple[int, ...], num_classes: int, remedy: str, empty: Empty
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The images [N, C, H, W] and labels [N] of one split, in arrays from `empty`; a DataError if anything is off."""
+    """Return images [N, C, H, W] and labels [N] of one split, in arrays from `empty`; raise DataError for bad files."""
     small = _decode(_existing(folder, LABELS.format(split), remedy), (), None, remedy, np.empty)
     if int(small.max()) >= num_classes:
         path = _existing(folder, LABELS.format(split), remedy)
@@ -52,14 +53,14 @@ def read_split(
 
 
 def count(folder: Path, split: str, remedy: str) -> int:
-    """How many labels a split says it has, from the header of its label file alone."""
+    """Return the number of labels of a split, read from the header of its label file."""
     path = _existing(folder, LABELS.format(split), remedy)
     pieces = _pieces(path, remedy)
     return _header(path, pieces, 1, remedy)[0][0]
 
 
 def _with_channel(empty: Empty) -> Empty:
-    """`empty` for shapes [N, H, W], giving [N, 1, H, W]."""
+    """Wrap `empty` so that a shape [N, H, W] allocates [N, 1, H, W]."""
     return lambda shape, dtype: empty((shape[0], 1, *shape[1:]), dtype)
 
 
@@ -73,15 +74,15 @@ def _existing(folder: Path, name: str, remedy: str) -> Path:
 def _decode(
     path: Path, item_shape: tuple[int, ...], expected_count: int | None, remedy: str, empty: Empty
 ) -> NDArray[np.uint8]:
-    """The items of one idx file, after every check that needs no second file."""
+    """Return the items of one idx file; raise DataError if its header or length is wrong."""
     pieces = _pieces(path, remedy)
     dims, rest = _header(path, pieces, 1 + len(item_shape), remedy)
     if dims[1:] != item_shape:
         raise _damaged(path, f"items of {_times(item_shape)}", f"items of {_times(dims[1:])}", remedy)
     if expected_count is not None and dims[0] != expected_count:
-        raise _damaged(path, f"{expected_count} images, one a label", f"{dims[0]} images", remedy)
+        raise _damaged(path, f"{expected_count} images, one per label", f"{dims[0]} images", remedy)
     nbytes = int(np.prod(dims, dtype=object))
-    if not 0 < nbytes <= _most_nbytes(path, 4 + 4 * len(dims)):
+    if not 0 < nbytes <= _max_nbytes(path, 4 + 4 * len(dims)):
         raise _damaged(path, f"content for {dims[0]} items", f"a file of {path.stat().st_size} bytes", remedy)
     items = empty(dims, np.dtype(np.uint8))
     target = items.data.cast("B")
@@ -97,7 +98,7 @@ def _decode(
 
 
 def _header(path: Path, pieces: Iterator[bytes], num_dims: int, remedy: str) -> tuple[tuple[int, ...], bytes]:
-    """The dimensions an idx file declares, and what was read beyond its header."""
+    """Return the dimensions that an idx file declares, and the bytes read beyond its header."""
     nbytes = 4 + 4 * num_dims
     start = b""
     while len(start) < nbytes:
@@ -112,13 +113,15 @@ def _header(path: Path, pieces: Iterator[bytes], num_dims: int, remedy: str) -> 
 
 
 def _pieces(path: Path, remedy: str) -> Iterator[bytes]:
-    """The content of a file piece by piece, inflated and checked against its CRC where it is a .gz."""
+    """Yield the content of a file piece by piece; inflate a .gz and check its CRC."""
     try:
         with path.open("rb") as file:
             packed = iter(lambda: file.read(_PIECE_NBYTES), b"")
             yield from inflate(packed) if path.suffix == ".gz" else packed
     except EOFError:
-        raise _damaged(path, "a whole gzip stream", f"its end after {path.stat().st_size} bytes", remedy) from None
+        raise _damaged(
+            path, "a whole gzip stream", f"the end of the file after {path.stat().st_size} bytes", remedy
+        ) from None
     except zlib.error as error:
         raise _damaged(path, "a sound gzip stream", f"a corrupted one ({error})", remedy) from None
     except OSError as error:
@@ -126,7 +129,7 @@ def _pieces(path: Path, remedy: str) -> Iterator[bytes]:
 
 
 def inflate(packed: Iterator[bytes]) -> Iterator[bytes]:
-    """The content of a gzip stream; zlib.error where it or its CRC is wrong, EOFError where it stops early."""
+    """Yield the content of a gzip stream; raise zlib.error for bad data or CRC, EOFError if it ends early."""
     inflater = zlib.decompressobj(wbits=31)
     for piece in packed:
         while piece:
@@ -138,9 +141,9 @@ def inflate(packed: Iterator[bytes]) -> Iterator[bytes]:
         raise EOFError
 
 
-def _most_nbytes(path: Path, header_nbytes: int) -> int:
-    """How much may follow the header of a file of this size, so that a lie is found before memory is taken."""
-    return path.stat().st_size * (_LARGEST_DEFLATE_RATIO if path.suffix == ".gz" else 1) - header_nbytes
+def _max_nbytes(path: Path, header_nbytes: int) -> int:
+    """Return the most content a file of this size can hold, so that a wrong header is found before allocating."""
+    return path.stat().st_size * (_MAX_DEFLATE_RATIO if path.suffix == ".gz" else 1) - header_nbytes
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A folder of class folders, as ImageNet is kept: which images it holds, and how a set of them becomes one array."""
+"""List the images in a folder of class folders, the layout of ImageNet."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from paceline.errors import DataError
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
 REMEDY = "give --data-dir a folder of your own with train/CLASS/*.JPEG and val/CLASS/*.JPEG (docs/data.md)"
-"""ImageNet is given only to those who accept its terms, so there is nothing to fetch."""
+"""ImageNet requires each user to accept its terms, so it cannot be downloaded here."""
 TEST_SHARE = 0.1
-"""Of every class, where the folder has no val/ of its own."""
+"""Share of each class that becomes the test set if the folder has no val/."""
 
 _FOLDERS = ("", "imagenet", "ImageNet", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
-_LOOKED_AT = 20
+_MAX_PROBED_FOLDERS = 20
 
 Labelled = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a folder, by path and class number, in a fixed order."""
+    """The images of a folder as (path, class number), in a fixed order."""
 
     classes: tuple[str, ...]
     train: Labelled
     test: Labelled
-    own_split: bool  # the test images are ours to choose: there is no val/
+    own_split: bool  # whether the test images were chosen here because there is no val/
 
 
 def find(folder: Path) -> tuple[Path | None, str]:
-    """The folder with train/ and val/, or class folders, at or under `folder`; else what an incomplete one lacks."""
+    """Return the folder with train/ and val/, or with class folders; else None and what an incomplete one lacks."""
     lack = ""
     for layout in _FOLDERS:
         candidate = folder / layout
@@ -48,7 +48,7 @@ def find(folder: Path) -> tuple[Path | None, str]:
 
 
 def list_images(folder: Path) -> Listing:
-    """Every image below `folder`; a DataError for an empty class folder, and for classes that only val/ has."""
+    """List every image below `folder`; raise DataError for an empty class folder or a class that only val/ has."""
     if not ((folder / "train").is_dir() and (folder / "val").is_dir()):
         images, classes = _by_class(folder)
         labels = np.array([label for _, label in images], np.int64)
@@ -56,11 +56,11 @@ def list_images(folder: Path) -> Listing:
         return Listing(classes, [images[row] for row in train], [images[row] for row in test], True)
     train_images, classes = _by_class(folder / "train")
     test_images, test_classes = _by_class(folder / "val")
-    strange = sorted(set(test_classes) - set(classes))
-    if strange:
+    unknown = sorted(set(test_classes) - set(classes))
+    if unknown:
         raise DataError(
-            f"{folder / 'val' / strange[0]}: a class that {folder / 'train'} does not have "
-            f"({len(strange)} of them): make the class folders of both the same"
+            f"{folder / 'val' / unknown[0]}: a class that {folder / 'train'} does not have "
+            f"({len(unknown)} of them): make the class folders of both the same"
         )
     number = {name: place for place, name in enumerate(classes)}
     test_images = [(path, number[test_classes[label]]) for path, label in test_images]
@@ -68,13 +68,13 @@ def list_images(folder: Path) -> Listing:
 
 
 def count_images(folder: Path) -> tuple[int, int]:
-    """How many train and test images there are."""
+    """Return the numbers of train and test images."""
     listing = list_images(folder)
     return len(listing.train), len(listing.test)
 
 
 def _by_class(folder: Path) -> tuple[Labelled, tuple[str, ...]]:
-    """The images of each subfolder, and the subfolders' names."""
+    """Return the labelled images of all subfolders, and the names of the subfolders."""
     try:
         classes = sorted(
             entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
@@ -101,10 +101,10 @@ def _images(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _holds_classes(folder: Path) -> bool:
-    """Whether one of the first subfolders of `folder` holds an image."""
+    """Return whether one of the first subfolders of `folder` holds an image."""
     try:
         with os.scandir(folder) as entries:
-            subfolders = sorted(entry.path for entry in entries if entry.is_dir())[:_LOOKED_AT]
+            subfolders = sorted(entry.path for entry in entries if entry.is_dir())[:_MAX_PROBED_FOLDERS]
         return any(next(_images(Path(path)), None) is not None for path in subfolders)
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""How the samples of a data set are divided: a split over workers, and a part held out for validation."""
+"""Divide the samples of a data set: into shards, one per worker, and into train and validation parts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.randomness import rng
 Indices = NDArray[np.int64]
 
 SPLITS = ("full", "iid", "labels", "dirichlet:ALPHA")
-_LARGEST_CONCENTRATION = 1e12  # beyond it a Dirichlet draw is the weights themselves, to less than a sample
+_MAX_CONCENTRATION = 1e12  # above it, a Dirichlet draw equals the weights to within a sample
 
 
 @dataclass(frozen=True)
 class Split:
-    """How data is divided; `alpha` is for `dirichlet` alone."""
+    """A way to divide data over workers; only `dirichlet` has an `alpha`."""
 
     kind: str
     alpha: float | None = None
@@ -35,7 +35,7 @@ class Split:
 
 @cache
 def parse_split(text: str) -> Split:
-    """The split a user wrote.
+    """Parse a split as the user writes it.
 
     >>> parse_split("dirichlet:0.5")
     Split(kind='dirichlet', alpha=0.5)
@@ -62,41 +62,39 @@ def parse_split(text: str) -> Split:
 def partition(
     labels: NDArray[Any], num_workers: int, split: Split, seed: int, weights: Sequence[float] | None = None
 ) -> list[Indices]:
-    """The sample indices of each worker, sorted; but for `full` they are disjoint and cover all samples."""
+    """Return the sorted sample indices of each worker: disjoint and complete, except for `full` (all for each)."""
     shares = _shares(num_workers, split, weights)
     if len(labels) == 0:
         raise UserError(f"split {split} was asked for over a data set without samples: use another data set")
     if split.kind == "full":
         return [np.arange(len(labels), dtype=np.int64) for _ in range(num_workers)]
     if split.kind == "iid":
-        shards = _cut(rng(seed, "split iid").permutation(len(labels)), shares)
+        shards = _divide(rng(seed, "split iid").permutation(len(labels)), shares)
     elif split.kind == "labels":
         generator = rng(seed, "split labels")
         classes = _classes(labels)
         order = [generator.permutation(classes[number]) for number in generator.permutation(len(classes))]
-        shards = _cut(np.concatenate(order), shares)
+        shards = _divide(np.concatenate(order), shares)
     else:
         shards = _dirichlet(_classes(labels), shares, split, seed)
     for worker, shard in enumerate(shards):
         if len(shard) == 0:
             raise UserError(
                 f"split {split} of {len(labels)} samples over {num_workers} workers leaves worker {worker} with none: "
-                + _what_to_do(split, weights)
+                + _remedy(split, weights)
             )
     return [np.sort(shard).astype(np.int64) for shard in shards]
 
 
 def hold_out(labels: int | NDArray[Any], fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Train and validation indices, sorted: `fraction` of every class is held out, a class more or less one sample."""
+    """Return sorted train and validation indices: `fraction` of each class, to within a sample, is held out."""
     if not 0 <= fraction < 1:
-        raise UserError(
-            f"a validation fraction of {fraction:g} was asked for: choose one from 0 up to, not including, 1"
-        )
+        raise UserError(f"a validation fraction of {fraction:g} was asked for: choose at least 0 and less than 1")
     classes = [np.arange(labels, dtype=np.int64)] if isinstance(labels, int) else _classes(labels)
     total = sum(len(members) for members in classes)
     if fraction == 0:
         return np.arange(total, dtype=np.int64), np.empty(0, dtype=np.int64)
-    # Rounding the running total keeps both the whole and every class within one sample of what was asked.
+    # Rounding the running total keeps both the whole and each class within one sample of the exact fraction.
     bounds = [_round(Fraction(fraction) * so_far) for so_far in accumulate((len(c) for c in classes), initial=0)]
     train, validation = [], []
     for number, members in enumerate(classes):
@@ -115,19 +113,19 @@ def hold_out(labels: int | NDArray[Any], fraction: float, seed: int) -> tuple[In
 
 @cache
 def parse_fold(text: str) -> tuple[int, int]:
-    """The fold a user wrote: which one, of how many.
+    """Parse a fold as the user writes it: number, and how many folds.
 
     >>> parse_fold("2/5")
     (2, 5)
     """
     number, slash, folds = text.partition("/")
     if not (slash and number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
-        raise UserError(f"fold '{text}': write which one of how many, as in 2/5")
+        raise UserError(f"fold '{text}': write its number and how many folds there are, as in 2/5")
     return int(number), int(folds)
 
 
 def hold_out_fold(labels: NDArray[Any], number: int, folds: int, seed: int) -> tuple[Indices, Indices]:
-    """Train and held-out indices, sorted: fold `number` of `folds`, each with its due of every class, to a sample."""
+    """Return sorted train and held-out indices of fold `number` of `folds`, stratified by class to within a sample."""
     if folds > len(labels):
         raise UserError(f"{folds} folds of {len(labels)} samples leave some empty: use fewer folds")
     order = [rng(seed, "folds", place).permutation(members) for place, members in enumerate(_classes(labels))]
@@ -137,17 +135,17 @@ def hold_out_fold(labels: NDArray[Any], number: int, folds: int, seed: int) -> t
 
 
 def _shares(num_workers: int, split: Split, weights: Sequence[float] | None) -> list[Fraction]:
-    """What part of the data each worker is due; they sum to one, exactly."""
+    """Return each worker's share of the data; the shares sum to exactly one."""
     if num_workers < 1:
         raise UserError(f"{num_workers} workers were asked for: choose at least 1")
     if weights is None:
         return [Fraction(1, num_workers)] * num_workers
     if split.kind == "full":
         raise UserError(
-            "weights were given with split full, where every worker has all data: leave them out, or use iid"
+            "weights were given with split full, which gives each worker all data: leave them out, or use iid"
         )
     if len(weights) != num_workers:
-        raise UserError(f"{len(weights)} weights were given for {num_workers} workers: give one a worker")
+        raise UserError(f"{len(weights)} weights were given for {num_workers} workers: give one per worker")
     for worker, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"worker {worker} was given weight {weight:g}: weights are positive numbers")
@@ -156,13 +154,13 @@ def _shares(num_workers: int, split: Split, weights: Sequence[float] | None) -> 
 
 
 def _classes(labels: NDArray[Any]) -> list[Indices]:
-    """The indices of each class that occurs, in order of its label."""
+    """Return the indices of each class that occurs, ordered by label."""
     order = np.argsort(labels, kind="stable").astype(np.int64)
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
-def _cut(indices: Indices, shares: Sequence[Fraction]) -> list[Indices]:
-    """`indices` cut in as many pieces as there are shares, each within one of its due."""
+def _divide(indices: Indices, shares: Sequence[Fraction]) -> list[Indices]:
+    """Divide `indices` into one piece per share, each within one sample of its exact size."""
     total = sum(shares)
     bounds = [_round(len(indices) * so_far / total) for so_far in accumulate(shares[:-1])]
     return np.split(indices, bounds)
@@ -173,27 +171,27 @@ def _round(number: Fraction) -> int:
 
 
 def _dirichlet(classes: list[Indices], shares: list[Fraction], split: Split, seed: int) -> list[Indices]:
-    """Each class cut by proportions of its own, drawn from Dirichlet(alpha x workers x share)."""
+    """Divide each class by its own proportions, drawn from Dirichlet(alpha x workers x share)."""
     assert split.alpha is not None
-    due = np.array([float(share) for share in shares])
-    concentration = np.maximum(min(split.alpha * len(shares), _LARGEST_CONCENTRATION) * due, np.finfo(float).tiny)
+    weights = np.array([float(share) for share in shares])
+    concentration = np.maximum(min(split.alpha * len(shares), _MAX_CONCENTRATION) * weights, np.finfo(float).tiny)
     pieces: list[list[Indices]] = [[] for _ in shares]
     for number, members in enumerate(classes):
         generator = rng(seed, "split dirichlet", number)
         proportions = generator.dirichlet(concentration)
         if not np.isfinite(proportions).all() or proportions.sum() <= 0:
-            # A vanishing alpha gives each class whole to one worker; the draw itself underflows there.
-            proportions = np.eye(len(shares))[generator.choice(len(shares), p=due / due.sum())]
-        cuts = _cut(generator.permutation(members), [Fraction(float(part)) for part in proportions])
-        for mine, cut in zip(pieces, cuts, strict=True):
-            mine.append(cut)
-    return [np.concatenate(mine) for mine in pieces]
+            # The draw underflows for a tiny alpha; its limit gives each class whole to one worker.
+            proportions = np.eye(len(shares))[generator.choice(len(shares), p=weights / weights.sum())]
+        divided = _divide(generator.permutation(members), [Fraction(float(part)) for part in proportions])
+        for shard, piece in zip(pieces, divided, strict=True):
+            shard.append(piece)
+    return [np.concatenate(shard) for shard in pieces]
 
 
-def _what_to_do(split: Split, weights: Sequence[float] | None) -> str:
+def _remedy(split: Split, weights: Sequence[float] | None) -> str:
     remedies = ["use fewer workers"]
     if split.kind == "dirichlet":
         remedies += ["a larger alpha", "another seed"]
     if weights is not None:
-        remedies.append("weights nearer each other")
+        remedies.append("more similar weights")
     return " or ".join([", ".join(remedies[:-1]), remedies[-1]] if len(remedies) > 1 else remedies)

@@ -1,4 +1,4 @@
-"""Which samples make batch k of a worker: a function of (seed, worker, deal, k), the same in any process and order."""
+"""Sampler of one worker: batch k is a function of (seed, worker, assignment, k), in any process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.randomness import rng
 
 
 class Batches:
-    """The endless batches of one worker's shard; each epoch is a fresh permutation, its last batch may be short."""
+    """The endless batches of one worker's shard: a new permutation per epoch, whose last batch may be short."""
 
     def __init__(self, shard: NDArray[np.int64], batch_size: int, seed: int, worker: int, generation: int = 0) -> None:
         if not 1 <= batch_size <= len(shard):
@@ -25,22 +25,22 @@ class Batches:
         self._seed = seed
         self._worker = worker
         self.generation = generation
-        """Of the deal that the shard is from; its order is one of its own."""
+        """Number of the data assignment that the shard is from; each assignment has its own order."""
         self._epoch = -1
         self._order = self._shard
 
     def indices(self, number: int) -> NDArray[np.int64]:
-        """The sample indices of batch `number`, counted from the start of training."""
+        """Return the sample indices of batch `number`, counted from the start of training."""
         assert number >= 0, number
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._epoch:
-            dealt = (self.generation,) if self.generation else ()
-            self._order = rng(self._seed, "batches", self._worker, epoch, *dealt).permutation(self._shard)
+            generation = (self.generation,) if self.generation else ()
+            self._order = rng(self._seed, "batches", self._worker, epoch, *generation).permutation(self._shard)
             self._epoch = epoch
         start = place * self._batch_size
         return self._order[start : start + self._batch_size].copy()
 
     def samples_before(self, number: int) -> int:
-        """How many samples batches 0 to `number` - 1 hold together."""
+        """Return the number of samples in batches 0 to `number` - 1."""
         epochs, place = divmod(number, self.per_epoch)
         return epochs * self.num_samples + place * self._batch_size

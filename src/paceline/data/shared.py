@@ -1,4 +1,4 @@
-"""One copy of a data set for all processes: four arrays, each in its own shared segment. No torch here."""
+"""Share one copy of a data set between processes: four arrays, each in its own segment, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 class SharedDataset:
-    """A data set decoded straight into shared memory, with what another process needs to attach it."""
+    """A data set decoded directly into shared memory, with the descriptors to attach it in another process."""
 
     def __init__(self, location: Location, report: Report = lambda row: None) -> None:
         self._segments: list[tuple[Segment, np.ndarray[Any, Any]]] = []
@@ -38,20 +38,20 @@ class SharedDataset:
         return array
 
     def spec(self) -> dict[str, Any]:
-        """What `attach` needs beside the descriptors, as JSON values."""
+        """Return the arguments of `attach`, other than the descriptors, as JSON values."""
         location, info = dataclasses.asdict(self.dataset.location), dataclasses.asdict(self.dataset.info)
         return {"location": {**location, "path": str(location["path"])}, "info": info, "arrays": self.header}
 
 
 def attach(spec: dict[str, Any], fds: list[int]) -> Dataset:
-    """The data set that another process decoded."""
+    """Return the data set that another process decoded, from its `spec` and its descriptors."""
     arrays = {}
     for name, fd, header in zip(_ARRAYS, fds, spec["arrays"], strict=True):
         segment = Segment.attach(fd, header["nbytes"])
         segment.close_descriptor()
         arrays[name] = segment.array(tuple(header["shape"]), header["dtype"], 0)
-    place = spec["location"]
-    location = Location(**{**place, "path": Path(place["path"]), "reading": Reading(**place["reading"])})
+    found = spec["location"]
+    location = Location(**{**found, "path": Path(found["path"]), "reading": Reading(**found["reading"])})
     facts: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in spec["info"].items()
     }

@@ -1,6 +1,6 @@
-"""Where each data set comes from, and the checksums of what its files hold once unpacked.
+"""Download address of each data set, and checksums of the unpacked content of its files.
 
-Content is checked rather than files, because a repackaged .gz or .tar differs in its headers alone.
+Checksums are of content, because a repackaged .gz or .tar differs in its headers only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PIECE_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file to fetch, and the sha256 of each thing in it."""
+    """One file to download, and the sha256 of each member, by name."""
 
     name: str
     contents: Mapping[str, str]
@@ -25,7 +25,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The address all files of a data set share, ending in a slash, and the files."""
+    """The base URL of a data set, with a final slash, and its files."""
 
     url: str
     files: tuple[RemoteFile, ...]
@@ -87,7 +87,7 @@ SOURCES: dict[str, Source] = {
 
 
 def fault(path: Path, file: RemoteFile) -> str | None:
-    """What is wrong with the content of `path`, fetched for `file`, in a few words; None where all of it is right."""
+    """Describe what is wrong with the content of `path`, downloaded for `file`; None if it is correct."""
     from paceline.data.cifar import ARCHIVE_ERRORS  # here, because tar and lzma are slow to import
     from paceline.data.sst import ZIP_ERRORS
 
@@ -104,17 +104,17 @@ def fault(path: Path, file: RemoteFile) -> str | None:
 
 
 def _checksums(path: Path, file: RemoteFile) -> Iterator[tuple[str, str]]:
-    """The name and sha256 of everything in a packed file."""
+    """Yield the name and sha256 of each member of a packed file."""
     if file.name.endswith(".zip"):
-        from paceline.data.sst import archive_members as zip_members
+        from paceline.data.sst import zip_members
 
         for name, content in zip_members(path):
             yield name, hashlib.sha256(content).hexdigest()
         return
     if ".tar" in file.name:
-        from paceline.data.cifar import archive_members
+        from paceline.data.cifar import tar_members
 
-        for name, member in archive_members(path, Path(file.name).suffix):
+        for name, member in tar_members(path, Path(file.name).suffix):
             yield name, _sha256(iter(lambda member=member: member.read(_PIECE_NBYTES), b""))  # type: ignore[misc]
         return
     with path.open("rb") as packed:

@@ -1,6 +1,6 @@
-"""SST-5 as its authors packed it: a bracketed tree a line; its words become ids by a vocabulary of the train set's own.
+"""Read SST-5 from its official files (one bracketed tree per line) and encode the words as ids.
 
-Words are lowercased. One that the train set holds once, or not at all, is UNKNOWN, so that this id is learned too.
+A word that occurs at most once in the lowercased train set becomes UNKNOWN, so that this id is trained too.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SIZES = {"train.txt": 8_544, "dev.txt": 1_101, "test.txt": 2_210}
 ARCHIVE = "trainDevTestTrees_PTB.zip"
 NUM_CLASSES = 5
 PADDING, UNKNOWN = 0, 1
-LARGEST_VOCABULARY = 30_522
-"""Ids that the transformer has rows for, these two included."""
-LONGEST = 256
-"""Words of a sentence that the transformer has positions for."""
-LEAST_COUNT = 2
+MAX_VOCABULARY = 30_522
+"""Rows in the transformer's embedding, including PADDING and UNKNOWN."""
+MAX_LENGTH = 256
+"""Positions in the transformer, in words of a sentence."""
+MIN_COUNT = 2
 
 ZIP_ERRORS = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
 _FOLDERS = ("", "sst5", "sst-5", "SST-5", "sst")
-_LARGEST_FILE_NBYTES = 1 << 26
+_MAX_FILE_NBYTES = 1 << 26
 _OPENING = re.compile(r"\([0-4] ")
-_LEAF = re.compile(r"\([0-4] ([^()]+)\)")  # up to the bracket: three leaves of the train set hold a no-break space
+_LEAF = re.compile(r"\([0-4] ([^()]+)\)")  # not split at spaces: three leaves of the train set contain a no-break space
 
 Sentence = tuple[int, list[str]]
 Ids = NDArray[np.int32]
@@ -42,7 +42,7 @@ Labels = NDArray[np.int64]
 
 
 def find(folder: Path) -> tuple[Path | None, str]:
-    """The folder with the three files, or their archive, at or under `folder`; else what an incomplete one lacks."""
+    """Return the folder with the three files, or their archive; else None and what an incomplete folder lacks."""
     lack = ""
     for layout in _FOLDERS:
         for candidate in (folder / layout / "trees", folder / layout):
@@ -58,29 +58,28 @@ def find(folder: Path) -> tuple[Path | None, str]:
 
 
 def read(path: Path, max_length: int, remedy: str, empty: Empty) -> tuple[tuple[Ids, Labels, Ids, Labels], str]:
-    """Train ids, train labels, test ids and test labels; and what was cut, in one line, or nothing."""
+    """Return train ids, train labels, test ids and test labels; and one line about truncated sentences, or ""."""
     parts = {name: _sentences(path, name, remedy) for name in SIZES}
     numbers = vocabulary(words for _, words in parts["train.txt"])
     arrays: list[NDArray[Any]] = []
     for name in ("train.txt", "test.txt"):
-        arrays += _encoded(parts[name], numbers, max_length, empty)
-    said = _what_was_cut(parts, max_length)
-    return (arrays[0], arrays[1], arrays[2], arrays[3]), said
+        arrays += _encode(parts[name], numbers, max_length, empty)
+    return (arrays[0], arrays[1], arrays[2], arrays[3]), _truncation_note(parts, max_length)
 
 
 def vocabulary(sentences: Iterable[list[str]]) -> dict[str, int]:
-    """A number for each word that occurs often enough, the most frequent first.
+    """Return an id for each word that occurs at least MIN_COUNT times, most frequent first.
 
     >>> vocabulary([["a", "b", "a"], ["b", "c", "a"]])
     {'a': 2, 'b': 3}
     """
     counts = Counter(word for words in sentences for word in words)
-    known = sorted((word for word, count in counts.items() if count >= LEAST_COUNT), key=lambda w: (-counts[w], w))
-    return {word: number for number, word in enumerate(known[: LARGEST_VOCABULARY - 2], UNKNOWN + 1)}
+    known = sorted((word for word, count in counts.items() if count >= MIN_COUNT), key=lambda w: (-counts[w], w))
+    return {word: number for number, word in enumerate(known[: MAX_VOCABULARY - 2], UNKNOWN + 1)}
 
 
 def tree(line: str) -> Sentence:
-    """The label and the lowercased words of one tree; ValueError for what is none.
+    """Return the label and the lowercased words of one tree; raise ValueError if the line is not a tree.
 
     >>> tree("(3 (2 Good) (2 8\\u00a01\\\\/2))")
     (3, ['good', '8\\xa01\\\\/2'])
@@ -116,25 +115,25 @@ def _sentences(path: Path, name: str, remedy: str) -> list[Sentence]:
 def _content(path: Path, name: str) -> bytes:
     if path.is_dir():
         return (path / name).read_bytes()
-    for found, content in archive_members(path):
+    for found, content in zip_members(path):
         if found == name:
             return content
     raise EOFError(f"no {name} in it")
 
 
-def archive_members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The text files of a zip, by their last name; members that claim to be far too large are an error."""
+def zip_members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (base name, content) of the three text files in a zip; raise BadZipFile if one declares a huge size."""
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             name = member.filename.rpartition("/")[2]
             if name in SIZES:
-                if member.file_size > _LARGEST_FILE_NBYTES:
+                if member.file_size > _MAX_FILE_NBYTES:
                     raise zipfile.BadZipFile(f"member {name} claims {member.file_size} bytes")
                 yield name, archive.read(member)
 
 
-def _encoded(sentences: list[Sentence], numbers: dict[str, int], max_length: int, empty: Empty) -> tuple[Ids, Labels]:
-    """Ids [N, max_length], padded behind, and labels [N]."""
+def _encode(sentences: list[Sentence], numbers: dict[str, int], max_length: int, empty: Empty) -> tuple[Ids, Labels]:
+    """Return ids [N, max_length], padded at the end, and labels [N]."""
     ids = empty((len(sentences), max_length), np.dtype(np.int32))
     labels = empty((len(sentences),), np.dtype(np.int64))
     ids[:] = PADDING
@@ -145,7 +144,7 @@ def _encoded(sentences: list[Sentence], numbers: dict[str, int], max_length: int
     return ids, labels
 
 
-def _what_was_cut(parts: dict[str, list[Sentence]], max_length: int) -> str:
+def _truncation_note(parts: dict[str, list[Sentence]], max_length: int) -> str:
     counts = {name: sum(len(words) > max_length for _, words in parts[name]) for name in ("train.txt", "test.txt")}
     if not any(counts.values()):
         return ""
@@ -153,4 +152,7 @@ def _what_was_cut(parts: dict[str, list[Sentence]], max_length: int) -> str:
     which = " and ".join(
         f"{count:,} of {SIZES[name]:,} {name.removesuffix('.txt')}" for name, count in counts.items() if count
     )
-    return f"{which} sentences are longer than --max-length {max_length} and were cut; the longest has {longest} words"
+    return (
+        f"{which} sentences are longer than --max-length {max_length} and were truncated; "
+        f"the longest has {longest} words"
+    )

@@ -1,0 +1,1 @@
+"""Neural networks that the command line offers, and their layers."""

@@ -1,4 +1,4 @@
-"""A convolution and the norm behind it: what residual and inception nets are built of."""
+"""Convolution followed by a norm: the building block of the ResNets and Inception nets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GROUP_SIZE = 16
-"""Channels that group norm normalises together; every net here has widths that it divides."""
+"""Channels per group in group norm; it divides the widths of all nets here."""
 
 Norm = Callable[[int], nn.Module]
 
 
 class SteadyBatchNorm(nn.BatchNorm2d):
-    """Batch norm that takes one value a channel too, by its running statistics, where torch's own raises an error.
+    """Batch norm that falls back to its running statistics for one value per channel, where torch raises an error.
 
-    An epoch's last batch may hold a single image, and after four halvings a small image is a single pixel.
+    The last batch of an epoch may hold a single image, and after four halvings a small image is a single pixel.
     """
 
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W]
@@ -26,15 +26,15 @@ class SteadyBatchNorm(nn.BatchNorm2d):
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Group norm: each image by itself, so that neither batch nor worker matters."""
+    """Return a group norm: it normalises each image by itself, independent of batch and worker."""
     return nn.GroupNorm(channels // GROUP_SIZE, channels)
 
 
 class ConvNorm(nn.Module):
     """A convolution that keeps the size (or divides it by `stride`, rounding up), then a norm.
 
-    Batch norm takes away whatever constant a convolution adds, so a bias before it has no gradient but rounding. Where
-    the published net has such a bias, ours has it too, frozen at the zero where exact arithmetic would leave it.
+    Batch norm removes any constant that a convolution adds, so the gradient of a bias before it is rounding noise. If
+    the published net has such a bias, this net has it too, frozen at zero, where exact arithmetic would leave it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ConvNorm(nn.Module):
 
 
 class ConvNormReLU(ConvNorm):
-    """The same, rectified."""
+    """`ConvNorm` followed by ReLU."""
 
     def forward(self, images: Tensor) -> Tensor:
         return F.relu(super().forward(images), inplace=True)

@@ -1,4 +1,4 @@
-"""Dropout whose mask is an integer hash of its address: the same on CPU, on GPU, batched, and in a replay."""
+"""Dropout whose mask is an integer hash of its address: the same bits on CPU, on GPU and in a replay."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from paceline.randomness import halves, mix64, scramble
 
 
 def keep_mask(counter: Tensor, key: int | Tensor, probability: float) -> Tensor:
-    """For each int32 in `counter`, whether to keep it: True with probability 1 - `probability`, fixed by `key`."""
+    """Return True for each int32 in `counter` that is kept: a hash under `key`, with probability 1 - `probability`."""
     bits = scramble(counter, key, torch.empty_like(counter), torch.empty_like(counter))
     return bits >= -(1 << 31) + round(probability * (1 << 32))
 
 
 class AddressedDropout(nn.Module):
-    """Zero each value with `probability` while training, and scale the rest up.
+    """Zero each value with `probability` during training, and scale up the rest.
 
-    `key` is set before each batch. It lies in a tensor, so that a compiled or captured step reads it anew each time;
-    `first` is the place of the first sample in its batch, above 0 where a batch is computed in parts.
+    Set `key` before each batch. It is stored in a tensor, so that a compiled or captured step reads the current value.
+    `first` is the index of the first sample in its batch: above 0 if a batch is computed in parts.
     """
 
     halves: Tensor
@@ -59,7 +59,7 @@ class AddressedDropout(nn.Module):
 
 
 def address_dropout(model: nn.Module, key: int) -> None:
-    """Give every addressed dropout layer of `model` the key of the batch it is about to see."""
+    """Set the key of the next batch in each `AddressedDropout` of `model`."""
     for module in model.modules():
         if isinstance(module, AddressedDropout):
             module.key = key

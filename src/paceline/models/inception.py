@@ -1,6 +1,6 @@
-"""Two inception nets with batch norm: a small one for 28x28 (1.65 M), and that of arXiv 1502.03167 for 224x224.
+"""Two Inception nets with batch norm: a small one for 28x28, and that of arXiv 1502.03167 for 224x224.
 
-Both end in the mean over the image, which is the published 7x7 pool at their own size, so they take other sizes too.
+The small one has 1.65 M parameters. Both end in the mean over the image (the published 7x7 pool), for any image size.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from paceline.models.convolution import ConvNormReLU
 
 
 class Row(NamedTuple):
-    """A line of the published table: widths of each branch, and the pool of the last one."""
+    """A row of the published table: the width of each branch, and the pool of the last branch."""
 
     name: str
-    single: int  # 1x1; 0 where the block halves the image and has none
+    single: int  # 1x1; 0 for a block that halves the image, which has no such branch
     reduce: int  # 1x1 before the 3x3
     triple: int  # 3x3
     double_reduce: int  # 1x1 before the two 3x3
     double: int  # each of two 3x3
     pool: str  # "avg" or "max"
-    project: int  # 1x1 behind the pool; 0 for none
+    project: int  # 1x1 after the pool; 0 for none
 
     @property
     def stride(self) -> int:
-        """2 where the block halves the image."""
+        """2 if the block halves the image, else 1."""
         return 1 if self.single else 2
 
 
@@ -45,7 +45,7 @@ INCEPTION_BN = (
     Row("5b", 352, 192, 320, 192, 224, "max", 128),
 )
 HALVE = 0
-"""Stands for the width of the 1x1 branch in a block that halves the image and has none."""
+"""Marks a block that halves the image, in place of the width of its missing 1x1 branch."""
 INCEPTION_28_SMALL = (
     (32, 32),
     (32, 48),
@@ -58,11 +58,11 @@ INCEPTION_28_SMALL = (
     (176, 160),
     (176, 160),
 )
-"""(1x1, 3x3) of each block; the pool beside a halving 3x3 keeps the width that comes in."""
+"""Widths (1x1, 3x3) of each block; the pool beside a halving 3x3 keeps the input width."""
 
 
 def halving_pool(images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C, H/2, W/2], both rounded up
-    """The largest of each 3x3 window, two apart: as published where a size is even, and as wide as a 3x3/2 where odd.
+    """Max-pool 3x3 with stride 2, as published for even sizes; for odd sizes, with the shape of a 3x3/2 convolution.
 
     >>> [tuple(halving_pool(torch.zeros(1, 1, side, 28)).shape[2:]) for side in (28, 15, 2, 1)]
     [(14, 14), (8, 14), (1, 14), (1, 14)]
@@ -72,7 +72,7 @@ def halving_pool(images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C, H/2, W/2],
 
 
 class SmallBlock(nn.Module):
-    """1x1 beside 3x3; or 3x3/2 beside a pool 3/2."""
+    """A 1x1 branch and a 3x3 branch; or a 3x3/2 branch and a 3x3/2 pool."""
 
     def __init__(self, inputs: int, single: int, triple: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class SmallBlock(nn.Module):
 
 
 class Inception28Small(nn.Module):
-    """The published net for CIFAR-10 cut to 28x28; returns log-probabilities."""
+    """The published net for CIFAR-10 cropped to 28x28; returns log-probabilities."""
 
     def __init__(self, image_shape: tuple[int, ...] = (3, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Inception28Small(nn.Module):
 
 
 class Block(nn.Module):
-    """1x1, 3x3, two 3x3 and a pool, side by side."""
+    """Four parallel branches: 1x1, 3x3, two 3x3, and a pool."""
 
     def __init__(self, inputs: int, row: Row) -> None:
         super().__init__()

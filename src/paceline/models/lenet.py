@@ -1,4 +1,4 @@
-"""LeNet5 as the published parameter server trained it: 61,706 parameters on images of 1 x 28 x 28."""
+"""LeNet5 as in the published parameter-server runs: 61,706 parameters on images of 1 x 28 x 28."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Residual nets of 18, 34, 50 and 101 layers (He et al., arXiv 1512.03385) for images of any size.
+"""ResNets of 18, 34, 50 and 101 layers (He et al., arXiv 1512.03385) for images of any size.
 
-The stem is 7x7/2 and a pool 3/2 at every size, as published: a 28x28 image is one pixel in the last stage.
+The stem is 7x7/2 and a 3x3/2 pool at every size, as published: a 28x28 image is one pixel in the last stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEM_WIDTH = 64
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions and a shortcut."""
 
     expansion = 1
     biased = False
@@ -33,7 +33,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 ones, beside a shortcut; each has a bias, as the published 23.55 M count."""
+    """1x1, 3x3 and 1x1 convolutions and a shortcut; each has a bias, as in the published count of 23.55 M."""
 
     expansion = 4
     biased = True
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, bias: bool, norm: Norm) -> nn.Module:
-    """The image itself, or a 1x1 convolution where the shape changes."""
+    """Return the identity, or a 1x1 convolution if the shape changes."""
     if inputs == outputs and stride == 1:
         return nn.Identity()
     return ConvNorm(inputs, outputs, 1, stride, bias=bias, norm=norm)

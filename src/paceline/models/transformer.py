@@ -1,6 +1,6 @@
-"""A transformer that classifies sentences: 6 layers, width 256, 4 heads, post-LN, attending both ways.
+"""Transformer encoder that classifies sentences: 6 layers, width 256, 4 heads, post-LN.
 
-It reads token ids, padded with 0 behind the sentence, and answers from the mean over the tokens that are not padding.
+It reads token ids, padded with 0 at the end, and classifies the mean over the tokens that are not padding.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ MAX_LENGTH = 256
 VOCABULARY = 30_522
 WIDTH, NUM_HEADS, MLP_WIDTH, NUM_LAYERS = 256, 4, 1024, 6
 POSITION_DEVIATION = 0.1
-"""Of the positions at first, beside words of deviation 1. With both at the usual .02 the first norm multiplies every
-gradient by 50, and six layers with the norm behind do not learn at lr .001; so they do, with no warm-up."""
+"""Initial standard deviation of the position embeddings; that of the scaled words is 1.
+
+With both at the usual .02, the first norm multiplies gradients by 50, and six post-LN layers do not learn at lr .001.
+With these values they learn without warm-up.
+"""
 WORD_SCALE = WIDTH**0.5
-"""Words are kept at deviation 1/16 and multiplied on the way in, as in the first transformer: they start at deviation
-1, and a step of Adam, which is as large for every value, moves them 16 times as far. A few epochs are enough then."""
+"""Factor on the word embeddings, as in the original transformer.
+
+They are stored at standard deviation 1/16 and scaled to 1. A step of Adam has the same size for every value, so it
+moves the scaled words 16 times as far, and a few epochs are enough.
+"""
 
 
 class Placement:
-    """Where the words of a batch stand: the layers work on words alone, [T, W], attention on sentences, [B, L, W].
+    """Converts between packed tokens [T, W], which the layers use, and padded sentences [B, L, W], for attention.
 
-    On a CPU padding is left out, half of all places for sentences like SST-5's; on a GPU shapes stay the same.
+    On a CPU, packing removes the padding: half of all tokens for SST-5. On a GPU, shapes stay constant.
     """
 
     def __init__(self, ids: Tensor) -> None:  # [B, L]
@@ -45,9 +51,9 @@ class Placement:
 
 
 class SelfAttention(nn.Module):
-    """Every token looks at every token that is not padding.
+    """Every token attends to every token that is not padding.
 
-    Written out rather than fused: torch's fused kernels for a GPU add up in no fixed order, and a run must replay.
+    Not fused: torch's fused GPU kernels sum in no fixed order, and a replay must give the same bits.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -56,20 +62,20 @@ class SelfAttention(nn.Module):
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, tokens: Tensor, at: Placement) -> Tensor:  # [T, W] -> [T, W]
-        batch, length = at.shape
-        heads = at.padded(self.queries_keys_values(tokens)).view(batch, length, 3, self.num_heads, -1)
+    def forward(self, tokens: Tensor, packing: Placement) -> Tensor:  # [T, W] -> [T, W]
+        batch, length = packing.shape
+        heads = packing.padded(self.queries_keys_values(tokens)).view(batch, length, 3, self.num_heads, -1)
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, L, W / heads]
         scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-2, -1)
-        # Not -inf: a sentence without a token would become NaN.
-        scores = scores.masked_fill(~at.real[:, None, None, :], torch.finfo(scores.dtype).min)
+        # Not -inf: a sentence without tokens would become NaN.
+        scores = scores.masked_fill(~packing.real[:, None, None, :], torch.finfo(scores.dtype).min)
         mixed = (scores.softmax(-1) @ values).transpose(1, 2).reshape(batch * length, -1)
-        output: Tensor = self.output(at.packed(mixed))
+        output: Tensor = self.output(packing.packed(mixed))
         return output
 
 
 class Layer(nn.Module):
-    """Attention, then two linear layers; each added to what came in and normalised after."""
+    """Attention, then two linear layers; each with a residual connection and a norm after it."""
 
     def __init__(self, number: int, dropout: float) -> None:
         super().__init__()
@@ -81,14 +87,14 @@ class Layer(nn.Module):
         self.dropout1 = AddressedDropout(dropout, layer=2 * number)
         self.dropout2 = AddressedDropout(dropout, layer=2 * number + 1)
 
-    def forward(self, tokens: Tensor, at: Placement) -> Tensor:  # [T, W] -> [T, W]
-        tokens = self.norm1(tokens + self.dropout1(self.attention(tokens, at)))
+    def forward(self, tokens: Tensor, packing: Placement) -> Tensor:  # [T, W] -> [T, W]
+        tokens = self.norm1(tokens + self.dropout1(self.attention(tokens, packing)))
         tokens = self.norm2(tokens + self.dropout2(self.fc2(F.gelu(self.fc1(tokens)))))
         return tokens
 
 
 class Transformer(nn.Module):
-    """Token ids `[B, L]` to log-probabilities; `input_shape` is (L,), the length that sentences are padded to."""
+    """Maps token ids [B, L] to log-probabilities; `input_shape` is (L,), the padded length."""
 
     def __init__(
         self,
@@ -115,21 +121,21 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:  # integers [B, L] -> [B, classes]
         if ids.shape[1] > MAX_LENGTH:
             raise UserError(
-                f"a sentence of {ids.shape[1]} tokens, and the limit is {MAX_LENGTH}: cut it, or pad to less"
+                f"a sentence of {ids.shape[1]} tokens, and the limit is {MAX_LENGTH}: truncate it, or pad to less"
             )
         ids = _without_common_padding(ids)
-        at = Placement(ids)
+        packing = Placement(ids)
         words = self.embedding(ids) * WORD_SCALE + self.positions[: ids.shape[1]]
-        tokens = self.dropout(at.packed(words.flatten(0, 1)))
+        tokens = self.dropout(packing.packed(words.flatten(0, 1)))
         for layer in self.layers:
-            tokens = layer(tokens, at)
-        share = at.real.to(tokens.dtype) / at.real.sum(1, keepdim=True).clamp(min=1)
-        mean = (at.padded(tokens) * share[:, :, None]).sum(1)
+            tokens = layer(tokens, packing)
+        share = packing.real.to(tokens.dtype) / packing.real.sum(1, keepdim=True).clamp(min=1)
+        mean = (packing.padded(tokens) * share[:, :, None]).sum(1)
         return F.log_softmax(self.fc(mean).float(), dim=1)
 
 
 def _without_common_padding(ids: Tensor) -> Tensor:
-    """On a CPU, only as much as the longest sentence of the batch needs; on a GPU, shapes that stay the same.
+    """Trim the ids to the longest sentence of the batch on a CPU; return them unchanged on a GPU.
 
     >>> _without_common_padding(torch.tensor([[5, 0, 0, 0], [7, 8, 0, 0]])).tolist()
     [[5, 0], [7, 8]]

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.system.terminal import can_draw, fold_for, width_here
+from paceline.system.terminal import can_redraw, fold_for, terminal_width
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -40,7 +40,7 @@ class Console:
     @functools.cached_property
     def _fancy(self) -> bool:
         """Whether a bar can be drawn; found out when there is something to draw."""
-        return not self._quiet and can_draw(self._stream)
+        return not self._quiet and can_redraw(self._stream)
 
     def __enter__(self) -> Console:
         return self
@@ -105,7 +105,7 @@ class Console:
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
             from rich.table import Column
 
-            wide = width_here(self._stream) >= NARROW
+            wide = terminal_width(self._stream) >= NARROW
             self._bar = Progress(
                 *([BarColumn(bar_width=None)] if wide else []),
                 TaskProgressColumn(),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.data.datasets import remedy
 from paceline.data.download import DatasetStatus
-from paceline.system.terminal import UNCUT, fold
+from paceline.system.terminal import UNLIMITED_WIDTH, fold
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -88,7 +88,7 @@ def as_csv(rows: list[dict[str, Any]], names: Sequence[str] | None = None) -> st
 DATA_COLUMNS = (Column("data set", 0), Column("train", 2), Column("test", 1), Column("found", 0))
 
 
-def data_table(rows: list[DatasetStatus], width: int = UNCUT) -> str:
+def data_table(rows: list[DatasetStatus], width: int = UNLIMITED_WIDTH) -> str:
     """One row a data set, then where each lies or how to get it, and under which terms."""
     cells = [
         [row.name, f"{row.train_size:,}", f"{row.test_size:,}", (row.origin or "here") if row.found else "not here"]

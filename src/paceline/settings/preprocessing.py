@@ -50,7 +50,7 @@ def check_augmentation(config: RunConfig) -> None:
     if ways and len(shape) == 1:
         raise UserError(f"--augment {config.augment} is for images, and dataset {config.dataset} holds sentences")
     if len(shape) == 1:
-        from paceline.data.sst import LONGEST
+        from paceline.data.sst import MAX_LENGTH
 
-        if config.max_length > LONGEST:
-            raise UserError(f"--max-length {config.max_length}: the transformer reads at most {LONGEST} words")
+        if config.max_length > MAX_LENGTH:
+            raise UserError(f"--max-length {config.max_length}: the transformer reads at most {MAX_LENGTH} words")

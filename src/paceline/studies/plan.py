@@ -19,7 +19,7 @@ from paceline.settings.resolve import resolve
 from paceline.settings.strategies import ASYNC, on_star, strategy_of, worth_comparing
 from paceline.simulation.forecast import Forecast, forecast
 from paceline.system.cpu import cores
-from paceline.system.terminal import UNCUT, fold
+from paceline.system.terminal import UNLIMITED_WIDTH, fold
 
 WORTH_IT = 1.2
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
@@ -127,7 +127,7 @@ COLUMNS = (
 )
 
 
-def plan_lines(plan: Plan, width: int = UNCUT) -> list[str]:
+def plan_lines(plan: Plan, width: int = UNLIMITED_WIDTH) -> list[str]:
     """The table, with the choice marked, and the reason under it."""
     alone = next((one.samples_per_second for one in plan.forecasts if one.workers == 1), None)
     rows = []

@@ -11,7 +11,7 @@ from paceline.reports.charts import Point, Series, draw_lines
 from paceline.reports.tables import Column, fit_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
-from paceline.system.terminal import UNCUT, fold
+from paceline.system.terminal import UNLIMITED_WIDTH, fold
 
 HEAD = ("workers", "batch", "samples/s", "ideal", "speed-up", "efficiency", "compute %", "exchange %", "wait %", "runs")
 
@@ -130,7 +130,7 @@ LEAVING = {"runs": 1, "batch": 2, "ideal": 3, "exchange %": 4, "wait %": 5, "com
 """Columns that go where room is short, the first first."""
 
 
-def plain(scaling: Scaling, width: int = UNCUT) -> str:
+def plain(scaling: Scaling, width: int = UNLIMITED_WIDTH) -> str:
     """The table for a terminal."""
     columns = [Column(name, LEAVING.get(name, 0)) for name in HEAD]
     return fold(title(scaling), width) + "\n" + fit_table(columns, cells(scaling), width, keep_empty=True)

@@ -13,7 +13,7 @@ from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
 from paceline.reports.tables import Column, as_csv, fit_table
 from paceline.studies.sweep_file import Grid, in_words, shown
-from paceline.system.terminal import UNCUT
+from paceline.system.terminal import UNLIMITED_WIDTH
 
 MOST_LINES, MOST_ROWS = 8, 60
 """What a figure still shows legibly."""
@@ -113,7 +113,7 @@ LEAVING = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, 
 """Columns that go where room is short, the first first; settings and what they are judged by stay."""
 
 
-def plain(swept: Swept, width: int = UNCUT) -> str:
+def plain(swept: Swept, width: int = UNLIMITED_WIDTH) -> str:
     """The table for a terminal."""
     head, rows = cells(swept)
     judged = columns(swept)[0][0]

@@ -1,0 +1,1 @@
+"""The operating system: CPU, memory, processes, signals and the terminal."""

@@ -1,4 +1,4 @@
-"""The cores that this process may use."""
+"""Number of CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores in this process's affinity mask."""
     return len(os.sched_getaffinity(0))

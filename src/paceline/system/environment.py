@@ -1,17 +1,18 @@
-"""What a run was made with: machine, versions, git state. Kept in its result."""
+"""Describe the machine, the package versions and the git state, for the result of a run."""
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from paceline.system.cpu import cores
+
 
 def package_version(name: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -19,7 +20,7 @@ def package_version(name: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor's own name, as far as the system tells."""
+    """Return the processor's model name, or its architecture if the name is unknown."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -30,7 +31,7 @@ def cpu_name() -> str:
 
 
 def machine_name() -> str:
-    """The same for all processes of one machine, in whatever container, and for no other machine."""
+    """Return a name that is unique to this machine and the same in all its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -38,9 +39,9 @@ def machine_name() -> str:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of the current folder and whether its tree differs from it; None outside a repository."""
+    """Return the commit of the current folder and whether tracked files changed; None outside a repository."""
 
-    def ask(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str | None:
         command = ["git", *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
@@ -48,16 +49,14 @@ def git_state() -> dict[str, Any] | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    commit = ask("rev-parse", "HEAD")
-    return (
-        None
-        if commit is None
-        else {"commit": commit, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}
-    )
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, as JSON values."""
+    """Return versions and machine as JSON values."""
     return {
         "paceline": package_version("paceline"),
         "python": platform.python_version(),
@@ -65,5 +64,5 @@ def environment() -> dict[str, Any]:
         "numpy": package_version("numpy"),
         "system": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
     }

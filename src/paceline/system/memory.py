@@ -1,4 +1,4 @@
-"""Keep freed memory instead of giving it back: a training step frees and takes the same blocks again and again."""
+"""Memory of this process: the allocator's settings, free memory, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.errors import UserError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = (1 << 31) - 1
 _MMAP_THRESHOLDS = (1 << 30, 32 << 20)
-"""The first that the library takes; older ones refuse more than 32 MiB."""
+"""Values to try in order; older versions of glibc refuse more than 32 MiB."""
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to serve large blocks from its heap and never to shrink it; elsewhere this does nothing.
+    """Make glibc serve large blocks from its heap and never shrink it; do nothing with other C libraries.
 
-    Otherwise every step of a CNN pays tens of thousands of page faults a second for its activations.
+    Otherwise the activations of a CNN cause tens of thousands of page faults per second.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can still be taken: what the system has free, or what the control group leaves."""
+    """Return the bytes still available, from the system or the control group, whichever is less."""
     free = 1 << 62
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -42,20 +42,21 @@ def available_memory() -> int:
 
 
 def require_memory(nbytes: int, purpose: str, kind: str = "shared memory") -> None:
-    """An error before anything is taken, when `nbytes` are more than there is."""
+    """Raise UserError if `nbytes` are more than the available memory."""
     free = available_memory()
     if nbytes > free:
         raise UserError(
-            f"the {purpose} needs {_mib(nbytes)} of {kind}, {_mib(free)} are free: "
+            f"the {purpose} needs {mib(nbytes)} of {kind}, {mib(free)} are free: "
             "use fewer workers, a smaller model or a smaller data set"
         )
 
 
-def _mib(nbytes: int) -> str:
+def mib(nbytes: int) -> str:
+    """Format a size in MiB."""
     return f"{nbytes / 2**20:,.0f} MiB"
 
 
-def allow_many_files() -> None:
-    """A connection a worker: take as many descriptors as this user may have."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def raise_file_limit() -> None:
+    """Raise the limit of open files to the user's maximum: a server has one connection per worker."""
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

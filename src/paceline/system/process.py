@@ -1,4 +1,4 @@
-"""Child processes: end with the parent, and describe how one ended."""
+"""Child processes: die with the parent, and describe how a process ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, however it ends."""
+    """Make the kernel kill this process when `parent` ends, even if it is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def describe_end(status: int) -> str:
-    """How a process ended, from its wait status, in words."""
+    """Describe in words how a process ended, from its wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Text for people: as wide as their terminal, and without control characters where there is none."""
+"""Fit text to the width of the terminal, and detect whether it can redraw."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import sys
 import textwrap
 from typing import TextIO
 
-NARROWEST = 20
-UNCUT = 1 << 16
+MIN_WIDTH = 20
+UNLIMITED_WIDTH = 1 << 16
 _COLUMNS = re.compile(r"( *)(\S.*?)(  +)(\S.*)")
 
 
-def width_here(stream: TextIO | None = None) -> int:
-    """Columns of the terminal that is written to; 80 where there is none, unless COLUMNS says otherwise."""
+def terminal_width(stream: TextIO | None = None) -> int:
+    """Return the columns of the terminal, or COLUMNS if it is set, or 80 without a terminal."""
     columns = shutil.get_terminal_size((80, 24)).columns
     if stream is not None and not os.environ.get("COLUMNS"):
         with contextlib.suppress(OSError, ValueError):
             columns = os.get_terminal_size(stream.fileno()).columns or columns
-    return max(NARROWEST, columns)
+    return max(MIN_WIDTH, columns)
 
 
 def table_width() -> int:
-    """Columns that a table on standard output may have; one for a file or another program is not cut."""
-    return width_here() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNCUT
+    """Return the width for a table on standard output; unlimited if the output is not a terminal."""
+    return terminal_width() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNLIMITED_WIDTH
 
 
-def can_draw(stream: TextIO) -> bool:
-    """Whether what was written can be written over: a terminal, and none that only prints."""
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether written text can be overwritten: a terminal that is not dumb."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def fold(text: str, width: int, indent: str = "") -> str:
-    """One sentence on lines no longer than `width`, but for words that are; further lines are indented."""
+    """Wrap text to lines of at most `width`, without breaking words; indent all lines but the first."""
     wrapped = textwrap.wrap(
         text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent, drop_whitespace=True
     )
@@ -43,21 +43,21 @@ def fold(text: str, width: int, indent: str = "") -> str:
 
 
 def fold_for(stream: TextIO, lines: list[str]) -> str:
-    """Lines for a person at a terminal, folded to its width; for a file as they are."""
+    """Join lines, wrapped to the width of the terminal; unchanged if the stream is not a terminal."""
     if not stream.isatty():
         return "\n".join(lines)
-    width = width_here(stream)
+    width = terminal_width(stream)
     return "\n".join(fold(line, width, "  ") if len(line) > width else line for line in lines)
 
 
 def fold_help(text: str, width: int) -> str:
-    r"""Help whose lines fit: prose is folded, a command goes on after a backslash, a remark beside it goes below it.
+    r"""Wrap a help text: prose at words, a command with backslashes, the remark beside a command below it.
 
-    >>> print(fold_help("usage: paceline x RUN [-o FILE]\n\nWhat it does.\n\n  paceline x runs/a   this", 20))
+    >>> print(fold_help("usage: paceline x RUN [-o FILE]\n\nThe summary.\n\n  paceline x runs/a   this", 20))
     usage: paceline x
         RUN [-o FILE]
     <BLANKLINE>
-    What it does.
+    The summary.
     <BLANKLINE>
       paceline x runs/a
           this
@@ -71,8 +71,8 @@ def fold_help(text: str, width: int) -> str:
 def _fold_usage(usage: str, width: int) -> str:
     if max(map(len, usage.split("\n"))) <= width:
         return usage
-    together = re.sub(r"\[[^\[\]]*\]", lambda flag: flag[0].replace(" ", "\0"), " ".join(usage.split()))
-    return fold(together, width, "    ").replace("\0", " ")
+    unbreakable = re.sub(r"\[[^\[\]]*\]", lambda flag: flag[0].replace(" ", "\0"), " ".join(usage.split()))
+    return fold(unbreakable, width, "    ").replace("\0", " ")
 
 
 def _fold_line(line: str, width: int) -> str:
@@ -88,7 +88,7 @@ def _fold_line(line: str, width: int) -> str:
 
 
 def _fold_command(line: str, width: int) -> str:
-    """A command goes on after a backslash, so that it can be copied; what is no command is only folded."""
+    """Wrap a command with backslashes, so that it can be copied; wrap any other text at words."""
     if len(line) <= width:
         return line
     indent = re.match(" *", line)[0]  # type: ignore[index]

@@ -1,0 +1,1 @@
+"""Tasks: compute gradients and scores of a model on flat weights."""

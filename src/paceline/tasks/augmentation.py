@@ -1,6 +1,6 @@
-"""What is done to whole batches of images, on the device they lie on: crops and mirrors by address, centre crops.
+"""Augment whole batches of images on their device: random crops and mirroring, and centre crops.
 
-Every choice is an integer hash of the batch's key, as in dropout: the same on CPU and GPU, and in a replay.
+Every choice is an integer hash of the batch's key, as in dropout: the same on CPU, on GPU and in a replay.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _KEPT_BITS = 24
 
 
 class Augment:
-    """Cut a window out of each image at a random place, after `padding` black pixels on every side; mirror half."""
+    """Crop each image at a random place after padding with `padding` black pixels; mirror half of the images."""
 
     def __init__(self, size: tuple[int, int] | None, padding: int, mirror: bool) -> None:
         self.size, self.padding, self.mirror = size, padding, mirror
 
     def __call__(self, images: Tensor, key: int) -> Tensor:  # uint8 [B, C, H, W] -> uint8 [B, C, *size]
-        high, wide, turned = _hashes(len(images), mix64(key, _PURPOSE), images.device)
+        top, left, mirrored = _hashes(len(images), mix64(key, _PURPOSE), images.device)
         rows = torch.arange(len(images), device=images.device)
         if self.size is not None and self.padding:
             images = F.pad(images, (self.padding,) * 4)
-        if self.mirror:  # behind the images their mirror images, so that one gather does both
-            rows = rows + len(images) * _below(turned, 2)
+        if self.mirror:  # append the mirrored images, so that one gather selects both kinds
+            rows = rows + len(images) * _below(mirrored, 2)
             images = torch.cat([images, images.flip(3)])
         if self.size is None:
             return images[rows]
         windows = images.unfold(2, self.size[0], 1).unfold(3, self.size[1], 1)  # a view: [B, C, tops, lefts, *size]
-        return windows[rows, :, _below(high, windows.shape[2]), _below(wide, windows.shape[3])]
+        return windows[rows, :, _below(top, windows.shape[2]), _below(left, windows.shape[3])]
 
 
 class CentreCrop:
-    """The middle of each image, then what else is done to a batch; images of that size already are left whole.
+    """Crop the centre of each image, then apply `then` to the batch; images of that size stay whole.
 
     >>> CentreCrop((2, 2), lambda images: images)(torch.arange(16).view(1, 1, 4, 4)).flatten().tolist()
     [5, 6, 9, 10]
@@ -53,12 +53,12 @@ class CentreCrop:
 
 
 def _hashes(count: int, key: int, device: torch.device) -> Tensor:  # int32 [3, count]
-    """Three numbers an image. Each depends on its place in the batch alone, not on how large the batch is."""
+    """Return three hashes per image, which depend on its place in the batch but not on the batch size."""
     counter = torch.arange(3 * count, dtype=torch.int32, device=device).view(count, 3)
     return scramble(counter, key, torch.empty_like(counter), torch.empty_like(counter)).T
 
 
 def _below(hashes: Tensor, bound: int) -> Tensor:
-    """A number from 0 to `bound` - 1 for each hash, from its upper bits, which are mixed best."""
+    """Map each hash to a number from 0 to `bound` - 1, by its upper bits, which are mixed best."""
     upper = (hashes >> (32 - _KEPT_BITS)) & ((1 << _KEPT_BITS) - 1)
     return (upper.to(torch.int64) * bound) >> _KEPT_BITS

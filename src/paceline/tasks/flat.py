@@ -1,4 +1,4 @@
-"""A torch module seen as flat vectors: weights, gradient and running statistics, each one block of memory."""
+"""Bind a torch module to flat vectors: weights, gradient and running statistics, each one block of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.interfaces import Layout, pack
 
 
 class FlatModule:
-    """Binds a module's parameters and buffers to memory that others can read and write as one vector.
+    """Makes a module's parameters and buffers views into flat memory that the transports share.
 
-    Only parameters that require a gradient (and `trained`, where that is given) are laid out; frozen ones stay with
-    the module. A parameter with several names (tied weights) is laid out once, under the first.
+    Only parameters that require a gradient (and pass `trained`, if given) get a place in the layout; frozen ones stay
+    in the module. A parameter with several names (tied weights) has one place, under its first name.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class FlatModule:
         self.state_size = self.state_layout.size if self._buffers else 0
         self._gradient = torch.empty(0)
         self._views: list[Tensor] = []
-        self.hooks = True
-        """Whether backward is to add into the bound gradient; if not, `collect` copies from wherever it added."""
-        self.keeps = False
-        """Whether it adds to what the last step left there."""
+        self.grad_in_place = True
+        """Whether backward adds directly into the bound gradient; if not, `collect` copies each `.grad` into it."""
+        self.accumulates = False
+        """Whether backward adds to the bound gradient of the last step instead of to zeros."""
 
     def initial(self) -> Tensor:
-        """A flat copy of the parameters as they are now."""
+        """Return a flat copy of the current parameters."""
         first = next(iter(self._parameters.values()))
         flat = torch.zeros(self.layout.size, device=first.device)
         views = self.layout.views(flat)
@@ -53,34 +53,34 @@ class FlatModule:
         return flat
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
-        """Make parameters and buffers views into the given memory; the buffers' values move along."""
+        """Make parameters and buffers views into the given memory; copy the buffers' values into it."""
         views = self.layout.views(weights)
         for name, parameter in self._parameters.items():
             parameter.data = views[name]
         self._gradient, self._views = gradient, list(self.layout.views(gradient).values())
         if self._buffers:
-            self._buffers = dict(self.module.named_buffers())  # new ones, where the module was moved to a device
+            self._buffers = dict(self.module.named_buffers())  # new objects if the module was moved to a device
             for name, view in self.state_layout.views(state).items():
                 buffer = self._buffers[name]
                 view.copy_(buffer)
                 buffer.data = view
 
     def clear(self) -> None:
-        """Zero the bound gradient and hook every parameter to its part of it, so that backward adds in place."""
-        if not self.hooks:
+        """Zero the bound gradient and point each `.grad` at its part, so that backward adds in place."""
+        if not self.grad_in_place:
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
-        if not self.keeps:
+        if not self.accumulates:
             self._gradient.zero_()
         for parameter, view in zip(self._parameters.values(), self._views, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
 
     def collect(self) -> None:
-        """After backward: bring in the gradients that somebody unhooked from the bound memory meanwhile.
+        """Copy gradients that backward wrote outside the bound memory into it.
 
-        `zero_grad()` does that (it sets them to None), and so do sparse embeddings.
+        This happens after `zero_grad()`, which sets `.grad` to None, and for sparse embeddings.
         """
         for parameter, view in zip(self._parameters.values(), self._views, strict=True):
             gradient = parameter.grad
@@ -88,38 +88,38 @@ class FlatModule:
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def tensors(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
-        """Trained parameters and buffers by name, as views into `weights` and `state`."""
+        """Return the trained parameters and buffers by name, as views into `weights` and `state`."""
         named = self.layout.views(weights)
         if state is not None and self._buffers:
             named |= self.state_layout.views(state)
         return named
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
-        """What plain `load_state_dict` takes: a copy of every named tensor, the trained ones from flat memory."""
+        """Return a state dict for plain `load_state_dict`: copies, with the trained tensors from flat memory."""
         flat, plain, sources = self.tensors(weights, state), self.module.state_dict(), self.sources()
         merged = {name: flat.get(sources.get(name, ""), tensor) for name, tensor in plain.items()}
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in merged.items()}
 
     def sources(self) -> dict[str, str]:
-        """For each name in the module's state dict, the name under which its tensor is laid out, if it is."""
-        buffers = dict(self.module.named_buffers())  # new ones, where the module was moved to a device
+        """Map each name in the module's state dict to the name of its tensor in the layout, if it has one."""
+        buffers = dict(self.module.named_buffers())  # new objects if the module was moved to a device
         laid_out = {**self._parameters, **{part.name: buffers[part.name] for part in self.state_layout.parameters}}
         first = {id(tensor): name for name, tensor in laid_out.items()}
         plain = self.module.state_dict(keep_vars=True)
         return {name: first[id(tensor)] for name, tensor in plain.items() if id(tensor) in first}
 
-    def kept(self) -> dict[str, Tensor]:
-        """What the module's state dict has beside: frozen parameters, whole numbers."""
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the state dict's tensors that have no place in the layout: frozen parameters, integer buffers."""
         laid_out = self.sources()
         return {name: t.detach() for name, t in self.module.state_dict().items() if name not in laid_out}
 
     def mixture(self, states: list[Tensor]) -> Tensor | None:
-        """One set of running statistics for all workers, or None when the module keeps none."""
+        """Combine the running statistics of all workers, or return None if the module has none."""
         return mixture(self.state_layout, states) if states and self._buffers else None
 
 
 def mixture(layout: Layout, states: list[Tensor]) -> Tensor:
-    """The statistics of all workers' data together: mean of means; mean of variances plus the spread of the means."""
+    """Combine statistics of all workers: mean of the means; mean of the variances plus variance of the means."""
     stacked = torch.stack(states)
     combined = stacked.mean(0)
     spread = layout.views(stacked.var(0, correction=0))

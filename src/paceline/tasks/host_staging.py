@@ -1,4 +1,4 @@
-"""A task on a GPU behind memory of the host: what a worker needs whose weights come over a network."""
+"""Run a task on a GPU while its weights and gradient are exchanged in host memory, for workers over TCP."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.interfaces import Batch, Task
 
 
 class Staged:
-    """Weights cross to the device before each step; gradient and state come back after it.
+    """Copies weights to the device before each step, and gradient and state back after it.
 
-    What the host has is what the server knows: codecs, doors and checkpoints never meet the device. The task's own
-    memory there keeps its addresses, so that a step can be captured. Where the host's is pinned, the device copies.
+    Codecs, transports and checkpoints see host memory only. The device buffers keep their addresses, so that a step
+    can be captured. Copies are asynchronous if the host memory is pinned.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -23,24 +23,24 @@ class Staged:
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._results = weights, (gradient, state)
-        self._weights_there, *self._results_there = (
-            torch.zeros_like(here, device=self._device) for here in (weights, gradient, state)
+        self._device_weights, *self._device_results = (
+            torch.zeros_like(buffer, device=self._device) for buffer in (weights, gradient, state)
         )
-        self._task.bind(self._weights_there, *self._results_there)
+        self._task.bind(self._device_weights, *self._device_results)
 
     def gradient(self, batch: Batch) -> float:
         with torch.no_grad():
-            self._weights_there.copy_(self._weights, non_blocking=True)
+            self._device_weights.copy_(self._weights, non_blocking=True)
         loss = self._task.gradient(batch)
         with torch.no_grad():
-            for here, there in zip(self._results, self._results_there, strict=True):
-                here.copy_(there, non_blocking=True)
+            for result, device_result in zip(self._results, self._device_results, strict=True):
+                result.copy_(device_result, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return loss
 
 
 def pinned_memory(sizes: Sizes) -> Memory:
-    """A worker's memory that a GPU reads and writes by itself."""
+    """Return a worker's buffers in pinned memory, which a GPU can copy asynchronously."""
     parts = {name: torch.zeros(count, dtype=dtype).pin_memory() for name, (dtype, count) in sizes.parts().items()}
     return Memory(sizes, parts)

@@ -1,4 +1,4 @@
-"""Local steps: a worker that trains by itself for a while and pushes how far it drifted."""
+"""Local SGD: a worker takes several optimizer steps by itself and pushes the change of its weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.interfaces import Batch, State, Task
 class LocalSteps:
     """A task whose "gradient" is the drift of several steps: weights before minus weights after (arXiv 1805.09767).
 
-    Steps are made on a copy: the bound weights stay what the server sent. The optimizer's state is the worker's own and
-    lasts from push to push, so a push is a function of the weights sent, its batches and `own`.
+    The steps change a copy; the bound weights stay as the server sent them. The optimizer's state belongs to the worker
+    and persists between pushes, so a push is a function of the weights received, its batches and `own`.
     """
 
     def __init__(self, task: Task, optimizer: Optimizer, device: torch.device | None = None) -> None:
@@ -30,8 +30,8 @@ class LocalSteps:
         self._task.bind(self._moving, self._gradient, state)
 
     def gradient(self, batch: Batch) -> float:
-        """Step once on each batch of a stretch; the loss is their mean."""
-        assert isinstance(batch, Stretch), "the server of local steps says how many"
+        """Take one step on each of the local batches; return their mean loss."""
+        assert isinstance(batch, Stretch), "local SGD needs the number of local steps"
         self._moving.copy_(self._weights)
         self._lr.fill_(batch.lr)
         losses = 0.0

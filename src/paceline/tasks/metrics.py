@@ -1,6 +1,6 @@
-"""What is measured of a model beside its loss: functions of outputs and targets, or objects that look at all of them.
+"""Metrics other than the loss: functions of (outputs, targets), or objects that see all batches.
 
-An object with `reset()`, `update(outputs, targets)` and `compute()` sees every batch: torchmetrics has many of them.
+An object needs `reset()`, `update(outputs, targets)` and `compute()`, as the metrics of torchmetrics have them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from paceline.errors import UserError
 
 RESERVED = ("loss", "accuracy")
-"""Names of what is always measured."""
+"""Names of the built-in metrics."""
 
 
 @runtime_checkable
 class Gathered(Protocol):
-    """A metric of all the data, which is no mean over batches."""
+    """A metric of the whole data set that is not a mean over batches."""
 
     def reset(self) -> None: ...
 
@@ -33,9 +33,9 @@ Metric: TypeAlias = Callable[[Any, Any], "float | Tensor"] | Gathered
 
 
 class Perplexity:
-    """exp of the mean negative log-likelihood of all tokens, as a language model is judged.
+    """Perplexity of a language model: exp of the mean negative log-likelihood over all tokens.
 
-    Outputs are scores [..., vocabulary], targets token ids [...]; those that are `ignored` (padding) do not count.
+    Outputs are scores [..., vocabulary], targets token ids [...]; targets equal to `ignored` (padding) do not count.
 
     >>> import torch
     >>> metric = Perplexity(ignored=0)
@@ -49,23 +49,23 @@ class Perplexity:
         self.reset()
 
     def reset(self) -> None:
-        """Before the data is looked at again."""
+        """Start a new pass over the data."""
         self._sum, self._count = 0.0, 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """One batch."""
+        """Add one batch."""
         scores, ids = outputs.float().flatten(0, -2), targets.flatten()
         self._sum += F.cross_entropy(scores, ids, ignore_index=self._ignored, reduction="sum").item()
         self._count += int((ids != self._ignored).sum())
 
     def compute(self) -> float:
-        """Of everything since `reset`."""
+        """Return the perplexity of all batches since `reset`."""
         mean = self._sum / self._count if self._count else math.nan
         return math.exp(mean) if mean < math.log(1e300) else math.inf
 
 
 class _Mean:
-    """A function's mean over samples."""
+    """The mean of a function over samples."""
 
     def __init__(self, function: Callable[[Any, Any], float | Tensor]) -> None:
         self._function = function
@@ -80,7 +80,7 @@ class _Mean:
 
 
 class Measuring:
-    """One pass over some data with a task's metrics."""
+    """All metrics of a task during one pass over the data."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._means = {name: _Mean(metric) for name, metric in metrics.items() if not isinstance(metric, Gathered)}
@@ -88,30 +88,30 @@ class Measuring:
         for metric in self._gathered.values():
             metric.reset()
 
-    def look(self, outputs: Any, targets: Any, samples: int) -> None:
-        """One batch."""
+    def update(self, outputs: Any, targets: Any, samples: int) -> None:
+        """Add one batch."""
         for name, mean in self._means.items():
             mean.update(name, outputs, targets, samples)
         for metric in self._gathered.values():
             metric.update(outputs, targets)
 
-    def found(self) -> dict[str, float]:
-        """By name."""
-        found = {name: mean.compute() for name, mean in self._means.items()}
-        return found | {name: number(name, metric.compute()) for name, metric in self._gathered.items()}
+    def compute(self) -> dict[str, float]:
+        """Return the value of each metric by name."""
+        means = {name: mean.compute() for name, mean in self._means.items()}
+        return means | {name: number(name, metric.compute()) for name, metric in self._gathered.items()}
 
 
 def number(name: str, value: float | Tensor) -> float:
-    """A metric's value, which must be one number."""
+    """Return a metric's value as a float; raise UserError if it is not one number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"metric '{name}' came to {what}: return one number, the mean over the batch") from None
+        raise UserError(f"metric '{name}' returned {what}: return one number, the mean over the batch") from None
 
 
 def require_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Names that can be written behind --target, and things that measure."""
+    """Raise UserError for a name that `--target` cannot use or a metric that is neither function nor object."""
     for name, metric in metrics.items():
         if name in RESERVED or not name.isidentifier():
             raise UserError(f"metric '{name}': give it a name of letters and digits, other than loss and accuracy")

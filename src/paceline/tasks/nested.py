@@ -1,4 +1,4 @@
-"""What a model is given and compared with: one tensor, several in a tuple, or several by name; samples come first."""
+"""Nested inputs and targets: a tensor, or tuples and dicts of tensors, with samples along the first axis."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.func import functional_call
 from paceline.errors import UserError
 
 Structure: TypeAlias = Any
-"""A tensor, or tuples, lists and dicts of structures; None where there is nothing."""
+"""A tensor, None, or a tuple, list or dict of structures."""
 
 
 def each(function: Callable[[Tensor], Any], data: Structure) -> Structure:
-    """The same structure with `function` of each tensor.
+    """Apply `function` to each tensor; return the same structure.
 
     >>> each(lambda tensor: tensor.shape[0], {"ids": torch.zeros(3, 2), "pair": (torch.zeros(3), None)})
     {'ids': 3, 'pair': (3, None)}
@@ -32,42 +32,44 @@ def each(function: Callable[[Tensor], Any], data: Structure) -> Structure:
 
 
 def tensors_of(data: Structure) -> list[Tensor]:
-    """Its tensors, in a fixed order."""
+    """Return the tensors of a structure, in a fixed order."""
     found: list[Tensor] = []
     each(found.append, data)
     return found
 
 
 def rows_of(data: Structure, rows: slice | Tensor) -> Structure:
-    """Some of its samples."""
+    """Return the structure with only the samples `rows`."""
     return each(lambda tensor: tensor[rows], data)
 
 
 def num_samples(data: Structure) -> int:
-    """How many samples all its tensors have."""
+    """Return the number of samples."""
     return len(tensors_of(data)[0])
 
 
 def require_samples(part: str, inputs: Structure, targets: Structure) -> None:
-    """Every tensor of a data set has one row a sample."""
+    """Raise UserError unless every tensor of a data set has one row per sample."""
     counts = [len(tensor) if tensor.dim() else 0 for tensor in tensors_of(inputs)]
     if not counts:
         raise UserError(f"{part} data: the inputs hold no tensor; give a tensor, or a tuple or dict of tensors")
     if len(set(counts)) > 1:
-        raise UserError(f"{part} data: tensors of {' and '.join(map(str, counts))} inputs; give the same number each")
+        raise UserError(
+            f"{part} data: tensors of {' and '.join(map(str, counts))} inputs; give the same number for each"
+        )
     for tensor in tensors_of(targets):
         if not tensor.dim() or len(tensor) != counts[0]:
             count = len(tensor) if tensor.dim() else 0
-            raise UserError(f"{part} data: {counts[0]} inputs but {count} targets; give one target each")
+            raise UserError(f"{part} data: {counts[0]} inputs but {count} targets; give one target per input")
 
 
 def device_of(data: Structure) -> torch.device:
-    """Where it lies."""
+    """Return the device of the first tensor."""
     return tensors_of(data)[0].device
 
 
 def outputs_of(model: nn.Module, inputs: Structure, tensors: dict[str, Tensor] | None = None) -> Any:
-    """What the model says: a tuple of inputs is its arguments, a dict its named ones; `tensors` in place of its own."""
+    """Call the model on `inputs` (a tuple as arguments, a dict as keywords), with `tensors` in place of its own."""
     if isinstance(inputs, Mapping):
         arguments, named = (), dict(inputs)
     else:

@@ -1,6 +1,6 @@
-"""How one step is computed: in which precision and memory format, whole or in parts, compiled or captured.
+"""Forward and backward of one batch: precision, accumulation, torch.compile and CUDA graph capture.
 
-Whatever the settings, parameters stay views into flat fp32 memory and gradients are added where they are bound.
+With all settings, parameters stay views into flat fp32 memory and gradients are added to the bound gradient.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.models.dropout import AddressedDropout
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import Structure, device_of, each, num_samples, outputs_of, rows_of, tensors_of
 
-WARM_UP = 3
-"""Steps before a capture, in which libraries choose their kernels and take their memory."""
-MOST_SHAPES = 4
-"""Shapes of a batch that are captured; a net of sentences has many, and each graph keeps its memory."""
+WARM_UP_STEPS = 3
+"""Steps before a capture, in which libraries choose kernels and allocate memory."""
+MAX_SHAPES = 4
+"""Batch shapes that are captured; sentences have many shapes, and each graph holds memory."""
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What can be chosen of a step; the flags of the same names explain each."""
+    """Options of a training step; the command line flags of the same names explain them."""
 
     precision: str = "fp32"
     compile: bool = False
@@ -51,13 +51,13 @@ class Step:
 
     @property
     def starts_slowly(self) -> bool:
-        """Whether the first step takes long."""
+        """Whether the first step is slow, because it compiles or captures."""
         return self._settings.compile or self._settings.capture
 
     def __call__(self, batch: Batch, around: nn.Module, weight: float = 1.0) -> Tensor:
-        """Add the gradient of the batch's mean loss, times `weight`, to the bound one; returns the loss.
+        """Add the gradient of the batch's mean loss, times `weight`, to the bound gradient; return the loss.
 
-        `around` is the model or something around it that exchanges gradients while backward goes on.
+        `around` is the model, or a wrapper that exchanges gradients during backward (DDP).
         """
         self._around, self._weight = around, weight
         for dropout in self._dropouts:
@@ -67,13 +67,13 @@ class Step:
             return self._passes(inputs, targets)
         shapes = tuple(tensor.shape for tensor in tensors_of((inputs, targets)))
         if shapes not in self._captured:
-            if len(self._captured) == MOST_SHAPES:
+            if len(self._captured) == MAX_SHAPES:
                 return self._passes(inputs, targets)
             self._captured[shapes] = Captured(self._passes, self._flat, inputs, targets)
         return self._captured[shapes](inputs, targets)
 
     def outputs(self, inputs: Structure, tensors: dict[str, Tensor] | None = None) -> Any:
-        """What the model says of `inputs`, with its own tensors or others in their place."""
+        """Return the model's outputs, computed with `tensors` in place of its own if given."""
         inputs = self._placed(inputs)
         with self._precision(inputs):
             found = outputs_of(self._around if tensors is None else self._model, inputs, tensors)
@@ -85,14 +85,14 @@ class Step:
         return torch.autocast(device_of(inputs).type, torch.bfloat16)
 
     def _placed(self, inputs: Structure) -> Structure:
-        """Images with their channels last; one channel too, which torch would call both at once and leave as it is."""
+        """Convert images to channels-last if set, also with one channel, which torch's `contiguous` leaves as it is."""
         return each(_channels_last, inputs) if self._settings.channels_last else inputs
 
     def _loss_of(self, inputs: Structure, targets: Structure) -> Tensor:
         return self._loss(self.outputs(inputs), targets)
 
     def _passes(self, inputs: Structure, targets: Structure) -> Tensor:
-        """Backward through each part of the batch, which counts by its share of the samples."""
+        """Run backward on each part of the batch, weighted by its share of the samples."""
         whole = num_samples(inputs)
         size = -(-whole // self._settings.accumulate)
         if size == whole:
@@ -101,13 +101,13 @@ class Step:
         for start in range(0, whole, size):
             part = slice(start, start + size)
             last = start + size >= whole
-            with contextlib.nullcontext() if last else self._unexchanged():
+            with contextlib.nullcontext() if last else self._no_sync():
                 x, y = rows_of(inputs, part), rows_of(targets, part)
                 losses.append(self._backward(x, y, start, num_samples(x) / whole))
         return torch.stack(losses).sum()
 
-    def _unexchanged(self) -> Any:
-        """Backward of a part that is not the last keeps its gradients for itself."""
+    def _no_sync(self) -> Any:
+        """Return a context in which backward does not exchange gradients, for all parts but the last."""
         return self._around.no_sync() if isinstance(self._around, DistributedDataParallel) else contextlib.nullcontext()
 
     def _backward(self, inputs: Structure, targets: Structure, first: int, share: float) -> Tensor:
@@ -116,12 +116,12 @@ class Step:
         loss = self._forward(inputs, targets)
         if share != 1.0:
             loss = loss * share
-        counted = loss if self._weight == 1.0 else loss * self._weight
-        counted.backward()  # type: ignore[no-untyped-call]
+        weighted = loss if self._weight == 1.0 else loss * self._weight
+        weighted.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _compiled(self) -> Loss:
-        """The loss by torch.compile, for one shape at a time; a model it cannot take is an error that says so."""
+        """Return the loss compiled for static shapes; it raises UserError if torch cannot compile the model."""
         fast = torch.compile(self._loss_of, dynamic=False)
 
         def loss_of(inputs: Structure, targets: Structure) -> Tensor:
@@ -143,9 +143,9 @@ def _channels_last(inputs: Tensor) -> Tensor:
 
 
 class Captured:
-    """A step as one CUDA graph: the same kernels on the same memory, launched at once.
+    """A step captured as one CUDA graph: the same kernels on the same memory, in one launch.
 
-    The weights, the gradient and the dropout keys are read and written where they are bound, which never changes.
+    The addresses of weights, gradient and dropout keys never change.
     """
 
     def __init__(self, passes: Loss, flat: FlatModule, inputs: Structure, targets: Structure) -> None:
@@ -153,28 +153,29 @@ class Captured:
         self._targets = each(torch.clone, targets)
         buffers = list(flat.module.buffers())
         dropouts = [module for module in flat.module.modules() if isinstance(module, AddressedDropout)]
-        kept = [buffer.clone() for buffer in buffers]
+        saved = [buffer.clone() for buffer in buffers]
         try:
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(WARM_UP):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_STEPS):
                     passes(self._inputs, self._targets)
-            torch.cuda.current_stream().wait_stream(aside)
-            for buffer, value in zip(buffers, kept, strict=True):
+            torch.cuda.current_stream().wait_stream(stream)
+            for buffer, value in zip(buffers, saved, strict=True):
                 buffer.copy_(value)
             flat.clear()
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._loss = passes(self._inputs, self._targets)
-            self._read = [dropout.counter for dropout in dropouts]  # a larger batch makes new ones
+            # The graph reads these counters; a larger batch replaces them in the module.
+            self._counters = [dropout.counter for dropout in dropouts]
         except RuntimeError as error:
             why = str(error).strip().splitlines()[0]
             raise UserError(f"--capture: this model's step cannot be captured ({why}): leave it out") from error
 
     def __call__(self, inputs: Structure, targets: Structure) -> Tensor:
-        kept, given = tensors_of((self._inputs, self._targets)), tensors_of((inputs, targets))
-        for memory, tensor in zip(kept, given, strict=True):
-            memory.copy_(tensor)
+        static, given = tensors_of((self._inputs, self._targets)), tensors_of((inputs, targets))
+        for buffer, tensor in zip(static, given, strict=True):
+            buffer.copy_(tensor)
         self._graph.replay()
         return self._loss

@@ -1,4 +1,4 @@
-"""A model, a loss and labelled arrays: what most people train. `paceline.Task` is this class."""
+"""Supervised task: a model, a loss and labelled arrays in memory (the public `paceline.Task`)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Pair = tuple[Structure, Structure]
-"""Inputs and targets: a tensor each, or tuples or dicts of tensors."""
-EVALUATION_BATCH = 500
-EVALUATION_NBYTES = 16 << 20
-"""Inputs of one evaluation batch, as floats, take at most this much: 27 images of 224x224."""
+"""Inputs and targets; each is a tensor, or a tuple or dict of tensors."""
+MAX_EVALUATION_BATCH = 500
+MAX_EVALUATION_NBYTES = 16 << 20
+"""Size of one evaluation batch's inputs, as floats: 27 images of 224x224."""
 
 
 class Normalise:
-    """Bytes to floats of zero mean and unit deviation, a whole batch at a time."""
+    """Converts a batch of uint8 images to floats of zero mean and unit standard deviation."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         scale = torch.tensor([1.0 / (255.0 * s) for s in std])
@@ -43,7 +43,7 @@ class Normalise:
 
 
 class ArrayLoader:
-    """Batches of one worker's shard: one index and one transform each, no per-item Python."""
+    """Loads batches of one worker's shard with one gather and one transform per batch."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class ArrayLoader:
     def batch(self, number: int) -> Batch:
         indices = torch.from_numpy(self._batches.indices(number)).to(self._device)
         inputs = each(lambda tensor: tensor.index_select(0, indices), self._inputs)
-        dealt = (self._batches.generation,) if self._batches.generation else ()
-        key = mix64(self._seed, self._worker, number, *dealt)
+        generation = (self._batches.generation,) if self._batches.generation else ()
+        key = mix64(self._seed, self._worker, number, *generation)
         if self._augment is not None:
             inputs = self._augment(inputs, key)
         if self._transform is not None:
@@ -76,13 +76,13 @@ class ArrayLoader:
 class SupervisedTask:
     """Any `torch.nn.Module` with a mean loss `loss(outputs, targets)` over in-memory `(inputs, targets)` pairs.
 
-    Inputs and targets are tensors, or tuples or dicts of tensors: a tuple of inputs is the model's arguments, a dict
-    its named ones. `metrics` are functions of (outputs, targets), by name, whose means over samples are shown beside
-    the loss, or objects with `reset`, `update` and `compute` (torchmetrics' are such).
+    Inputs and targets are tensors, or tuples or dicts of tensors. The model gets a tuple of inputs as arguments and a
+    dict as keyword arguments. `metrics` maps names to functions of (outputs, targets), which are averaged over samples,
+    or to objects with `reset`, `update` and `compute` (such as those of torchmetrics).
 
-    `transform` is applied to whole batches of inputs (normalising, casting). `augment(inputs, key)` comes before it, on
-    training batches alone; what it draws must be a function of the batch's key. `decay(name, parameter)` says which
-    parameters weight decay touches (all, unless given). Accuracy is counted when targets are class numbers.
+    `transform` is applied to whole batches of inputs (normalising, casting). `augment(inputs, key)` runs before it, on
+    training batches only; its random choices must be a function of the batch's key. `decay(name, parameter)` chooses
+    the parameters with weight decay (default: all). Accuracy is computed if targets are class numbers.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class SupervisedTask:
         self.flat = FlatModule(model, decay)
         self.model = self.flat.module
         self.forward: nn.Module = self.model
-        """What computes outputs in training: the model, or something around it."""
+        """The module called in training: the model, or a wrapper such as DDP."""
         self.loss_weight = 1.0
-        """What the loss counts for in the gradient."""
+        """Factor on the loss in the gradient."""
         self.loss = loss
         self.train, self.test = train, test
         self.transform, self.augment = transform, augment
@@ -117,41 +117,41 @@ class SupervisedTask:
         self.own: State = {}
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
-        self.step_by(StepSettings())
+        self.configure_step(StepSettings())
 
-    def step_by(self, settings: StepSettings) -> None:
-        """How steps and evaluations are computed from now on."""
+    def configure_step(self, settings: StepSettings) -> None:
+        """Set precision, compilation and the other options of all later steps and evaluations."""
         self._step = Step(self.flat, self.loss, settings)
 
     def warm_up(self, loader: Loader) -> None:
-        """After `bind`, before the clock runs: compile or capture the step, and leave everything as it was."""
+        """Compile or capture the step before training starts, and restore the buffers; call it after `bind`."""
         if not self._step.starts_slowly or self.forward is not self.model:
             return
-        kept = [buffer.clone() for buffer in self.model.buffers()]
+        saved = [buffer.clone() for buffer in self.model.buffers()]
         self.gradient(loader.batch(0))
         with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), kept, strict=True):
+            for buffer, value in zip(self.model.buffers(), saved, strict=True):
                 buffer.copy_(value)
 
     def to(self, device: torch.device) -> SupervisedTask:
-        """Move the model and the data to `device`; before `bind`."""
+        """Move the model and the data to `device`; call it before `bind`."""
         self.model.to(device)
         self.train = each(lambda tensor: tensor.to(device), self.train)
         self.test = each(lambda tensor: tensor.to(device), self.test)
         return self
 
     @property
-    def measured(self) -> tuple[str, ...]:
-        """The names of what an evaluation finds."""
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that an evaluation computes."""
         accuracy = ("accuracy",) if _are_classes(self.train[1]) else ()
         return ("loss", *accuracy, *self.metrics)
 
     def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
-        """The batches of one worker's shard of the train set."""
+        """Return the loader of one worker's shard of the train set."""
         return ArrayLoader(self.train, batches, seed, worker, self.transform, self.augment)
 
     def gradient(self, batch: Batch) -> float:
-        """Fill the bound gradient from the bound weights; all randomness comes from the batch's key."""
+        """Compute the bound gradient at the bound weights and return the loss; the batch's key seeds all randomness."""
         torch.default_generator.manual_seed(batch.key)
         if device_of(batch.inputs).type == "cuda":
             torch.cuda.manual_seed(batch.key)
@@ -162,22 +162,22 @@ class SupervisedTask:
 
     @torch.no_grad()
     def evaluate(self, weights: Tensor, state: Tensor | None, data: Pair, indices: Tensor | None = None) -> Scores:
-        """Loss, accuracy and metrics of `weights` on `data` (or some rows of it); the bound memory is not touched."""
+        """Return loss, accuracy and metrics of `weights` on `data` (or on rows `indices`); bound memory stays as is."""
         inputs, targets = data
         total = num_samples(inputs) if indices is None else len(indices)
         tensors = self.flat.tensors(weights, state)
         num_classes = int(targets.max()) + 1 if _are_classes(targets) else 0
         loss_sum, hits, seen = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
-        measuring = Measuring(self.metrics)
+        metrics = Measuring(self.metrics)
         with _evaluating(self.model):
-            size = evaluation_batch(inputs)
+            size = evaluation_batch_size(inputs)
             for start in range(0, total, size):
                 rows = slice(start, start + size) if indices is None else indices[start:][:size]
                 x, y = rows_of(inputs, rows), rows_of(targets, rows)
                 samples = num_samples(x)
                 outputs = self._step.outputs(self.transform(x) if self.transform else x, tensors)
                 loss_sum += self.loss(outputs, y).item() * samples
-                measuring.look(outputs, y, samples)
+                metrics.update(outputs, y, samples)
                 if num_classes and not _are_scores(outputs, num_classes):
                     num_classes, hits, seen = 0, hits[:0], seen[:0]
                 if num_classes:
@@ -185,34 +185,34 @@ class SupervisedTask:
                     seen += torch.bincount(y, minlength=num_classes).cpu()
                     hits += torch.bincount(y[right], minlength=num_classes).cpu()
         per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
-        return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class, measuring.found())
+        return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class, metrics.compute())
 
 
 def _are_classes(targets: Structure) -> bool:
-    """Whether targets are class numbers, so that right answers can be counted."""
+    """Return whether targets are class numbers, so that accuracy can be computed."""
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64 or targets.dim() != 1 or not len(targets):
         return False
     return int(targets.min()) >= 0
 
 
 def _are_scores(outputs: Any, num_classes: int) -> bool:
-    """Whether a model says of every class how likely it is."""
+    """Return whether outputs hold a score for each class."""
     return isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] >= num_classes
 
 
-def evaluation_batch(inputs: Structure) -> int:
-    """How many of `inputs` are evaluated together: fewer where they are large.
+def evaluation_batch_size(inputs: Structure) -> int:
+    """Return the batch size of evaluations: smaller for large inputs.
 
-    >>> evaluation_batch(torch.empty(0, 1, 28, 28)), evaluation_batch(torch.empty(0, 3, 224, 224))
+    >>> evaluation_batch_size(torch.empty(0, 1, 28, 28)), evaluation_batch_size(torch.empty(0, 3, 224, 224))
     (500, 27)
     """
     floats = sum(math.prod(tensor.shape[1:]) for tensor in tensors_of(inputs))
-    return max(1, min(EVALUATION_BATCH, EVALUATION_NBYTES // (4 * max(1, floats))))
+    return max(1, min(MAX_EVALUATION_BATCH, MAX_EVALUATION_NBYTES // (4 * max(1, floats))))
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every module back in the mode it was in."""
+    """Switch the model to evaluation mode; afterwards restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

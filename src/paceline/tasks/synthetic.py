@@ -1,4 +1,4 @@
-"""A model that takes time and computes nothing: for simulations that ask how fast, not how well."""
+"""Synthetic tasks: one without computation, for timing simulations, and a quadratic, for the soak test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.interfaces import Batch, Layout, Parameter, State
 
 
 class TimingModel:
-    """`num_parameters` parameters that nobody holds; pushes and weights are empty."""
+    """A model of `num_parameters` parameters that are not allocated; pushes and weights are empty."""
 
     def __init__(self, num_parameters: int, batch_size: int) -> None:
         self.num_parameters = num_parameters
@@ -31,10 +31,10 @@ class TimingModel:
     def gradient(self, batch: Batch) -> float:
         if isinstance(batch, Stretch):
             batch.samples = self._batch.samples * batch.steps
-        return math.nan  # there is no loss to show
+        return math.nan  # there is no loss
 
     def batch(self, number: int) -> Batch:
-        """Every batch is as good as any other."""
+        """Return the same batch for each number."""
         return self._batch
 
     def mixture(self, states: list[Tensor]) -> Tensor | None:
@@ -44,53 +44,51 @@ class TimingModel:
         return {}
 
 
-ANSWER = (1.0, -0.5, 0.25, 2.0)
+OPTIMUM = (1.0, -0.5, 0.25, 2.0)
+_OPTIMUM_TENSOR = torch.tensor(OPTIMUM)
 
 
-ANSWER_TENSOR = torch.tensor(ANSWER)
+def shard_of(worker: int, assignment: Deal | None) -> int:
+    """Return the worker's shard: its number, or its place in the data assignment, shifted with each assignment."""
+    return worker if assignment is None else assignment.members.index(worker) + 3 * assignment.generation
 
 
-def part_of(worker: int, deal: Deal | None) -> int:
-    """Which part of the data a worker has: its own number, or its place in a deal, moved with every deal."""
-    return worker if deal is None else deal.members.index(worker) + 3 * deal.generation
+def curvature(shard: int, batch: int) -> float:
+    """Return the curvature of a batch's quadratic: from 0.75 to 1.1875, exact in binary."""
+    return 0.75 + ((5 * shard + 3 * batch) % 8) / 16
 
 
-def curvature(part: int, batch: int) -> float:
-    """How steep the quadratic of a batch is: from 0.75 to 1.1875, exact in binary."""
-    return 0.75 + ((5 * part + 3 * batch) % 8) / 16
-
-
-def gradient_at(weights: Tensor, part: int, batch: int, out: Tensor) -> Tensor:
-    """The gradient of curvature / 2 |weights - answer|^2."""
-    return torch.sub(weights, ANSWER_TENSOR, out=out).mul_(curvature(part, batch))
+def gradient_at(weights: Tensor, shard: int, batch: int, out: Tensor) -> Tensor:
+    """Return the gradient of curvature / 2 |weights - optimum|^2."""
+    return torch.sub(weights, _OPTIMUM_TENSOR, out=out).mul_(curvature(shard, batch))
 
 
 class Quadratic:
-    """A worker's task and its data; its state counts the batches it computed. Batches count alike, or 1 to 3.
+    """A quadratic task with its own batches; its state counts the batches computed.
 
-    The gradient of batch `poison` holds a NaN.
+    Batches have 2 samples each, or 1 to 3 if not `even`. The gradient of batch `poison` contains a NaN.
     """
 
-    layout = Layout((Parameter("point", (len(ANSWER),), 0),), len(ANSWER))
+    layout = Layout((Parameter("point", (len(OPTIMUM),), 0),), len(OPTIMUM))
     state_size = 1
 
-    def __init__(self, part: int, even: bool, poison: int | None = None) -> None:
+    def __init__(self, shard: int, even: bool, poison: int | None = None) -> None:
         self.own: State = {}
-        self._part, self._even, self._poison = part, even, poison
+        self._shard, self._even, self._poison = shard, even, poison
 
     def initial(self) -> Tensor:
-        return torch.zeros(len(ANSWER))
+        return torch.zeros(len(OPTIMUM))
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._gradient, self._state = weights, gradient, state
 
     def batch(self, number: int) -> Batch:
-        return Batch(self._part, None, 2 if self._even else 1 + (self._part + number) % 3, number)
+        return Batch(self._shard, None, 2 if self._even else 1 + (self._shard + number) % 3, number)
 
     def gradient(self, batch: Batch) -> float:
         gradient_at(self._weights, batch.inputs, batch.key, self._gradient)
         self._state.add_(1.0)
         if batch.key == self._poison:
             self._gradient[-1] = math.nan
-        loss: float = self._gradient.tolist()[0]  # nobody minimises it: it only has to tell pushes apart
+        loss: float = self._gradient.tolist()[0]  # not a real loss: it only distinguishes pushes
         return loss

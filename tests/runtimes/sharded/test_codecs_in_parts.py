@@ -141,7 +141,7 @@ class Course:
             one.open(piece) if one is not None else piece for one, piece in zip(self.parts.opened, pieces, strict=True)
         ]
         if self.parts.opened[0] is not None:
-            shared = self.parts.codings[0].push is not None and self.parts.codings[0].push.is_shared
+            shared = self.parts.codings[0].push is not None and self.parts.codings[0].push.is_replicated
             self.parts.opened[0].nbytes = pieces[0].nbytes if shared else sum(piece.nbytes for piece in pieces)
         if not all(is_finite(update) for update in opened):
             for update in opened:

@@ -169,11 +169,11 @@ def _serve(order: _Order) -> dict[str, Any]:
 
     from paceline.runtimes.server.process import make_host
     from paceline.runtimes.server.remote_service import OwnLine
-    from paceline.system.memory import allow_many_files, keep_freed_memory
+    from paceline.system.memory import keep_freed_memory, raise_file_limit
     from paceline.transports.listener import Listener
 
     keep_freed_memory()
-    allow_many_files()
+    raise_file_limit()
     config, folder, location, entrance = order.config, order.folder, order.location, order.entrance
     console, tell, resume = order.console, order.tell, order.resume
     token = _token(entrance, parse_address(entrance.listen or LOOPBACK)[0], folder, console)

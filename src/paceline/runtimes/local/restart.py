@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, Reported, ServerLost
 from paceline.system.process import describe_end, die_with
-from paceline.system.signals import ended_by_signals, interrupts
+from paceline.system.signals import handle_signals, raise_on_signals
 
 
 def keep_going(
@@ -61,7 +61,7 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
     try:
         die_with(parent)
         os.setpgid(0, 0)  # a Ctrl-C then comes once, from the parent
-        with ended_by_signals():
+        with raise_on_signals():
             do()
         code = 0
     except PacelineError as error:
@@ -87,5 +87,5 @@ def _passing_on_signals() -> Iterator[list[int]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
 
-    with interrupts(pass_on):
+    with handle_signals(pass_on):
         yield children

@@ -28,7 +28,7 @@ from paceline.runtimes.local.fault_injection import Injector
 from paceline.runtimes.local.fork_server import ForkServer, request
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
-from paceline.system.signals import INTERRUPTED, TERMINATED, interrupts
+from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
 
 ENDING_SECONDS = 3.0
 
@@ -223,7 +223,7 @@ class Supervisor:
             self._report({"kind": "stopping", "reason": reason})
             self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
 
-        with interrupts(stop):
+        with handle_signals(stop):
             yield
 
 

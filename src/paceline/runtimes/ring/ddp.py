@@ -22,7 +22,7 @@ def make_parallel(task: SupervisedTask) -> DistributedDataParallel:
 
     Only the weights are bound to flat memory: gradients are in the buckets, and are copied out once per step.
     """
-    task.flat.hooks = False
+    task.flat.grad_in_place = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for broadcast_buffers, 2.6 has not
         parallel = EveryParameter(

@@ -81,8 +81,10 @@ class Member:
         seat = self.place.seat(ring, self._even if ring.is_even else None)
         if is_local or travels_whole(config.codec):
             if config.codec is not None:
-                task.flat.keeps = not is_local and config.device == "cpu" and codec_of(config.codec).name == "lowrank"
-                exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.keeps)
+                task.flat.accumulates = (
+                    not is_local and config.device == "cpu" and codec_of(config.codec).name == "lowrank"
+                )
+                exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.accumulates)
                 ring.average, ring.by_codec = exchange
             return seat
         ring.overlapped = True

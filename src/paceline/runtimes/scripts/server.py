@@ -24,7 +24,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers
 from paceline.runtimes.server.service import Control, Service
-from paceline.tasks.script_model import ScriptModel, load_kept
+from paceline.tasks.script_model import ScriptModel, load_frozen
 from paceline.transports.protocol import Hello
 from paceline.transports.shared_memory import SharedMemoryPeer
 
@@ -126,7 +126,7 @@ def learn(
     """Make the server from the first worker's weights; the budget follows from its data and the number of workers."""
     facts = first.facts
     config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
-    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_kept(folder.frozen_file))
+    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_frozen(folder.frozen_file))
     torch.set_num_threads(server_threads(config, model.layout))
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"

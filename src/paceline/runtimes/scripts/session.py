@@ -44,7 +44,7 @@ from paceline.settings.resolve import require_own_loop, resolve
 from paceline.settings.strategies import CLASSIC
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
-from paceline.tasks.script_model import save_kept
+from paceline.tasks.script_model import save_frozen
 from paceline.transports.protocol import ScriptTransport
 from paceline.transports.shared_memory import Slot
 
@@ -205,7 +205,7 @@ class Session:
     @staticmethod
     def _keep_frozen(flat: FlatModule, folder: RunFolder) -> None:
         """Save the tensors that no push brings: they belong to the saved weights too."""
-        kept = save_kept(flat) if not folder.frozen_file.exists() else None
+        kept = save_frozen(flat) if not folder.frozen_file.exists() else None
         if kept is not None:
             write_atomically(folder.frozen_file, kept)
 

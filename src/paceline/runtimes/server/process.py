@@ -25,7 +25,7 @@ from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Control, Service
-from paceline.system.memory import allow_many_files, keep_freed_memory, require_memory
+from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
 from paceline.transports.shared_memory import SharedMemoryPeer, Slot
 
 
@@ -49,7 +49,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
 def reporting(serve: Callable[[Control], None], line: int) -> int:
     """Call `serve` and tell the supervisor how it ended; a PacelineError goes to it as one line."""
     control = Control(socket.socket(fileno=line))
-    allow_many_files()
+    raise_file_limit()
     keep_freed_memory()
     try:
         serve(control)

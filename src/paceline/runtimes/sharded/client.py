@@ -45,13 +45,13 @@ class _Part:
     def cut(self, update: Tensor) -> Tensor:
         """Return its part of a push."""
         push = self.coding.push
-        return update[self.span] if push is None else self.memory.update[: push.cut(update, self.memory.update)]
+        return update[self.span] if push is None else self.memory.update[: push.extract(update, self.memory.update)]
 
     def paste(self, whole: Memory) -> None:
         """Copy its part of an encoded reply to where the worker decodes the whole."""
         pull, nbytes = self.coding.pull, self.memory.num_pulled
         if pull is not None and nbytes:
-            pull.paste(self.memory.pulled[:nbytes], whole.pulled)
+            pull.insert(self.memory.pulled[:nbytes], whole.pulled)
             assert whole.sizes.pulled is not None
             whole.num_pulled, self.memory.num_pulled = whole.sizes.pulled, 0
 

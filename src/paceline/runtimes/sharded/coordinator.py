@@ -177,7 +177,7 @@ class Coordinator(Gate):
         """Set how many bytes the next push counts for; once if every server is sent all of it."""
         opened, push = self._shards.opened, self._shards.coding.push
         if opened is not None and push is not None:
-            opened.nbytes = parts[0] if push.is_shared else sum(parts)
+            opened.nbytes = parts[0] if push.is_replicated else sum(parts)
 
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
         """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""

@@ -131,12 +131,12 @@ def serve_part(
 
     from paceline.runtimes.sharded.channel import Link
     from paceline.runtimes.sharded.shard import ShardService
-    from paceline.system.memory import allow_many_files, keep_freed_memory
+    from paceline.system.memory import keep_freed_memory, raise_file_limit
     from paceline.transports.listener import Listener
     from paceline.transports.tcp_client import TcpClient
 
     keep_freed_memory()
-    allow_many_files()
+    raise_file_limit()
     with contextlib.closing(Listener(listen, token, own)) as listener:
         words = {
             "shard": True,

@@ -19,9 +19,10 @@ from paceline.config import RunConfig
 from paceline.core.rules.worker_rows import Live
 from paceline.core.rules.wrapper import Around
 from paceline.interfaces import Arrival, Layout, Rule
+from paceline.randomness import mix64_array
 from paceline.simulation.lab.arrival_order import NOBODY, Trace
 from paceline.simulation.lab.gradients import gradients_for
-from paceline.simulation.lab.inputs import Feed, Gradients, Images, Inputs, mix64
+from paceline.simulation.lab.inputs import Feed, Gradients, Images, Inputs
 from paceline.simulation.lab.models import DROPOUT_LAYERS
 
 WARM_UP = 3
@@ -93,7 +94,7 @@ class Family:
         self._numbers = stacked(numbers, torch.float32)
         keys = []
         for layer in DROPOUT_LAYERS[rows[0].config.model]:
-            found = [_wide(mix64(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
+            found = [_wide(mix64_array(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
             both = stacked(found, torch.int64)
             keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
         self._base = torch.arange(len(rows), device=device) * self.places

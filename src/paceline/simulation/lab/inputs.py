@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,26 +13,8 @@ from torch import Tensor
 
 from paceline.assembly.work import Work
 from paceline.config import RunConfig
+from paceline.randomness import mix64_array
 from paceline.simulation.lab.arrival_order import NOBODY, Trace
-
-_GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def mix64(*words: Any) -> NDArray[np.uint64]:
-    """`models.dropout.mix64` over arrays.
-
-    >>> from paceline.models.dropout import mix64 as one
-    >>> int(mix64(3, np.arange(2))[1]) == one(3, 1)
-    True
-    """
-    value = np.zeros(1, np.uint64)
-    with np.errstate(over="ignore"):
-        for word in words:
-            value = value + _GOLDEN + np.asarray(word).astype(np.uint64)
-            value = (value ^ (value >> np.uint64(30))) * _FIRST
-            value = (value ^ (value >> np.uint64(27))) * _SECOND
-            value = value ^ (value >> np.uint64(31))
-    return value
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,7 @@ def feed_of(trace: Trace, work: Work, config: RunConfig) -> Feed:
     weights = (np.arange(size) < filled[..., None]).astype(np.float32)
     weights /= filled.sum(1).astype(np.float32)[:, None, None]
     present = np.where(trace.workers == NOBODY, 0, trace.workers)
-    keys = mix64(config.seed, present, np.where(trace.workers == NOBODY, 0, trace.batches))
+    keys = mix64_array(config.seed, present, np.where(trace.workers == NOBODY, 0, trace.batches))
     return Feed(samples, weights, keys)
 
 

@@ -22,7 +22,7 @@ from paceline.simulation.network import Link
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.soak.oracle import BETAS, EPS
 from paceline.simulation.step_times import Distribution, StepTimes
-from paceline.tasks.synthetic import Quadratic, part_of
+from paceline.tasks.synthetic import Quadratic, shard_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Trial:
         task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
 
         def redeal(deal: Deal) -> Quadratic:
-            return Quadratic(part_of(join.worker, deal), self.even)
+            return Quadratic(shard_of(join.worker, deal), self.even)
 
         return Seat(task, task, join, redeal=redeal)
 

@@ -18,7 +18,7 @@ from paceline.settings.strategies import Waiting, strategy_of
 from paceline.simulation.soak.membership_model import Membership
 from paceline.simulation.soak.oracle import Oracle, Part
 from paceline.simulation.soak.violation import require
-from paceline.tasks.synthetic import ANSWER, curvature, gradient_at, part_of
+from paceline.tasks.synthetic import OPTIMUM, curvature, gradient_at, shard_of
 
 if TYPE_CHECKING:
     from paceline.simulation.soak.draw import Trial
@@ -71,9 +71,9 @@ class Witness:
         self._membership = Membership(trial.workers, trial.room is not None, self._strategy.in_rounds)
         self._looks_ahead = rule_of(trial.rule).traits.sends_others
         self._plain = rule_of(trial.rule).name in ("plain", "ringmaster")
-        self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, ANSWER[0])
-        self._weights = [torch.zeros(len(ANSWER))]
-        self._scratch = torch.zeros(len(ANSWER))
+        self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, OPTIMUM[0])
+        self._weights = [torch.zeros(len(OPTIMUM))]
+        self._scratch = torch.zeros(len(OPTIMUM))
         self._samples = 0
         self._accepted: Counter[int] = Counter()
         self._applied: set[tuple[int, int, int]] = set()
@@ -104,7 +104,7 @@ class Witness:
         if not self._plain:
             return  # each of these rules has an oracle of its own in the tests
         expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
-        near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(ANSWER[0]))
+        near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(OPTIMUM[0]))
         require(near, "weights", "update {} gives {}, alone it gives {}", version, found, expected)
 
     def _part(self, push: Push, version: int) -> Part:
@@ -119,7 +119,7 @@ class Witness:
         assert told is not None
         if self._strategy.in_rounds:
             require(told.version == version, "bound", "a round of version {} holds a push from {}", version, told)
-        part = part_of(push.worker, told.deal)
+        part = shard_of(push.worker, told.deal)
         gradient = gradient_at(self._sent[push.worker], part, told.batch, self._scratch)
         finite = (push.worker, told.batch) != self._poison
         require(finite, "finite", "push {} is applied though it holds a NaN", identity)
@@ -245,6 +245,6 @@ class Witness:
             require(self._budget.spent(self._samples, version), "budget", "over after {} samples", self._samples)
         if not self._plain:
             return
-        for found, answer in zip(server.weights.tolist(), ANSWER, strict=True):
+        for found, answer in zip(server.weights.tolist(), OPTIMUM, strict=True):
             left, allowed = abs(found - answer), self._oracle.tolerance(abs(answer)) + ROUNDING
             require(left <= allowed, "optimum", "{} is {} from the answer, {} is allowed", found, left, allowed)

@@ -24,7 +24,7 @@ from paceline.simulation.simulator import Deadlock, Simulation, Worker
 from paceline.simulation.soak.draw import Trial
 from paceline.simulation.soak.invariants import Witness, portrait, require_same
 from paceline.simulation.soak.violation import Broken, require
-from paceline.tasks.synthetic import ANSWER
+from paceline.tasks.synthetic import OPTIMUM
 
 MOST_PLANS = 20_000
 REPLAYED = 3
@@ -73,7 +73,7 @@ class Stage:
 
     def _new_server(self) -> Server:
         trial = self.trial
-        weights, rule = torch.zeros(len(ANSWER)), trial.make_rule()
+        weights, rule = torch.zeros(len(OPTIMUM)), trial.make_rule()
         training, roster = Training(trial.budget, Schedule(trial.lr)), Roster(trial.workers, trial.room)
         return Server(weights, rule, trial.make_policy(), training, roster)
 
