@@ -92,7 +92,7 @@ CASES = {
     "a run name with a slash": ([*SAMPLE, "--name", "a/b"], "is not a folder name"),
     "a task that is not there": (["--task", "nowhere:build", "--strategy", "classic"], "no module 'nowhere'"),
     "a task without a function": (["--task", "build", "--strategy", "classic"], "MODULE:FUNCTION"),
-    "a fold that is none": (["--fold", "6/5"], "fold '6/5': write which one of how many, as in 2/5"),
+    "a fold that is none": (["--fold", "6/5"], "fold '6/5': write its number and how many folds there are, as in 2/5"),
     "a fold and a share": (["--fold", "1/5", "--validation", ".1"], "holds out a part already"),
     "a fold and evaluations": (["--fold", "1/5", "--eval-every", "1"], "leaves the test set alone"),
     "more folds than samples": ([*SAMPLE, "--fold", "1/12001"], "use fewer folds"),
