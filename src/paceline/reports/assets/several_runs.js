@@ -1,4 +1,4 @@
-// Several runs beside each other: a table, curves, scaling, classes, and what differs in their settings.
+// Several runs side by side: a table, curves, scaling, classes, and differing settings.
 
 const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
@@ -12,19 +12,19 @@ class SeveralRuns {
     top.append(this.verdict, this.notes);
     const all = section(top, "All runs", "all-runs");
     this.table = new SortedTable(all, [], { caption: "Runs", sortBy: facts.live ? null : "test", falling: true });
-    const curves = section(parent, "How they learned", "curves");
+    const curves = section(parent, "Training curves", "curves");
     this.metric = new Choice(curves, "what is drawn", METRICS, () => this.update(this.runs));
     const grid = el("div", { class: "grid" });
     curves.append(grid);
     this.overTime = new LineChart(grid, "Over time", { height: 280 });
     this.overSamples = new LineChart(grid, "Over samples", { height: 280 });
-    const more = section(parent, "Beside each other", "beside");
+    const more = section(parent, "Comparison", "comparison");
     const pair = this.pair = el("div", { class: "grid" });
     more.append(pair);
     this.scaling = new LineChart(pair, "Scaling", { height: 260 });
     this.classes = new Rows(pair, "Test accuracy by class");
     this.more = more;
-    this.changed = section(parent, "What differs in their settings", "differs");
+    this.changed = section(parent, "Differing settings", "differs");
     this.changedList = el("dl", { class: "differs" });
     this.changed.append(this.changedList);
     this.chosen = false;
@@ -56,7 +56,7 @@ class SeveralRuns {
       el("dd", {}, ...valuesOf(groups, runs)))));
   }
 
-  // The first measure that any run has a curve of.
+  // Return the first metric for which any run has a curve.
   firstMetric(runs) {
     this.chosen = true;
     const has = (name) => runs.some((run) => run.scores[name].filter(known).length > 1);
@@ -98,7 +98,7 @@ class SeveralRuns {
   }
 }
 
-// Each value with its runs; of many values only what they are, since the table has whose.
+// Return each value with its runs; if there are many values, only the values.
 function valuesOf(groups, runs) {
   if (groups.size <= 8) {
     return [...groups].map(([value, members]) => el("div", {}, el("b", {}, value), ` ${namesOf(members, runs)}`));
@@ -139,7 +139,7 @@ function overall(runs) {
   return sentences.join(" ");
 }
 
-// Each setting that is not the same in all: its values, and which runs have them.
+// Return each setting that differs: its values, and the runs that have them.
 function differences(runs) {
   const found = [];
   for (const name of Object.keys(facts.groups)) {
@@ -176,7 +176,7 @@ function curvesSpec(seen, metric, axis, x) {
 
 const ALIKE = new Set([...NOT_SETTINGS, "workers", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
 
-// Samples a second by workers; runs that differ in other settings than these are lines of their own.
+// Samples per second by number of workers; one line per combination of the other settings.
 function scalingSpec(runs) {
   const lines = new Map();
   for (const run of runs) {
@@ -195,7 +195,7 @@ function scalingSpec(runs) {
     return { name, x: sizes, y: mean, colour: colourOf(number), dash: dashOf(number) };
   });
   const ideal = series.map((one) => ({ ...one, name: `${one.name}, ideal`, y: one.x.map((size) => (one.y[0] * size) / one.x[0]), dash: "2 4", dots: 0, faint: true }));
-  const legend = [...series.map((one) => [one.name, stroke(one.colour, one.dash)]), ["ideal: as many times faster as workers", stroke("currentColor", "2 4")]];
+  const legend = [...series.map((one) => [one.name, stroke(one.colour, one.dash)]), ["ideal: linear speedup", stroke("currentColor", "2 4")]];
   return { x: { label: "workers", kind: "count", tight: true }, y: { label: "samples/s", kind: "rate", zero: true }, series: [...ideal, ...series], legend, exact: true };
 }
 
