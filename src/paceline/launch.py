@@ -22,7 +22,7 @@ from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import Location, load
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.arrival_log import next_life
+from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, holding, is_script, require_survivors
 from paceline.settings.durations import parse_delays
 from paceline.settings.fault_table import Fault
@@ -74,7 +74,7 @@ def resume(path: Path, console: Console, upkeep: dict[str, Any] | None = None) -
         with folder.locked():
             return folder, resume_script(folder, config, console)
     if is_simulated(config):
-        raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.way_on(config)}")
+        raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.resume_hint(config)}")
     with folder.locked():
         return folder, _resume(path, folder, config, console)
 
@@ -83,7 +83,7 @@ def _resume(path: Path, folder: RunFolder, config: RunConfig, console: Console) 
     folder.require_unfinished()
     location = locate_data(config)
     refuse_restart(config)
-    incarnation, _ = next_life(folder.arrivals_file, config)
+    incarnation, _ = next_incarnation(folder.arrivals_file, config)
     if in_this_process(config):
         require_device(config)
         return _train_here(config, folder, location, console, incarnation)

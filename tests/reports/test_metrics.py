@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_status_table import RUNS
 
 from paceline.analysis.status import RunStatus, WorkerStatus
-from paceline.reports.watch.prometheus import MOST_WORKERS, exposition
+from paceline.reports.watch.prometheus import MAX_WORKERS, exposition
 
 NAME, LABEL = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\\n]|\\["\\n])*)"')
 ESCAPES = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
@@ -83,4 +83,4 @@ def test_workers_are_told_one_by_one_unless_there_are_many() -> None:
     for found in (few, many):
         assert ("paceline_straggler", {"run": "runs/a", "worker": "0", "cause": "compute"}, 1.0) in found
     assert ("paceline_workers", {"run": "runs/a", "state": "live"}, 10_000.0) in many
-    assert len(many) < 2 * MOST_WORKERS
+    assert len(many) < 2 * MAX_WORKERS

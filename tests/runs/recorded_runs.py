@@ -131,7 +131,7 @@ class RecordedRun:
             self.closed = True
             self.host.close()
 
-    def cut(self) -> None:
+    def checkpoint(self) -> None:
         """A checkpoint at the next moment that allows one, on disk when this returns."""
         while not self.server.can_be_cut:
             self.push_at_random(1)

@@ -11,7 +11,7 @@ from recorded_runs import Record, RecordedRun, assert_same
 from paceline.core.messages import Join, Push, Rate, Stop, Verdict
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
-from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
+from paceline.runs.checkpoint import Cut, newest_checkpoint, take_checkpoint, write_checkpoint
 from paceline.runtimes.local.in_process import run_inline
 
 pytestmark = pytest.mark.long
@@ -25,12 +25,12 @@ def records_of(run: RecordedRun, start: int = 0) -> list[arrivals.Record]:
     return records
 
 
-def cut_now(run: RecordedRun) -> Cut:
+def checkpoint_now(run: RecordedRun) -> Cut:
     """A cut at the next moment that allows one, as the host takes it."""
     while not run.server.can_be_cut:
         run.push_at_random(1)
     sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
-    return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
+    return take_checkpoint(run.server, sent, run.host.log.nbytes, run.host.clock.now())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -44,18 +44,18 @@ def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
     run.push_at_random(7)
     run.leave(1)
     run.push_at_random(5)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.join(1)
     run.run_to_the_end()
     again = run.replay()
     again.feed(records_of(run))
     assert run.server.version > 5
     assert_same(again.server, run.server)
-    write_cut(run.folder.checkpoints, cut)
-    found, complaints = newest_cut(run.folder.checkpoints)
+    write_checkpoint(run.folder.checkpoints, checkpoint)
+    found, complaints = newest_checkpoint(run.folder.checkpoints)
     assert found is not None
     assert complaints == []
-    tail = run.replay(cut=found)
+    tail = run.replay(checkpoint=found)
     tail.feed(records_of(run, found.log_offset))
     assert_same(tail.server, run.server)
 
@@ -67,15 +67,15 @@ def test_a_replay_from_every_cut_of_a_run_ends_in_the_same_place(record: Record,
     settings = {"strategy": "bounded:1", "workers": 3, "epochs": 1.0, "optimizer": optimizer, "epoch_mode": mode}
     run = record(**settings)
     run.join_all()
-    cuts = []
+    checkpoints = []
     while not run.server.over:
-        cuts.append(cut_now(run))
+        checkpoints.append(checkpoint_now(run))
         run.push_at_random(1)
     run.run_to_the_end()
-    assert len(cuts) > 8
-    for cut in cuts:
-        again = run.replay(cut=cut)
-        again.feed(records_of(run, cut.log_offset))
+    assert len(checkpoints) > 8
+    for checkpoint in checkpoints:
+        again = run.replay(checkpoint=checkpoint)
+        again.feed(records_of(run, checkpoint.log_offset))
         assert_same(again.server, run.server)
 
 
@@ -85,10 +85,10 @@ def test_a_cut_between_a_rejoin_and_its_first_push_starts_the_newcomer_from_fres
     run.push_at_random(8)
     run.leave(0)
     run.join(0)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.run_to_the_end()
-    again = run.replay(cut=cut)
-    again.feed(records_of(run, cut.log_offset))
+    again = run.replay(checkpoint=checkpoint)
+    again.feed(records_of(run, checkpoint.log_offset))
     assert_same(again.server, run.server)
 
 
@@ -187,7 +187,7 @@ def test_any_flipped_verdict_is_reported(record: Record, strategy: str) -> None:
     for number, record in enumerate(records):
         flipped = Verdict.DROPPED if record.verdict == Verdict.TAKEN else Verdict.TAKEN
         changed = [*records[:number], dataclasses.replace(record, verdict=flipped), *records[number + 1 :]]
-        with pytest.raises(RunFailed, match=f"departs from the log at record {number} "):
+        with pytest.raises(RunFailed, match=f"differs from the log at record {number} "):
             run.replay().feed(changed)
 
 
@@ -259,7 +259,7 @@ def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoin
     run.push_at_random(3)
     run.host.handle(Rate(0, 0.1 / 3))
     run.push_at_random(3)
-    run.cut()
+    run.checkpoint()
     run.push_at_random(3)
     assert run.server.lr == 0.1 * (0.1 / 3)
     run.host.handle(Rate(0, 1.0))
@@ -269,9 +269,9 @@ def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoin
     replay = run.replay()
     replay.feed(records)
     assert_same(replay.server, run.server)
-    cut, _ = newest_cut(run.folder.checkpoints)
-    assert cut is not None
-    tail = run.replay(cut=cut)
+    checkpoint, _ = newest_checkpoint(run.folder.checkpoints)
+    assert checkpoint is not None
+    tail = run.replay(checkpoint=checkpoint)
     assert tail.server.lr_factor == 0.1 / 3
-    tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, cut.log_offset)[0])
+    tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, checkpoint.log_offset)[0])
     assert_same(tail.server, run.server)

@@ -14,10 +14,10 @@ from recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 from paceline.core.messages import Resume, Stop
 from paceline.errors import UserError
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runs.background_writer import MOST_WAITING, Writer
+from paceline.runs.background_writer import MAX_WAITING, Writer
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import trained_tensors
-from paceline.runs.snapshots import go_back, read_index, read_snapshot
+from paceline.runs.snapshots import drop_snapshots_after, read_index, read_snapshot
 
 pytestmark = pytest.mark.long
 
@@ -118,7 +118,7 @@ def test_a_run_without_the_flag_keeps_none(record: Record) -> None:
     run.join_all()
     run.run_to_the_end()
     assert not run.folder.snapshots.exists()
-    go_back(run.folder, 3)
+    drop_snapshots_after(run.folder, 3)
     assert read_index(run.folder) == []
 
 
@@ -138,13 +138,13 @@ def test_a_damaged_snapshot_or_index_is_one_clear_line(record: Record) -> None:
 def test_a_slow_disk_holds_the_run_back_only_when_many_copies_wait() -> None:
     release, done = threading.Event(), []
     writer = Writer()
-    for number in range(MOST_WAITING):
-        writer.do("a job", lambda number=number: (release.wait(), done.append(number)))
+    for number in range(MAX_WAITING):
+        writer.submit("a job", lambda number=number: (release.wait(), done.append(number)))
     assert writer.busy and not done
     release.set()
-    writer.do("a job", lambda: done.append("last"))
+    writer.submit("a job", lambda: done.append("last"))
     writer.close()
-    assert done == [*range(MOST_WAITING), "last"]
+    assert done == [*range(MAX_WAITING), "last"]
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(record: Record) -> None:

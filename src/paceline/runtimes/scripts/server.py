@@ -42,7 +42,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         folder = RunFolder(Path(spec["folder"]))
         resolved, model, server = learn(config, first, num_fitting, folder)
         if not spec.get("resume"):
-            folder.settle_config(resolved)
+            folder.update_config(resolved)
         host = _make_host(spec, server, model, resolved, folder, control)
         service = Service(host, control, expected, patient=True)
         for door, _ in introductions:

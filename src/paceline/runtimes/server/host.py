@@ -23,7 +23,7 @@ from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Report, Scores
 from paceline.runs.arrival_log import ArrivalLog
-from paceline.runs.control_files import take_requests
+from paceline.runs.control_files import pop_requests
 from paceline.runs.events import EventLog
 from paceline.runs.folder import ALL_GONE, NOT_COME, TIME_IS_UP, RunFolder, write_atomically
 from paceline.runs.recovery import Rebuilt
@@ -190,9 +190,9 @@ class Host:
         assert self._snapshots is not None
         if self.server.over or self._snapshots.is_due(self.server):
             self.gather()
-        self._snapshots.look(self.server)
+        self._snapshots.take_if_due(self.server)
         if self.server.over:
-            self._snapshots.end(self.server)
+            self._snapshots.take_final(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
         what = (
@@ -200,7 +200,7 @@ class Host:
         )
         return UserError(
             f"{what} in {self.folder.path} at update {self.server.version}: make room, then "
-            f"{self.folder.way_on(self.config)}"
+            f"{self.folder.resume_hint(self.config)}"
         )
 
     @property
@@ -214,7 +214,7 @@ class Host:
 
     def look_for_requests(self) -> None:
         """Do what somebody outside asks for in the run's folder; whoever waits for inputs in vain may look too."""
-        for request in take_requests(self.folder):
+        for request in pop_requests(self.folder):
             refused = {worker: self.drain(worker) for worker in request.drain}
             request.answer({worker: why for worker, why in refused.items() if why is not None})
 
@@ -253,7 +253,7 @@ class Host:
         self._progress.tell(self.clock.now(), with_norm=self.gather is _all_is_here)
         if not self._is_virtual:
             self.look_for_requests()
-        self._trackers.look()
+        self._trackers.poll()
         self.tick()
 
     def tick(self) -> None:
@@ -300,7 +300,7 @@ class Host:
         assert scores is not None
         found = named("test", scores)
         if self._best is not None:
-            self._best.look(self.server, scores)
+            self._best.save_if_best(self.server, scores)
         if self.config.eval_train and (train := self._scorer.score(self.task, "train")) is not None:
             found |= named("train", train)
         at = {"updates": self.server.version, "samples": self.server.samples}
@@ -367,7 +367,7 @@ class Host:
             if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
                 self.checkpoint()
             if self._best is not None and (last := scores.get("test")) is not None:
-                self._best.look(self.server, last)
+                self._best.save_if_best(self.server, last)
             self._checkpoints.writer.wait()
             self._checkpoints.complain(self.clock.now())
             tensors = self.named_weights()

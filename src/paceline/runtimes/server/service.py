@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from paceline.core.messages import Leave, Push, Rate, Reply
 from paceline.core.step_balancing import Pacing
-from paceline.errors import ProtocolError, differing
+from paceline.errors import ProtocolError, mismatched_keys
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.accounting import ROW_SECONDS
 from paceline.runtimes.server.host import Host
@@ -209,7 +209,7 @@ class Service:
 
     def welcome(self, door: Door, hello: Hello) -> None:
         """Let a worker join, if it brings the model and the data that this run is about."""
-        wrong = differing(self._expected, hello.facts)
+        wrong = mismatched_keys(self._expected, hello.facts)
         if hello.slot.sizes[0] != self.host.server.weights.numel():
             wrong.append("size")
         if hello.slot.sizes[2:4] != self._capacities():
