@@ -148,7 +148,7 @@ def test_a_checkpoint_of_another_codec_is_refused(record: Record) -> None:
     run.push(0)
     checkpoint = checkpoint_now(run)
     other = record(strategy="async", workers=2, codec="sign", name="other")
-    with pytest.raises(UserError, match="made with codecs int8 and none, and this run has sign and none"):
+    with pytest.raises(UserError, match="made with codecs int8 and none, but this run uses sign and none"):
         restore(other.server, checkpoint)
 
 

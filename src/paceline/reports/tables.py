@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.data.datasets import remedy
@@ -74,6 +74,24 @@ def _shortened(text: str, room: int) -> str:
         return text
     behind = (room - 1) // 2
     return f"{text[: room - 1 - behind]}…{text[-behind:]}"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table.
+
+    >>> markdown_table(["run", "loss"], [["a", "0.5"]])
+    ['| run | loss |', '|---|---|', '| a | 0.5 |']
+    """
+    first, *others = [f"| {' | '.join(row)} |" for row in [head, *rows]]
+    return [first, "|---" * len(head) + "|", *others]
+
+
+def formatted(rows: Iterable[Mapping[str, Any]], forms: Sequence[str]) -> list[list[str]]:
+    """Return the values of each row as text, each column in its number format; missing values are empty."""
+    return [
+        ["" if value is None else format(value, form) for value, form in zip(row.values(), forms, strict=True)]
+        for row in rows
+    ]
 
 
 def as_csv(rows: list[dict[str, Any]], names: Sequence[str] | None = None) -> str:
