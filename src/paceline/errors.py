@@ -99,7 +99,7 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
 def mismatched_keys(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
     """The names of what `theirs` lacks or has otherwise.
 
-    >>> differing({"layout": 1, "targets": 2}, {"layout": 1, "targets": 3})
+    >>> mismatched_keys({"layout": 1, "targets": 2}, {"layout": 1, "targets": 3})
     ['targets']
     """
     return [name for name, value in ours.items() if theirs.get(name) != value]

@@ -141,7 +141,7 @@ def test_what_is_no_request_is_taken_away(record: Record, content: bytes) -> Non
 def test_a_run_that_does_not_answer_is_said_to(record: Record) -> None:
     run = record(strategy="async", workers=2)
     with run.folder.locked(), pytest.raises(RunFailed, match="did not answer the request within"):
-        request_drain(run.folder, (0,), patience=0.1)
+        request_drain(run.folder, (0,), timeout=0.1)
     with pytest.raises(RunFailed, match="ended before it answered the request"):
         request_drain(run.folder, (0,))
     assert not list(run.folder.requests.iterdir())

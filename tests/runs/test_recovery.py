@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,7 +200,7 @@ def test_facts_that_are_json_and_nothing_else_are_passed_over(tmp_path: Path, te
 def test_a_changed_digit_in_the_facts_is_seen_and_facts_of_older_versions_are_read(tmp_path: Path) -> None:
     facts = write_checkpoint(tmp_path, small_checkpoint(8)) / "facts.json"
     facts.write_text(facts.read_text().replace('"log_offset": 80', '"log_offset": 81'))
-    with pytest.raises(ValueError, match="facts do not have the checksum"):
+    with pytest.raises(ValueError, match="checksum of its facts is wrong"):
         read_checkpoint(facts.parent)
     older = json.loads(facts.read_text())
     del older["facts_sha256"]
@@ -278,7 +279,7 @@ def test_a_log_that_lost_its_end_makes_an_older_checkpoint_the_newest(record: Re
     path.write_bytes(path.read_bytes()[: read_checkpoint(newer).log_offset - RECORD_BYTES])
     rebuilt = run.resume()
     assert rebuilt.checkpoint == int(older.name)
-    assert r"but the log ends at byte \d+; using an older one" in run.notes[0]
+    assert re.search(r"but the log ends at byte \d+; using an older one", run.notes[0])
     assert not newer.exists() and newer.with_name(f"{newer.name}.unused").exists()
     run.join_all()
     run.run_to_the_end()

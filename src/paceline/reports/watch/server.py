@@ -234,7 +234,7 @@ def _same(given: str, wanted: str) -> bool:
 def _is_local(host: str) -> bool:
     """Return whether a Host header names this machine, which blocks DNS rebinding by other sites.
 
-    >>> [_is_here(host) for host in ("127.0.0.1:7223", "localhost", "[::1]:80", "127.evil.example:7223", "[", "")]
+    >>> [_is_local(host) for host in ("127.0.0.1:7223", "localhost", "[::1]:80", "127.evil.example:7223", "[", "")]
     [True, True, True, False, False, False]
     """
     try:
