@@ -52,8 +52,8 @@ class RunFailed(PacelineError):
 class ServerLost(RunFailed):
     """The process that kept the run is gone; `what` says how, and the run can be resumed."""
 
-    def __init__(self, what: str, way_on: str) -> None:
-        super().__init__(f"{what}: nothing acknowledged is lost, {way_on}")
+    def __init__(self, what: str, resume_hint: str) -> None:
+        super().__init__(f"{what}: nothing acknowledged is lost, {resume_hint}")
         self.what = what
 
 
@@ -96,10 +96,10 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} '{asked}': {' '.join(filter(None, (offer, known_ones)))}")
 
 
-def differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+def mismatched_keys(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
     """The names of what `theirs` lacks or has otherwise.
 
-    >>> differing({"layout": 1, "targets": 2}, {"layout": 1, "targets": 3})
+    >>> mismatched_keys({"layout": 1, "targets": 2}, {"layout": 1, "targets": 3})
     ['targets']
     """
     return [name for name, value in ours.items() if theirs.get(name) != value]

@@ -12,7 +12,7 @@ from paceline.data.datasets import Location, locate_data, settle_data
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.reports.console import Console
-from paceline.runs.arrival_log import next_life
+from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, holding, is_script
 from paceline.settings.fault_table import Fault
 from paceline.settings.ranks import Rank, config_of
@@ -64,7 +64,7 @@ def resume(
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
     if is_simulated(config):
-        raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.way_on(config)}")
+        raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.resume_hint(config)}")
     with folder.locked():
         if is_script(config):
             from paceline.runtimes.scripts.launch import resume_script
@@ -74,7 +74,7 @@ def resume(
         location = locate_data(config)
         check_processes(config)
         require_device(config)
-        incarnation, _ = next_life(folder.arrivals_file, config)
+        incarnation, _ = next_incarnation(folder.arrivals_file, config)
         return folder, _run(config, folder, location, console.report, incarnation)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.analysis.listing import runs_in
 from paceline.analysis.status import WorkerStatus, read_status, workers_of
-from paceline.analysis.stragglers import SLOWER, stragglers
+from paceline.analysis.stragglers import SLOW_THRESHOLD, stragglers
 from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.runs.events import read_tail
@@ -167,7 +167,7 @@ def test_a_step_is_slow_from_one_and_a_half_times_the_median_of_the_others_on(
     usual = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
     crew = [worker(number, step) for number, step in enumerate(others, start=1)]
     found = stragglers([worker(0, usual * times), *crew])
-    assert [one.worker for one in found] == ([0] if usual * times >= SLOWER * usual else [])
+    assert [one.worker for one in found] == ([0] if usual * times >= SLOW_THRESHOLD * usual else [])
 
 
 def test_a_slow_link_is_told_from_slow_compute() -> None:
@@ -207,14 +207,14 @@ def test_the_runs_of_a_folder_newest_first_with_damaged_ones(tmp_path: Path) -> 
     assert [row["run"] for row in rows] == ["new", "old", "sweep/one", "bad"]
     assert [row["status"] for row in rows] == ["finished", "running", "killed", "damaged"]
     assert rows[0]["test_accuracy"] == 81.5
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         runs_in(tmp_path / "nowhere")
 
 
 def test_the_verbs_print_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_with(tmp_path, workers_row(1.0, ["live", "paused"], [1.0, 1.0], [5, 5], paused={"1": [4.0, 1.0]}))
     assert main(["status", str(folder.path)]) == 0
-    assert "worker 1 is paused: silent on its turn for 4.0 s, up to 1.0 s is normal" in capsys.readouterr().out
+    assert "worker 1 is paused: silent for 4.0 s on its turn, up to 1.0 s is normal" in capsys.readouterr().out
     assert main(["status", str(folder.path), "--json", "--watch", "60"]) == 0  # it is killed: one look
     row = json.loads(capsys.readouterr().out)
     assert row["status"] == "killed" and row["stragglers"][0]["cause"] == "paused"
@@ -230,7 +230,7 @@ def test_the_verbs_print_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFi
         (["status", "nowhere"], "nowhere is not a run folder: it does not exist"),
         (["status", "x", "--watch", "0"], "--watch 0: give the seconds between two looks"),
         (["status", "x", "--watch", "nan"], "--watch nan: give the seconds"),
-        (["list", "nowhere"], "nowhere is no folder"),
+        (["list", "nowhere"], "nowhere is not a folder"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

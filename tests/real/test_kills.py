@@ -91,7 +91,7 @@ def test_no_orphan_is_left_when_the_supervisor_or_the_fork_server_is_killed(tmp_
         command.finish()
         if victim == "fork server":
             assert command.process.returncode == 1
-            assert "'paceline resume runs/it' goes on from there" in command.err
+            assert "'paceline resume runs/it' continues from there" in command.err
 
 
 def test_ctrl_c_stops_cleanly_with_a_partial_result(tmp_path: Path) -> None:

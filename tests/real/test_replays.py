@@ -89,9 +89,9 @@ CHANGES = {
     "an early end": (
         BACKWARD,
         f"{BACKWARD}        if session.batch_number == 9: break\n",
-        "ended where its push 9 was due",
+        "ended before its push 9",
     ),
-    "a mistake": ("session.step(loss)", "session.step(loss); session.step(loss)", "ended where its push 1 was due"),
+    "a mistake": ("session.step(loss)", "session.step(loss); session.step(loss)", "ended before its push 1"),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_changed_script_departs_and_nothing_hangs(tmp_path: Path) -> None:
         assert "DIFFERENT from the run" in command.out and words in command.out, (name, command.out, command.err)
     (tmp_path / "loop.py").unlink()
     code, _, err = replay(tmp_path)
-    assert code == 2 and "loop.py of this run is not there any more" in err
+    assert code == 2 and "loop.py of this run no longer exists" in err
     assert result_of(tmp_path / "runs/it")["status"] == "finished"
 
 

@@ -26,7 +26,7 @@ class Gone(Broken):
 def test_trackers_that_fail_or_hang_are_told_of_and_the_run_ends_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "PATIENCE_SECONDS", 1.5)
+    monkeypatch.setattr(beside, "FINISH_SECONDS", 1.5)
     own = tmp_path / "own.py"
     own.write_text(BROKEN)
     names = ["csv", f"{own}:Broken", f"{own}:Stuck", f"{own}:Gone"]
@@ -37,10 +37,8 @@ def test_trackers_that_fail_or_hang_are_told_of_and_the_run_ends_well(
     assert (
         f"tracker {own}:Broken failed after 0 rows of {tmp_path / 'it'}: OSError: no network (own.py, line 4)" in said
     )
-    assert f"tracker {own}:Stuck was not done 1.5 s after the run's end, and was ended" in said
-    assert (
-        f"ended with code 7; the run is not touched by that, and 'paceline export {tmp_path / 'it'} --to {own}" in said
-    )
+    assert f"tracker {own}:Stuck did not finish within 1.5 s of the run's end: killed" in said
+    assert f"exited with code 7; the run is not affected; 'paceline export {tmp_path / 'it'} --to {own}" in said
     assert main([*simulated, "--name", "alone"]) == 0
     assert (tmp_path / "it/events.jsonl").read_bytes() == (tmp_path / "alone/events.jsonl").read_bytes()
     live = (tmp_path / "it/metrics.csv").read_bytes()

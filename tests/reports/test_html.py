@@ -73,7 +73,7 @@ def test_the_verb_makes_one_file_of_many_runs(tmp_path: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "page.html: 4 runs" in printed
     assert "c: events.jsonl is cut off after row" in printed
-    assert "empty is not a run folder, nor does it hold any: it is left out" in printed
+    assert "empty is not a run folder and contains none: ignored" in printed
     runs = facts_of(output.read_text())["runs"]
     assert [run["name"] for run in runs] == ["a", "b", "c", "one"]
     assert [run["status"] for run in runs] == ["finished", "finished", "killed", "finished"]
@@ -84,8 +84,8 @@ def test_the_verb_makes_one_file_of_many_runs(tmp_path: Path, capsys: pytest.Cap
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere is not a run folder: it does not exist"),
-        (["."], ". is not a run folder, nor does it hold any"),
-        (["a-file"], "a-file is not a run folder, nor does it hold any"),
+        (["."], ". is not a run folder and contains none"),
+        (["a-file"], "a-file is not a run folder and contains none"),
         ([], "RUN is missing (run folders, or folders that hold some)"),
         (["runs/run", "-o", "runs"], "-o runs is a folder"),
         (["runs/run", "-o", "no/such/page.html"], "no/such/page.html cannot be written: No such file or directory"),

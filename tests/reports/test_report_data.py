@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from paceline.analysis.tail import RECORDS
 from paceline.core.messages import Verdict
 from paceline.errors import UserError
-from paceline.reports.report_data import MOST_BARS, RunReader, bars
-from paceline.reports.time_series import MOST_SPANS, Course
+from paceline.reports.report_data import MAX_BARS, RunReader, bars
+from paceline.reports.time_series import MAX_SPANS, Course
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import (
@@ -68,7 +68,7 @@ def test_the_command_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = whole_run(tmp_path)
     found = digest_of(folder)
     assert found["command"] == f"{shown} train --name 'a \"b\"\n'"
-    folder.settle_config(folder.config())
+    folder.update_config(folder.config())
     assert digest_of(folder)["command"] == found["command"]
     assert digest_of(folder)["made"] == found["made"]
 
@@ -155,7 +155,7 @@ def test_a_log_of_something_else_gives_way_to_the_progress_rows(tmp_path: Path) 
     folder.arrivals_file.write_bytes(b"something else\n" * 50)
     found = digest_of(folder)
     assert found["course"]["samples"] == [320, 640, 960, 1280]
-    assert any("no log of this version" in note for note in found["notes"])
+    assert any("not a log of this version" in note for note in found["notes"])
 
 
 def test_what_a_resume_took_back_does_not_count(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_stopped_run_has_the_scores_of_its_way(tmp_path: Path) -> None:
     folder.write_result({"status": "stopped", "reason": "interrupted", "test_accuracy": None, "samples": 1280})
     found = digest_of(folder)
     assert found["verdict"].startswith(
-        "Stopped early (interrupted): 80.00 % test accuracy when last scored, after 1,280"
+        "Stopped early (interrupted): 80.00 % test accuracy at the last evaluation, after 1,280"
     )
     assert found["figures"]["scored_early"] and found["figures"]["test_accuracy"] == 80.0
     assert not digest_of(whole_run(tmp_path / "other"))["figures"]["scored_early"]
@@ -285,7 +285,7 @@ def test_however_long_the_run_its_digest_is_bounded_and_keeps_the_extremes(tmp_p
     loss[123_456] = 99.0
     for part in np.array_split(np.arange(200_000), 37):
         course.add(now[part], {"loss": loss[part]})
-    assert MOST_SPANS / 2 <= len(course.times) <= MOST_SPANS
+    assert MAX_SPANS / 2 <= len(course.times) <= MAX_SPANS
     assert course.greatest("loss").max() == 99.0
     assert course.count.sum() == 200_000
     assert course.times[-1] == now[-1]
@@ -294,7 +294,7 @@ def test_however_long_the_run_its_digest_is_bounded_and_keeps_the_extremes(tmp_p
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 100)), max_size=60, unique_by=lambda pair: pair[0]))
 def test_a_histogram_loses_nobody(pairs: list[tuple[int, int]]) -> None:
     found = bars([list(pair) for pair in pairs])
-    assert len(found) <= MOST_BARS
+    assert len(found) <= MAX_BARS
     assert sum(count for _, _, count in found) == sum(count for _, count in pairs)
     assert all(low <= high for low, high, _ in found)
 

@@ -68,7 +68,7 @@ def test_every_run_is_listed_and_of_damaged_ones_what_is_wrong(runs: Path) -> No
     assert problems["no-toml"].startswith("config.toml cannot be read as TOML")
     assert "unknown setting 'lrr': did you mean 'lr'" in problems["a-setting"]
     assert problems["no-json"].startswith("result.json cannot be read")
-    assert problems["a-list"] == "result.json is no result of a run"
+    assert problems["a-list"] == "result.json is not a run result"
     assert rows["run0"]["problem"] is None and rows["run0"]["staleness_max"] == 3
     assert (rows["going"]["status"], rows["going"]["fraction"], rows["going"]["updates"]) == ("killed", 0.25, 5)
     with RunFolder(runs / "going").locked():
@@ -143,7 +143,7 @@ def test_compare_shows_what_differs_and_all_there_is_as_csv_and_json(
     head, first, second = (line.split() for line in out.splitlines())
     assert head[:3] == ["run", "strategy", "workers"] and "lr" not in head  # the same for both
     assert (first[0], second[0]) == ("run1", "run0")
-    assert f"{runs / 'notes.md'} is not a run folder, nor does it hold any: it is left out" in error
+    assert f"{runs / 'notes.md'} is not a run folder and contains none: ignored" in error
     assert main(["compare", str(runs), "--csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(lines) == 9 and set(lines[0]) == set(KEYS)
@@ -158,7 +158,7 @@ def test_a_folder_is_its_runs_and_none_is_shown_twice(runs: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder: it does not exist"):
         runs_of([runs / "run1", runs / "nowhere"])
     (runs / "empty").mkdir()
-    with pytest.raises(UserError, match="is not a run folder, nor does it hold any"):
+    with pytest.raises(UserError, match="is not a run folder and contains none"):
         runs_of([runs / "empty"])
 
 

@@ -14,7 +14,7 @@ from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
 from paceline.runs.background_writer import Writer
-from paceline.runs.checkpoint import Cut, newest_cut, take_cut, write_cut
+from paceline.runs.checkpoint import Cut, newest_checkpoint, take_checkpoint, write_checkpoint
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
@@ -29,7 +29,7 @@ def recorded(record: Record, strategy: str = "async") -> RecordedRun:
         while not run.server.can_be_cut:
             run.push_at_random(1)
         sent = {worker: seat.memory for worker, seat in run.seats.items()}
-        write_cut(run.folder.checkpoints, take_cut(run.server, sent, run.host.log.nbytes, 1.5))
+        write_checkpoint(run.folder.checkpoints, take_checkpoint(run.server, sent, run.host.log.nbytes, 1.5))
     run.push_at_random(4)
     while not run.server.can_be_cut:
         run.push_at_random(1)
@@ -96,12 +96,12 @@ def test_a_reopened_log_goes_on_where_it_was(record: Record) -> None:
 def test_a_log_that_ends_before_the_checkpoint_is_refused(record: Record) -> None:
     """Appending to it would put records where the checkpoint believes that others lie."""
     run = recorded(record)
-    cut, _ = newest_cut(run.folder.checkpoints)
-    assert cut is not None
+    checkpoint, _ = newest_checkpoint(run.folder.checkpoints)
+    assert checkpoint is not None
     path = run.folder.arrivals_file
-    path.write_bytes(path.read_bytes()[: cut.log_offset - RECORD_BYTES])
+    path.write_bytes(path.read_bytes()[: checkpoint.log_offset - RECORD_BYTES])
     with pytest.raises(UserError):
-        read_arrivals(path, run.config, cut.log_offset)
+        read_arrivals(path, run.config, checkpoint.log_offset)
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync", "bounded:1"])
@@ -163,9 +163,9 @@ def test_a_corrupted_newest_checkpoint_falls_back_to_the_older_one(record: Recor
     older, newer = sorted(run.folder.checkpoints.iterdir())
     name, do = DAMAGES[damage]
     do(newer / name)
-    cut, complaints = newest_cut(run.folder.checkpoints)
-    assert cut is not None
-    assert cut.version == int(older.name)
+    checkpoint, complaints = newest_checkpoint(run.folder.checkpoints)
+    assert checkpoint is not None
+    assert checkpoint.version == int(older.name)
     assert len(complaints) == 1
     assert newer.name in complaints[0]
     server = run.new_server()
@@ -182,45 +182,45 @@ def test_with_no_readable_checkpoint_the_log_alone_is_enough(record: Record) -> 
     assert_same(server, run.server)
 
 
-def small_cut(version: int) -> Cut:
+def small_checkpoint(version: int) -> Cut:
     return Cut({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
 
 
 def test_a_cut_comes_back_as_it_was_written_and_old_ones_go(tmp_path: Path) -> None:
     for version in (3, 10, 200, 1000):
-        write_cut(tmp_path / "checkpoints", small_cut(version))
+        write_checkpoint(tmp_path / "checkpoints", small_checkpoint(version))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000200", "000000001000"]
-    cut, complaints = newest_cut(tmp_path / "checkpoints")
-    assert cut is not None
-    assert (cut.version, cut.log_offset, cut.now, complaints) == (1000, 10_000, 500.0, [])
-    assert torch.equal(cut.tensors["weights"], torch.full((3,), 1000.0))
+    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    assert (checkpoint.version, checkpoint.log_offset, checkpoint.now, complaints) == (1000, 10_000, 500.0, [])
+    assert torch.equal(checkpoint.tensors["weights"], torch.full((3,), 1000.0))
 
 
 def test_a_half_written_checkpoint_is_never_taken_for_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    write_cut(folder, small_cut(5))
+    write_checkpoint(folder, small_checkpoint(5))
     (folder / ".000000000009.tmp").mkdir()
-    cut, complaints = newest_cut(folder)
-    assert cut is not None
-    assert (cut.version, complaints) == (5, [])
-    assert newest_cut(tmp_path / "nowhere") == (None, [])
+    checkpoint, complaints = newest_checkpoint(folder)
+    assert checkpoint is not None
+    assert (checkpoint.version, complaints) == (5, [])
+    assert newest_checkpoint(tmp_path / "nowhere") == (None, [])
 
 
 def test_a_cut_is_a_copy(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(3)
-    cut = take_cut(run.server, {w: seat.memory for w, seat in run.seats.items()}, 0, 0.0)
-    before = {name: tensor.clone() for name, tensor in cut.tensors.items()}
+    checkpoint = take_checkpoint(run.server, {w: seat.memory for w, seat in run.seats.items()}, 0, 0.0)
+    before = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
     run.run_to_the_end()
-    assert all(torch.equal(cut.tensors[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(checkpoint.tensors[name], tensor) for name, tensor in before.items())
     assert {name.partition(".")[0] for name in before} == {"weights", "rule", "sent", "state"}
 
 
 def test_the_writer_keeps_a_failure_instead_of_raising_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     writer = Writer()
-    writer.do("a checkpoint", lambda: write_cut(tmp_path / "checkpoints", small_cut(1)))
+    writer.submit("a checkpoint", lambda: write_checkpoint(tmp_path / "checkpoints", small_checkpoint(1)))
     writer.wait()
     ((what, failure),) = writer.changes()
     assert what == "a checkpoint" and isinstance(failure, OSError)
@@ -234,14 +234,14 @@ def test_what_cannot_be_written_is_told_once_and_again_when_that_changes() -> No
         raise OSError(number, "why")
 
     for number in (28, 28, 5):
-        writer.do("a checkpoint", lambda number=number: fail(number))
-    writer.do("something else", lambda: None)
+        writer.submit("a checkpoint", lambda number=number: fail(number))
+    writer.submit("something else", lambda: None)
     assert [(what, error and error.errno) for what, error in writer.changes()] == [
         ("a checkpoint", 28),
         ("a checkpoint", 5),
     ]
-    writer.do("a checkpoint", lambda: None)
-    writer.do("a checkpoint", lambda: None)
+    writer.submit("a checkpoint", lambda: None)
+    writer.submit("a checkpoint", lambda: None)
     assert writer.changes() == [("a checkpoint", None)]
 
 

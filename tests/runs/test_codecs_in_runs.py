@@ -18,7 +18,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Codec, State
 from paceline.randomness import mix64
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runs.checkpoint import Cut, newest_cut, restore, take_cut, write_cut
+from paceline.runs.checkpoint import Cut, newest_checkpoint, restore, take_checkpoint, write_checkpoint
 from paceline.settings.codecs import build_codec
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, small_task
 from tests.support.rings import long_but
@@ -27,12 +27,12 @@ PAIRS = [("int8", None), ("lowrank:1", "int8"), (None, "topk:0.1"), ("sign", "bf
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 
-def cut_now(run: RecordedRun) -> Cut:
+def checkpoint_now(run: RecordedRun) -> Cut:
     memories = {worker: seat.memory for worker, seat in run.seats.items()}
-    return take_cut(run.server, memories, run.host.log.nbytes, run.host.clock.now())
+    return take_checkpoint(run.server, memories, run.host.log.nbytes, run.host.clock.now())
 
 
-def deliver_out_of_step(run: RecordedRun, cuts: list[Cut], seed: int) -> None:
+def deliver_out_of_step(run: RecordedRun, checkpoints: list[Cut], seed: int) -> None:
     """Pushes are computed and delivered at different times, with cuts in between, until the run is over."""
     order, under_way = random.Random(seed), dict[int, Push]()
     while not run.server.over:
@@ -45,7 +45,7 @@ def deliver_out_of_step(run: RecordedRun, cuts: list[Cut], seed: int) -> None:
             assert push is not None
             under_way[worker] = push
         if run.server.can_be_cut and not run.server.over:
-            cuts.append(cut_now(run))
+            checkpoints.append(checkpoint_now(run))
     run.close()
 
 
@@ -56,21 +56,21 @@ def test_a_replay_from_the_start_and_from_every_cut_ends_in_the_same_place(
 ) -> None:
     run = record(strategy=strategy, workers=3, epochs=1.0, codec=codec, pull_codec=pull_codec)
     run.join_all()
-    cuts: list[Cut] = []
-    deliver_out_of_step(run, cuts, seed=len(strategy))
-    assert len(cuts) > 3
+    checkpoints: list[Cut] = []
+    deliver_out_of_step(run, checkpoints, seed=len(strategy))
+    assert len(checkpoints) > 3
     records, _ = read_arrivals(run.folder.arrivals_file, run.config)
     again = run.replay()
     again.feed(records)
-    assert again.departure is None
+    assert again.mismatch is None
     assert_same(again.server, run.server)
-    for cut in cuts[:: max(1, len(cuts) // 8)]:
-        write_cut(run.folder.checkpoints, cut)
-        found, complaints = newest_cut(run.folder.checkpoints)
+    for checkpoint in checkpoints[:: max(1, len(checkpoints) // 8)]:
+        write_checkpoint(run.folder.checkpoints, checkpoint)
+        found, complaints = newest_checkpoint(run.folder.checkpoints)
         assert found is not None and not complaints
-        tail = run.replay(cut=found)
+        tail = run.replay(checkpoint=found)
         tail.feed(read_arrivals(run.folder.arrivals_file, run.config, found.log_offset)[0])
-        assert tail.departure is None
+        assert tail.mismatch is None
         assert_same(tail.server, run.server)
 
 
@@ -78,15 +78,15 @@ def test_a_cut_without_the_codecs_memory_would_not_do(record: Record) -> None:
     """So that the test above cannot pass by itself: the memory matters."""
     run = record(strategy="async", workers=2, epochs=1.0, codec="int8")
     run.join_all()
-    cuts: list[Cut] = []
-    deliver_out_of_step(run, cuts, seed=1)
-    cut = cuts[len(cuts) // 2]
-    own = {name: tensor for name, tensor in cut.tensors.items() if name.startswith("own.")}
+    checkpoints: list[Cut] = []
+    deliver_out_of_step(run, checkpoints, seed=1)
+    checkpoint = checkpoints[len(checkpoints) // 2]
+    own = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("own.")}
     assert own
     for tensor in own.values():
         tensor.zero_()
-    tail = run.replay(cut=cut)
-    tail.feed(read_arrivals(run.folder.arrivals_file, run.config, cut.log_offset)[0])
+    tail = run.replay(checkpoint=checkpoint)
+    tail.feed(read_arrivals(run.folder.arrivals_file, run.config, checkpoint.log_offset)[0])
     assert not torch.equal(tail.server.weights, run.server.weights)
 
 
@@ -145,10 +145,10 @@ def test_a_checkpoint_of_another_codec_is_refused(record: Record) -> None:
     run = record(strategy="async", workers=2, codec="int8")
     run.join_all()
     run.push(0)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     other = record(strategy="async", workers=2, codec="sign", name="other")
-    with pytest.raises(UserError, match="made with codecs int8 and none, and this run has sign and none"):
-        restore(other.server, cut)
+    with pytest.raises(UserError, match="made with codecs int8 and none, but this run uses sign and none"):
+        restore(other.server, checkpoint)
 
 
 SMALL = ["--dataset", "fashion-mnist-sample", "--threads", "1", "--workers", "3", "--speeds", "lognormal:1s,.4"]

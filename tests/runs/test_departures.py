@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from paceline.errors import UserError
 from paceline.runs import arrival_log as arrivals
-from paceline.runs.checkpoint import take_cut, write_cut
-from paceline.runs.compare_replay import compare, marks_of
+from paceline.runs.checkpoint import take_checkpoint, write_checkpoint
+from paceline.runs.compare_replay import checkpoints_by_record, compare
 from paceline.runs.recording import Recording, open_recording
 from paceline.runs.recovery import rebuild
 from paceline.runs.replay import same_float32
@@ -45,7 +45,9 @@ def made(record: Record, **settings: Any) -> RecordedRun:
 def replayed(run: RecordedRun, recording: Recording | None = None, **arguments: Any) -> dict[str, Any]:
     """The outcome of a replay, as `paceline replay` has it."""
     recording = recording or open_recording(run.folder.path)
-    return compare(run.replay(marks=marks_of(recording), **arguments), recording, small_task(), ignore)
+    return compare(
+        run.replay(compare_with=checkpoints_by_record(recording), **arguments), recording, small_task(), ignore
+    )
 
 
 def changed(recording: Recording, number: int, **fields: Any) -> Recording:
@@ -75,10 +77,10 @@ def test_the_first_loss_that_differs_is_named_and_the_replay_goes_on(record: Rec
     was = recording.log.records[first]
     recording = changed(recording, first, loss=float(torch.tensor(was.loss).nextafter(torch.tensor(math.inf))))
     outcome = replayed(run, changed(recording, second, loss=5.0))
-    departure = outcome["first_departure"]
+    mismatch = outcome["first_departure"]
     assert outcome["identical"] is False and outcome["updates"] == run.server.version
-    assert (departure["update"], departure["worker"], departure["push"]) == (7, was.worker, was.seq)
-    assert departure["what"] == "loss" and departure["replayed"] == pytest.approx(was.loss)
+    assert (mismatch["update"], mismatch["worker"], mismatch["push"]) == (7, was.worker, was.seq)
+    assert mismatch["what"] == "loss" and mismatch["replayed"] == pytest.approx(was.loss)
     (line,) = [line for line in describe(outcome) if line.startswith("DIFFERENT")]
     assert f"departs first at update 7, worker {was.worker}'s push {was.seq}: loss was " in line
     words = line.split()
@@ -130,14 +132,16 @@ def test_a_checkpoint_on_the_way_is_compared_where_it_was_taken(record: Record) 
     run = record(strategy="async", workers=2, epochs=1.0)
     run.join_all()
     run.push_at_random(9)
-    cut = take_cut(run.server, {w: seat.memory for w, seat in run.seats.items()}, run.host.log.nbytes, 1.0)
-    write_cut(run.folder.checkpoints, cut)
+    checkpoint = take_checkpoint(
+        run.server, {w: seat.memory for w, seat in run.seats.items()}, run.host.log.nbytes, 1.0
+    )
+    write_checkpoint(run.folder.checkpoints, checkpoint)
     run.push_at_random(10_000)
     run.host.finish()
     run.close()
     assert replayed(run)["identical"] is True
-    cut.tensors["weights"][0] += 1.0
-    write_cut(run.folder.checkpoints, cut)
+    checkpoint.tensors["weights"][0] += 1.0
+    write_checkpoint(run.folder.checkpoints, checkpoint)
     outcome = replayed(run)
     assert outcome["identical"] is False
     assert describe(outcome)[1].endswith("departs by update 9: its weights were those of checkpoint 9, are others")
@@ -164,7 +168,7 @@ def test_a_resumed_run_says_when_its_pushes_come_out_otherwise(record: Record, m
     monkeypatch.setattr("torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     notes: list[str] = []
     rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
-    assert "logged pushes come out otherwise on this machine (first worker " in notes[-1]
+    assert "recomputed pushes differ from the logged ones on this machine (first: worker " in notes[-1]
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from paceline.core.messages import Reply
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, read_log
-from paceline.runs.checkpoint import newest_cut, read_cut
+from paceline.runs.checkpoint import newest_checkpoint, read_checkpoint
 from paceline.runs.events import read_events
 from paceline.runs.snapshots import read_best
 from tests.support.recorded_runs import Record, RecordedRun
@@ -87,8 +87,8 @@ def test_the_log_is_on_disk_before_a_checkpoint_that_speaks_of_it(
     run.join_all()
     seen: list[int] = []
     monkeypatch.setattr(run.host.log, "sync", lambda: seen.append(len(list(run.folder.path.glob("checkpoints/*")))))
-    run.cut()
-    assert seen == [0] and newest_cut(run.folder.checkpoints)[0] is not None
+    run.checkpoint()
+    assert seen == [0] and newest_checkpoint(run.folder.checkpoints)[0] is not None
 
 
 def test_the_pause_of_each_checkpoint_is_in_the_events_and_in_the_result(record: Record) -> None:
@@ -123,8 +123,10 @@ def test_checkpoints_are_copied_into_the_same_memory_and_stay_what_they_were(rec
         run.host._checkpoints.writer.wait()
         weights.append(run.server.weights.clone())
     assert {tensor.data_ptr() for tensor in room} == places
-    cuts = [read_cut(path) for path in sorted(run.folder.checkpoints.iterdir())]
-    assert all(torch.equal(cut.tensors["weights"], then) for cut, then in zip(cuts, weights, strict=True))
+    checkpoints = [read_checkpoint(path) for path in sorted(run.folder.checkpoints.iterdir())]
+    assert all(
+        torch.equal(checkpoint.tensors["weights"], then) for checkpoint, then in zip(checkpoints, weights, strict=True)
+    )
 
 
 def evaluations(run: RecordedRun) -> list[dict[str, float]]:
@@ -152,7 +154,7 @@ def test_the_best_weights_scored_on_the_way_are_kept(record: Record) -> None:
 def test_the_best_weights_outlive_a_crash_unless_the_run_goes_back_before_them(record: Record) -> None:
     run = record(strategy="async", workers=2, lr=0.4, epochs=6.0, eval_every=0.5)
     run.join_all()
-    run.cut()
+    run.checkpoint()
     run.push_at_random(30)
     run.resume()
     best = read_best(run.folder)
@@ -176,7 +178,7 @@ def test_a_full_disk_at_a_checkpoint_is_said_and_the_last_good_one_stays(record:
     run = record(strategy="async", workers=2, keep=1)
     run.join_all()
     run.push_at_random(3)
-    run.cut()
+    run.checkpoint()
     run.push_at_random(3)
     with files_limited_to(run.folder.arrivals_file.stat().st_size + 20 * RECORD_BYTES):
         run.host.checkpoint()
@@ -226,5 +228,5 @@ def test_a_half_written_checkpoint_of_a_killed_run_is_in_nobodys_way(record: Rec
     half.mkdir(parents=True)
     (half / "tensors.safetensors").write_bytes(b"half")
     run.push_at_random(1)
-    run.cut()
+    run.checkpoint()
     assert [path.name for path in run.folder.checkpoints.iterdir()] == [f"{4:012d}"]

@@ -12,11 +12,11 @@ import torch
 from paceline.cli.main import main
 from paceline.core.messages import Resume
 from paceline.errors import RunFailed
-from paceline.runs.control_files import ask_to_drain, take_requests
+from paceline.runs.control_files import pop_requests, request_drain
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
-from tests.support.recorded_runs import Record, RecordedRun, assert_same, cut_now, ignore, records_of
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, checkpoint_now, ignore, records_of
 from tests.support.rings import long_but
 
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1", "async-local:2"]
@@ -48,13 +48,13 @@ def test_a_run_whose_workers_come_and_go_replays_bit_for_bit(record: Record, str
     run = record(1, strategy=strategy, workers=2, max_workers=4, **settings)
     comings_and_goings(run)
     run.push_at_random(4)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.run_to_the_end()
     assert deals_of(run.folder) == [[0, 1, 2], [1, 2], [2], [1, 2]]
-    for start in (None, cut):
-        again = run.replay(cut=start)
+    for start in (None, checkpoint):
+        again = run.replay(checkpoint=start)
         again.feed(records_of(run, start.log_offset if start is not None else 0))
-        assert again.departure is None
+        assert again.mismatch is None
         assert_same(again.server, run.server)
 
 
@@ -115,7 +115,7 @@ def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record
     run.join_all()
     answers: list[dict[int, str]] = []
     with run.folder.locked():
-        asking = threading.Thread(target=lambda: answers.append(ask_to_drain(run.folder, (1, 7))))
+        asking = threading.Thread(target=lambda: answers.append(request_drain(run.folder, (1, 7))))
         asking.start()
         while asking.is_alive():
             run.host.look_for_requests()
@@ -133,15 +133,15 @@ def test_what_is_no_request_is_taken_away(record: Record, content: bytes) -> Non
     run = record(strategy="async", workers=2)
     run.folder.requests.mkdir()
     (run.folder.requests / "1.ask").write_bytes(content)
-    assert list(take_requests(run.folder)) == [] and not list(run.folder.requests.iterdir())
+    assert list(pop_requests(run.folder)) == [] and not list(run.folder.requests.iterdir())
 
 
 def test_a_run_that_does_not_answer_is_said_to(record: Record) -> None:
     run = record(strategy="async", workers=2)
-    with run.folder.locked(), pytest.raises(RunFailed, match="did not take the request up within"):
-        ask_to_drain(run.folder, (0,), patience=0.1)
-    with pytest.raises(RunFailed, match="ended before it took the request up"):
-        ask_to_drain(run.folder, (0,))
+    with run.folder.locked(), pytest.raises(RunFailed, match="did not answer the request within"):
+        request_drain(run.folder, (0,), timeout=0.1)
+    with pytest.raises(RunFailed, match="ended before it answered the request"):
+        request_drain(run.folder, (0,))
     assert not list(run.folder.requests.iterdir())
     run.close()
     assert main(["drain", str(run.folder.path), "0"]) == 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.messages import Steps
-from paceline.runs.checkpoint import write_cut
+from paceline.runs.checkpoint import write_checkpoint
 from paceline.runs.recovery import rebuild
-from tests.support.recorded_runs import Record, assert_same, cut_now, records_of, small_task
+from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of, small_task
 
 STRATEGIES = ["local:2", "diloco:3", "async-local:2"]
 
@@ -26,7 +26,7 @@ def test_a_run_replays_to_the_same_bits_whoever_comes_and_goes(record: Record, s
     assert run.server.steps == {2: 1}
     again = run.replay()
     again.feed(records_of(run))
-    assert again.departure is None
+    assert again.mismatch is None
     assert_same(again.server, run.server)
 
 
@@ -38,11 +38,11 @@ def test_a_run_replays_from_a_cut_too(record: Record, momentum: float, codec: st
     run.join_all()
     run.host.handle(Steps(2, 1))
     run.push_at_random(7)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.run_to_the_end()
-    again = run.replay(cut=cut)
-    again.feed(records_of(run, cut.log_offset))
-    assert again.departure is None
+    again = run.replay(checkpoint=checkpoint)
+    again.feed(records_of(run, checkpoint.log_offset))
+    assert again.mismatch is None
     assert_same(again.server, run.server)
 
 
@@ -58,7 +58,7 @@ def test_a_run_goes_on_where_it_was_from_a_checkpoint_or_around_a_ring_from_the_
     run.push_at_random(6)
     while not run.server.can_be_cut:
         run.push_at_random(1)
-    write_cut(run.folder.checkpoints, cut_now(run))
+    write_checkpoint(run.folder.checkpoints, checkpoint_now(run))
     run.push_at_random(5)
     while not run.server.can_be_cut:
         run.push_at_random(1)

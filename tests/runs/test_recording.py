@@ -11,8 +11,8 @@ import pytest
 
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES
-from paceline.runs.checkpoint import take_cut, write_cut
-from paceline.runs.compare_replay import compare, marks_of
+from paceline.runs.checkpoint import take_checkpoint, write_checkpoint
+from paceline.runs.compare_replay import checkpoints_by_record, compare
 from paceline.runs.folder import RunFolder
 from paceline.runs.recording import ScriptCall, open_recording
 from tests.support.recorded_runs import Record, RecordedRun, ignore, small_task
@@ -73,8 +73,8 @@ def test_a_log_that_cannot_be_replayed_is_one_clear_line(record: Record, name: s
 
 def test_a_simulation_of_times_alone_has_nothing_to_replay(record: Record) -> None:
     run = made(record)
-    run.folder.settle_config(dataclasses.replace(run.config, timing_only=True))
-    with pytest.raises(UserError, match="simulated times alone"):
+    run.folder.update_config(dataclasses.replace(run.config, timing_only=True))
+    with pytest.raises(UserError, match="simulated only times"):
         open_recording(run.folder.path)
 
 
@@ -91,8 +91,10 @@ def test_a_torn_tail_is_left_out_with_a_note_and_stays_in_the_file(record: Recor
     path.write_bytes(path.read_bytes()[:-5])
     length = path.stat().st_size
     recording = open_recording(run.folder.path)
-    assert recording.notes() == [f"arrivals.log ends in a torn record of {RECORD_BYTES - 5} bytes: it is left out"]
-    with pytest.raises(UserError, match=r"ends at update \d+ .*result\.json says \d+ .*: the log lost its end"):
+    assert recording.notes() == [f"arrivals.log ends in a torn record of {RECORD_BYTES - 5} bytes, which is ignored"]
+    with pytest.raises(
+        UserError, match=r"ends at update \d+ .*result\.json says \d+ .*: the end of the log is missing"
+    ):
         compare(run.replay(), recording, small_task(), ignore)
     assert path.stat().st_size == length
 
@@ -103,7 +105,7 @@ def test_a_log_cut_between_two_records_is_told_by_the_result(record: Record) -> 
     path.write_bytes(path.read_bytes()[: -4 * RECORD_BYTES])
     recording = open_recording(run.folder.path)
     assert recording.notes() == []
-    with pytest.raises(UserError, match=rf"result\.json says {run.server.version} .*: the log lost its end"):
+    with pytest.raises(UserError, match=rf"result\.json says {run.server.version} .*: the end of the log is missing"):
         compare(run.replay(), recording, small_task(), ignore)
 
 
@@ -112,12 +114,12 @@ def test_a_log_cut_before_a_checkpoint_is_told_by_the_checkpoint(record: Record)
     run.join_all()
     run.push_at_random(8)
     sent = {worker: seat.memory for worker, seat in run.seats.items()}
-    write_cut(run.folder.checkpoints, take_cut(run.server, sent, run.host.log.nbytes, 1.0))
+    write_checkpoint(run.folder.checkpoints, take_checkpoint(run.server, sent, run.host.log.nbytes, 1.0))
     run.close()
     path = run.folder.arrivals_file
     path.write_bytes(path.read_bytes()[:-RECORD_BYTES])
-    with pytest.raises(UserError, match=r"checkpoint 8 was taken at byte \d+: the log lost its end"):
-        marks_of(open_recording(run.folder.path))
+    with pytest.raises(UserError, match=r"checkpoint 8 was taken at byte \d+: the end of the log is missing"):
+        checkpoints_by_record(open_recording(run.folder.path))
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "{"])
@@ -132,14 +134,14 @@ def test_output_alone_and_output_into_nowhere(record: Record) -> None:
     run = made(record)
     with pytest.raises(UserError, match="add --until N"):
         open_recording(run.folder.path, output=run.folder.path / "x")
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="does not exist"):
         open_recording(run.folder.path, 2, run.folder.path / "nowhere/x")
 
 
 def test_a_script_that_is_missing_or_changed(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     folder: RunFolder = made(record).folder
     monkeypatch.chdir(folder.path)
-    with pytest.raises(UserError, match="does not say which script made it"):
+    with pytest.raises(UserError, match="does not record which script created it"):
         ScriptCall.load(folder)
     (folder.path / "loop.py").write_text("pass\n")
     ScriptCall.of(["loop.py", "6"]).save(folder)
@@ -149,7 +151,7 @@ def test_a_script_that_is_missing_or_changed(record: Record, monkeypatch: pytest
     call.path.write_text("print()\n")
     assert call.changed
     call.path.unlink()
-    with pytest.raises(UserError, match=r"loop\.py of this run is not there any more"):
+    with pytest.raises(UserError, match=r"loop\.py of this run no longer exists"):
         ScriptCall.load(folder)
     for content in ("{", "{}", "[]"):
         folder.script_file.write_text(content)

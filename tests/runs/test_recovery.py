@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import torch
 from paceline.core.messages import Resume, Verdict
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.runs.arrival_log import RECORD_BYTES, Log, fingerprint, look_into, read_log
+from paceline.runs.arrival_log import RECORD_BYTES, Log, fingerprint, read_log, scan_log
 from paceline.runs.arrival_log import Record as Logged
-from paceline.runs.checkpoint import Cut, newest_cut, read_cut, set_aside, write_cut
+from paceline.runs.checkpoint import Cut, newest_checkpoint, read_checkpoint, set_aside, write_checkpoint
 from paceline.runs.compare_replay import compare
 from paceline.runs.events import read_events
 from paceline.runs.recording import open_recording
@@ -28,7 +29,7 @@ def killed(record: Record, **settings: object) -> RecordedRun:
     run.join_all()
     for _ in range(2):
         run.push_at_random(4)
-        run.cut()
+        run.checkpoint()
     run.push_at_random(5)
     return run
 
@@ -57,15 +58,15 @@ def test_a_run_that_crashed_twice_replays_to_the_same_bits(record: Record, strat
 
 def test_going_on_from_a_checkpoint_takes_back_what_came_after_it(record: Record) -> None:
     run = killed(record)
-    cut, _ = newest_cut(run.folder.checkpoints)
-    assert cut is not None
+    checkpoint, _ = newest_checkpoint(run.folder.checkpoints)
+    assert checkpoint is not None
     before = run.server.version
     rebuilt = run.resume(recovery="checkpoint")
-    assert (run.server.version, rebuilt.checkpoint) == (cut.version, cut.version)
-    assert torch.equal(run.server.weights, cut.tensors["weights"])
-    assert rebuilt.resume == Resume(undone=5, lost=before - cut.version)
+    assert (run.server.version, rebuilt.checkpoint) == (checkpoint.version, checkpoint.version)
+    assert torch.equal(run.server.weights, checkpoint.tensors["weights"])
+    assert rebuilt.resume == Resume(undone=5, lost=before - checkpoint.version)
     assert rebuilt.pushes == 0
-    assert f"going on from checkpoint {cut.version}: 5 acknowledged pushes since are lost" in run.notes[-1]
+    assert f"continuing from checkpoint {checkpoint.version}: 5 acknowledged pushes since are lost" in run.notes[-1]
     recovered = [row for row in read_events(run.folder.events_file) if row["kind"] == "recovered"]
     assert [row["lost_pushes"] for row in recovered] == [5]
 
@@ -79,7 +80,7 @@ def test_what_is_lost_twice_is_counted_once(record: Record) -> None:
     run.resume()
     assert run.server.lost == 5 + 3
     run.join_all()
-    run.cut()
+    run.checkpoint()
     run.push_at_random(2)
     run.resume()
     run.join_all()
@@ -130,7 +131,7 @@ def test_what_stands_is_what_a_file_would_hold_that_is_cut_off_at_each_rollback(
             undone, stood = 0, ends[place]  # one goes back only to a moment that stands
         records.append(made_up("resume" if undone else "push", undone))
         ends.append([*stood, place])
-    assert Log(records, 0, 0, 0, []).standing == ends[-1]
+    assert Log(records, 0, 0, 0, []).effective_indices == ends[-1]
 
 
 def test_settings_about_files_are_no_part_of_what_a_log_belongs_to(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_settings_about_files_are_no_part_of_what_a_log_belongs_to(tmp_path: Pat
     assert fingerprint(one) == fingerprint(other) != fingerprint(small_config(tmp_path, workers=3))
 
 
-def small_cut(version: int) -> Cut:
+def small_checkpoint(version: int) -> Cut:
     return Cut({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
 
 
@@ -157,7 +158,7 @@ def test_tensors_of_any_shape_and_type_come_back(tmp_path: Path) -> None:
         "mask": torch.tensor([True, False]),
         "half": torch.randn(3).to(torch.bfloat16),
     }
-    found = read_cut(write_cut(tmp_path, Cut({"version": 1}, tensors, 0, 0.0))).tensors
+    found = read_checkpoint(write_checkpoint(tmp_path, Cut({"version": 1}, tensors, 0, 0.0))).tensors
     assert {name: (t.dtype, t.tolist()) for name, t in found.items()} == {
         name: (t.dtype, t.tolist()) for name, t in tensors.items()
     }
@@ -165,44 +166,44 @@ def test_tensors_of_any_shape_and_type_come_back(tmp_path: Path) -> None:
 
 def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path: Path) -> None:
     for version in (1, 2, 3, 4, 5):
-        write_cut(tmp_path, small_cut(version), keep=3)
+        write_checkpoint(tmp_path, small_checkpoint(version), keep=3)
     assert names(tmp_path) == ["3", "4", "5"]
-    write_cut(tmp_path, small_cut(6), keep=1)
+    write_checkpoint(tmp_path, small_checkpoint(6), keep=1)
     assert names(tmp_path) == ["6"]
 
 
 def test_a_checkpoint_is_never_removed_for_one_that_cannot_be_read(tmp_path: Path) -> None:
     """After a rollback the next checkpoint has a lower version than one that is damaged."""
     for version in (3, 8):
-        write_cut(tmp_path, small_cut(version), keep=2)
+        write_checkpoint(tmp_path, small_checkpoint(version), keep=2)
     (tmp_path / f"{8:012d}" / "tensors.safetensors").write_bytes(b"")
     set_aside(tmp_path, 3)
     assert names(tmp_path) == ["3", "8.unused"]
-    write_cut(tmp_path, small_cut(5), keep=1)
+    write_checkpoint(tmp_path, small_checkpoint(5), keep=1)
     assert names(tmp_path) == ["5", "8.unused"]
-    cut, complaints = newest_cut(tmp_path)
-    assert cut is not None and (cut.version, complaints) == (5, [])
+    checkpoint, complaints = newest_checkpoint(tmp_path)
+    assert checkpoint is not None and (checkpoint.version, complaints) == (5, [])
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"facts"', '{"facts_sha256": 1}'])
 def test_facts_that_are_json_and_nothing_else_are_passed_over(tmp_path: Path, text: str) -> None:
     for version in (3, 8):
-        write_cut(tmp_path, small_cut(version))
+        write_checkpoint(tmp_path, small_checkpoint(version))
     (tmp_path / f"{8:012d}" / "facts.json").write_text(text)
-    cut, complaints = newest_cut(tmp_path)
-    assert cut is not None and cut.version == 3
+    checkpoint, complaints = newest_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.version == 3
     assert len(complaints) == 1 and "000000000008 cannot be read" in complaints[0]
 
 
 def test_a_changed_digit_in_the_facts_is_seen_and_facts_of_older_versions_are_read(tmp_path: Path) -> None:
-    facts = write_cut(tmp_path, small_cut(8)) / "facts.json"
+    facts = write_checkpoint(tmp_path, small_checkpoint(8)) / "facts.json"
     facts.write_text(facts.read_text().replace('"log_offset": 80', '"log_offset": 81'))
-    with pytest.raises(ValueError, match="facts do not have the checksum"):
-        read_cut(facts.parent)
+    with pytest.raises(ValueError, match="checksum of its facts is wrong"):
+        read_checkpoint(facts.parent)
     older = json.loads(facts.read_text())
     del older["facts_sha256"]
     facts.write_text(json.dumps(older))
-    assert read_cut(facts.parent).log_offset == 81
+    assert read_checkpoint(facts.parent).log_offset == 81
 
 
 def zeros_at_the_end(content: bytes) -> bytes:
@@ -224,7 +225,7 @@ def test_a_damaged_end_of_the_log_is_left_out_and_said(record: Record, damage: C
     content = path.read_bytes()
     path.write_bytes(damage(content))
     rebuilt = run.resume()
-    assert "bytes that hold no whole record: left out" in run.notes[0]
+    assert "bytes without an intact record: ignored" in run.notes[0]
     assert rebuilt.pushes == (3 if damage is last_records_damaged else 5)
     run.join_all()
     run.run_to_the_end()
@@ -245,7 +246,7 @@ def test_a_log_damaged_in_its_middle_is_refused_with_a_way_on(record: Record, da
     path = run.folder.arrivals_file
     content = damage(path.read_bytes())
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"3 whole records behind it.* --recovery checkpoint' goes on without them"):
+    with pytest.raises(UserError, match=r"before 3 intact records.* --recovery checkpoint' continues without them"):
         run.resume()
     assert path.read_bytes() == content
     run.resume(recovery="checkpoint")
@@ -273,10 +274,10 @@ def test_a_log_that_lost_its_end_makes_an_older_checkpoint_the_newest(record: Re
     run = killed(record)
     older, newer = sorted(run.folder.checkpoints.iterdir())
     path = run.folder.arrivals_file
-    path.write_bytes(path.read_bytes()[: read_cut(newer).log_offset - RECORD_BYTES])
+    path.write_bytes(path.read_bytes()[: read_checkpoint(newer).log_offset - RECORD_BYTES])
     rebuilt = run.resume()
     assert rebuilt.checkpoint == int(older.name)
-    assert "so the log has lost its end; using an older one" in run.notes[0]
+    assert re.search(r"but the log ends at byte \d+; using an older one", run.notes[0])
     assert not newer.exists() and newer.with_name(f"{newer.name}.unused").exists()
     run.join_all()
     run.run_to_the_end()
@@ -285,6 +286,6 @@ def test_a_log_that_lost_its_end_makes_an_older_checkpoint_the_newest(record: Re
 
 def test_a_healthy_log_has_nothing_behind_it(record: Record) -> None:
     run = killed(record)
-    log = look_into(run.folder.arrivals_file, run.config)
+    log = scan_log(run.folder.arrivals_file, run.config)
     assert (log.torn, log.behind) == (0, [])
-    assert log.standing == list(range(len(log.records)))
+    assert log.effective_indices == list(range(len(log.records)))

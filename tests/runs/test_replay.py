@@ -11,10 +11,10 @@ import torch
 from paceline.core.messages import Join, Push, Rate, Reply, Stop, Verdict
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
-from paceline.runs.checkpoint import newest_cut, write_cut
+from paceline.runs.checkpoint import newest_checkpoint, write_checkpoint
 from paceline.runtimes.local.in_process import run_inline
 from paceline.runtimes.server.runtime import LocalRuntime
-from tests.support.recorded_runs import Record, assert_same, cut_now, records_of
+from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of
 from tests.support.rings import long_but
 
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
@@ -31,18 +31,18 @@ def test_a_replay_gives_the_weights_of_the_run_bit_for_bit(
     run.push_at_random(7)
     run.leave(1)
     run.push_at_random(5)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.join(1)
     run.run_to_the_end()
     again = run.replay()
     again.feed(records_of(run))
     assert run.server.version > 5
     assert_same(again.server, run.server)
-    write_cut(run.folder.checkpoints, cut)
-    found, complaints = newest_cut(run.folder.checkpoints)
+    write_checkpoint(run.folder.checkpoints, checkpoint)
+    found, complaints = newest_checkpoint(run.folder.checkpoints)
     assert found is not None
     assert complaints == []
-    tail = run.replay(cut=found)
+    tail = run.replay(checkpoint=found)
     tail.feed(records_of(run, found.log_offset))
     assert_same(tail.server, run.server)
 
@@ -54,15 +54,15 @@ def test_a_replay_from_every_cut_of_a_run_ends_in_the_same_place(record: Record,
     settings = {"strategy": "bounded:1", "workers": 3, "epochs": 1.0, "optimizer": optimizer, "epoch_mode": mode}
     run = record(**settings)
     run.join_all()
-    cuts = []
+    checkpoints = []
     while not run.server.over:
-        cuts.append(cut_now(run))
+        checkpoints.append(checkpoint_now(run))
         run.push_at_random(1)
     run.run_to_the_end()
-    assert len(cuts) > 8
-    for cut in cuts:
-        again = run.replay(cut=cut)
-        again.feed(records_of(run, cut.log_offset))
+    assert len(checkpoints) > 8
+    for checkpoint in checkpoints:
+        again = run.replay(checkpoint=checkpoint)
+        again.feed(records_of(run, checkpoint.log_offset))
         assert_same(again.server, run.server)
 
 
@@ -72,10 +72,10 @@ def test_a_cut_between_a_rejoin_and_its_first_push_starts_the_newcomer_from_fres
     run.push_at_random(8)
     run.leave(0)
     run.join(0)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.run_to_the_end()
-    again = run.replay(cut=cut)
-    again.feed(records_of(run, cut.log_offset))
+    again = run.replay(checkpoint=checkpoint)
+    again.feed(records_of(run, checkpoint.log_offset))
     assert_same(again.server, run.server)
 
 
@@ -175,7 +175,7 @@ def test_any_flipped_verdict_is_reported(record: Record, strategy: str) -> None:
     for number, record in enumerate(records):
         flipped = Verdict.DROPPED if record.verdict == Verdict.TAKEN else Verdict.TAKEN
         changed = [*records[:number], dataclasses.replace(record, verdict=flipped), *records[number + 1 :]]
-        with pytest.raises(RunFailed, match=f"departs from the log at record {number} "):
+        with pytest.raises(RunFailed, match=f"differs from the log at record {number} "):
             run.replay().feed(changed)
 
 
@@ -247,7 +247,7 @@ def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoin
     run.push_at_random(3)
     run.host.handle(Rate(0, 0.1 / 3))
     run.push_at_random(3)
-    run.cut()
+    run.checkpoint()
     run.push_at_random(3)
     assert run.server.lr == 0.1 * (0.1 / 3)
     run.host.handle(Rate(0, 1.0))
@@ -257,9 +257,9 @@ def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoin
     replay = run.replay()
     replay.feed(records)
     assert_same(replay.server, run.server)
-    cut, _ = newest_cut(run.folder.checkpoints)
-    assert cut is not None
-    tail = run.replay(cut=cut)
+    checkpoint, _ = newest_checkpoint(run.folder.checkpoints)
+    assert checkpoint is not None
+    tail = run.replay(checkpoint=checkpoint)
     assert tail.server.lr_factor == 0.1 / 3
-    tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, cut.log_offset)[0])
+    tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, checkpoint.log_offset)[0])
     assert_same(tail.server, run.server)

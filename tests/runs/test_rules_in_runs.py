@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 
 from paceline.core.messages import Resume
 from paceline.errors import UserError
-from paceline.runs.checkpoint import write_cut
+from paceline.runs.checkpoint import write_checkpoint
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import weights_sha256
-from tests.support.recorded_runs import Record, Small, assert_same, cut_now, ignore, records_of, small_task
+from tests.support.recorded_runs import Record, Small, assert_same, checkpoint_now, ignore, records_of, small_task
 
 RULES = ["damped", "gap", "compensated", "dana", "dana-slim", "cached", "ringleader", "ringmaster:2", "buffered:3"]
 
@@ -23,12 +23,15 @@ def test_every_rule_replays_from_the_start_and_from_a_cut_to_the_same_bits(recor
     run.push_at_random(9)
     run.leave(1)
     run.push_at_random(4)
-    cut = cut_now(run)
+    checkpoint = checkpoint_now(run)
     run.join(1)
     run.run_to_the_end()
-    for again, records in ((run.replay(), records_of(run)), (run.replay(cut=cut), records_of(run, cut.log_offset))):
+    for again, records in (
+        (run.replay(), records_of(run)),
+        (run.replay(checkpoint=checkpoint), records_of(run, checkpoint.log_offset)),
+    ):
         again.feed(records)
-        assert again.departure is None
+        assert again.mismatch is None
         assert_same(again.server, run.server)
         assert torch.equal(again.server.evaluated, run.server.evaluated)
         assert all(torch.equal(again.server.rule_state[name], t) for name, t in run.server.rule_state.items())
@@ -99,10 +102,10 @@ def test_a_run_whose_checkpoint_is_of_another_rule_is_refused_naming_both(record
     run = record(strategy="async", workers=2, rule="foresight", average="none", name="mine")
     run.join_all()
     run.push_at_random(6)
-    write_cut(run.folder.checkpoints, cut_now(other))
+    write_checkpoint(run.folder.checkpoints, checkpoint_now(other))
     with pytest.raises(UserError) as error:
         rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, ignore)
     text = str(error.value)
-    assert "made by rule dana (averaged) (" in text and "this run has rule foresight (" in text
+    assert "made by rule dana (averaged) (" in text and "this run uses rule foresight (" in text
     assert "velocities [2, " in text and "cache [2, " in text and "\n" not in text
     assert error.value.exit_code == 2

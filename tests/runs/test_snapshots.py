@@ -13,10 +13,10 @@ import torch
 from paceline.core.messages import Resume, Stop
 from paceline.errors import UserError
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runs.background_writer import MOST_WAITING, Writer
+from paceline.runs.background_writer import MAX_WAITING, Writer
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import trained_tensors
-from paceline.runs.snapshots import go_back, read_index, read_snapshot
+from paceline.runs.snapshots import drop_snapshots_after, read_index, read_snapshot
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_task
 from tests.support.rings import long_but
 
@@ -117,7 +117,7 @@ def test_a_run_without_the_flag_keeps_none(record: Record) -> None:
     run.join_all()
     run.run_to_the_end()
     assert not run.folder.snapshots.exists()
-    go_back(run.folder, 3)
+    drop_snapshots_after(run.folder, 3)
     assert read_index(run.folder) == []
 
 
@@ -127,7 +127,7 @@ def test_a_damaged_snapshot_or_index_is_one_clear_line(record: Record) -> None:
     entry = read_index(run.folder)[1]
     path = run.folder.snapshots / entry.file_name
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match="not as it was written"):
+    with pytest.raises(UserError, match="its checksum is wrong"):
         read_snapshot(run.folder, entry)
     (run.folder.snapshots / "index.json").write_text('{"snapshots": [{"version": 1')
     with pytest.raises(UserError, match=r"index\.json cannot be read"):
@@ -137,13 +137,13 @@ def test_a_damaged_snapshot_or_index_is_one_clear_line(record: Record) -> None:
 def test_a_slow_disk_holds_the_run_back_only_when_many_copies_wait() -> None:
     release, done = threading.Event(), []
     writer = Writer()
-    for number in range(MOST_WAITING):
-        writer.do("a job", lambda number=number: (release.wait(), done.append(number)))
+    for number in range(MAX_WAITING):
+        writer.submit("a job", lambda number=number: (release.wait(), done.append(number)))
     assert writer.busy and not done
     release.set()
-    writer.do("a job", lambda: done.append("last"))
+    writer.submit("a job", lambda: done.append("last"))
     writer.close()
-    assert done == [*range(MOST_WAITING), "last"]
+    assert done == [*range(MAX_WAITING), "last"]
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(record: Record) -> None:

@@ -46,7 +46,7 @@ def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Re
         again = run.replay()
         run.close()
         again.feed(read_arrivals(run.folder.arrivals_file, run.config)[0])
-        assert again.departure is None and again.server.version == run.server.version
+        assert again.mismatch is None and again.server.version == run.server.version
 
 
 def test_a_new_run_waits_for_all_that_it_was_promised(record: Record) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.analysis.step_times import measured
+from paceline.analysis.step_times import read_step_times
 from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.core.worker import one_vector
@@ -81,7 +81,7 @@ def recorded(folder: Path, steps: int, seconds: float = 0.004) -> Path:
 
 def test_a_cluster_like_a_run_has_its_times(tmp_path: Path) -> None:
     path = recorded(tmp_path, 200)
-    found = measured(path)
+    found = read_step_times(path)
     assert found.step_seconds == pytest.approx(0.004, rel=0.01)
     assert (found.quantiles[0], found.quantiles[-1]) == (pytest.approx(0.9, rel=0.01), pytest.approx(1.1, rel=0.01))
     assert found.latency == pytest.approx(0.00005, rel=0.01)
@@ -100,12 +100,12 @@ def test_a_cluster_like_a_run_has_its_times(tmp_path: Path) -> None:
 def test_a_run_that_teaches_nothing_is_refused(tmp_path: Path) -> None:
     path = recorded(tmp_path, 11)
     with pytest.raises(UserError, match="only 22 timed steps"):
-        measured(path)
+        read_step_times(path)
     (path / "events.jsonl").write_text("")
     with pytest.raises(UserError, match="has no timing"):
-        measured(path)
+        read_step_times(path)
     with pytest.raises(UserError, match="is not a run folder"):
-        measured(tmp_path / "nowhere")
+        read_step_times(tmp_path / "nowhere")
 
 
 def test_a_plan_from_stated_speeds_names_a_choice(capsys: pytest.CaptureFixture[str]) -> None:

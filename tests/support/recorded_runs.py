@@ -21,7 +21,7 @@ from paceline.core.server import Server, server_facts
 from paceline.core.worker import Seat
 from paceline.models.dropout import AddressedDropout
 from paceline.runs import arrival_log
-from paceline.runs.checkpoint import Cut, take_cut
+from paceline.runs.checkpoint import Cut, take_checkpoint
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import Rebuilt, rebuild
 from paceline.runs.replay import Replay
@@ -138,7 +138,7 @@ class RecordedRun:
             self.closed = True
             self.host.close()
 
-    def cut(self) -> None:
+    def checkpoint(self) -> None:
         """A checkpoint at the next moment that allows one, on disk when this returns."""
         while not self.server.can_be_cut:
             self.push_at_random(1)
@@ -188,12 +188,12 @@ def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:
     return records
 
 
-def cut_now(run: RecordedRun) -> Cut:
+def checkpoint_now(run: RecordedRun) -> Cut:
     """A cut at the next moment that allows one, as the host takes it."""
     while not run.server.can_be_cut:
         run.push_at_random(1)
     sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
-    return take_cut(run.server, sent, run.host.log.nbytes, run.host.clock.now())
+    return take_checkpoint(run.server, sent, run.host.log.nbytes, run.host.clock.now())
 
 
 Record = Callable[..., RecordedRun]

@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(folder: RunFolder, monkeypatc
     """Rows that come while it looks, one of them in two halves, are told once each, and the result after them all."""
     late = {"kind": "progress", "now": 3.0, "updates": 24, "samples": 768, "loss": 1.0}
     halves = [(line := json.dumps(late) + "\n")[:9], line[9:]]
-    monkeypatch.setattr(feeding, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(feeding, "POLL_SECONDS", 0.0)
     kept = Kept()
 
     def goes_on() -> bool:
@@ -168,7 +168,7 @@ def test_a_tracker_of_ones_own_in_ten_lines(folder: RunFolder, tmp_path: Path, m
     *lines, last = (folder.path / "mine.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == [row["kind"] for row in ROWS]
     assert (lines[2], lines[3], last) == ("progress 10", "workers 10", "finished")
-    with pytest.raises(UserError, match="makes a Half without row and finished: a tracker has started"):
+    with pytest.raises(UserError, match="creates a Half without row and finished: define started"):
         make_tracker("own_tracker_of_test:Half")
     with pytest.raises(UserError, match=r"tracker 'own_tracker_of_test:broken' cannot be built: KeyError: 'gone'"):
         make_tracker("own_tracker_of_test:broken")

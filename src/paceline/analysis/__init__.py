@@ -1,0 +1,1 @@
+"""Reads run folders: status, listing, stragglers, timeline, step times."""

@@ -1,4 +1,4 @@
-"""The runs of a folder: one row each, from its files alone; and which of them are asked for, in which order."""
+"""Lists the runs of a folder, one row each, from their files; filters and sorts the rows."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ FIGURES = (
 ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics")
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)
-"""What a row has, and what `--where` and `--sort` know."""
+"""The keys of a row, which `--where` and `--sort` accept."""
 TAIL_BYTES = 1 << 16
-HIGH_FIRST = re.compile("accuracy|per_second|changed|fraction")
-"""Figures of which the highest comes first when runs are sorted by them."""
+DESCENDING = re.compile("accuracy|per_second|changed|fraction")
+"""Fields that sort in descending order by default."""
 
 
 def runs_in(path: Path) -> list[Row]:
-    """Each run below `path` (itself, its folders, and theirs, as a sweep leaves them), newest first.
+    """Return a row per run in `path`, its subfolders and theirs (as a sweep leaves them), newest first.
 
-    A run whose files cannot be read is listed as damaged, with what is wrong.
+    A run with unreadable files is listed as damaged, with the problem.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is no folder: give the one that holds your runs, as in 'paceline list runs'")
+        raise UserError(f"{path} is not a folder: give the folder of your runs, as in 'paceline list runs'")
     rows = [_row(folder, _name(folder, path)) for folder in _folders_in(path)]
     return sorted(rows, key=lambda row: (-row["changed"], row["run"]))
 
 
 def newest_folders(path: Path) -> list[Path]:
-    """The folders of `runs_in`, their files unread."""
+    """Return the folders of `runs_in`, without reading their files."""
     return [folder.path for folder in sorted(_folders_in(path), key=lambda folder: (-_changed(folder), folder.path))]
 
 
 def _changed(folder: RunFolder) -> float:
-    """When anything was last written down of the run; 0 where nothing is there any more."""
+    """Return when the run last wrote to its config or events; 0 if both are gone."""
     dates = []
     for file in (folder.config_file, folder.events_file):
         with contextlib.suppress(FileNotFoundError):
@@ -57,21 +57,21 @@ def _changed(folder: RunFolder) -> float:
 
 
 def runs_of(paths: list[Path]) -> tuple[list[Row], list[str]]:
-    """A row for each of `named_folders`; and what of `paths` is left out."""
+    """Return a row for each of `named_folders`, and a sentence per ignored path."""
     found, others = named_folders(paths)
     return [_row(folder, name) for name, folder in found], others
 
 
 def run_folders(paths: list[Path]) -> tuple[list[Path], list[str]]:
-    """The folders of `named_folders`; and what of `paths` is left out."""
+    """Return the folders of `named_folders`, and a sentence per ignored path."""
     found, others = named_folders(paths)
     return [folder.path for _, folder in found], others
 
 
 def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[str]]:
-    """Runs by their folders, or all in a folder that holds some, in this order; and what of `paths` is neither.
+    """Return the run folders among `paths` and in folders of runs, in this order, and a sentence per ignored path.
 
-    Each has a name of its own: that of its folder, or the whole path where several folders are called alike.
+    Each has a unique name: its folder's name, or the whole path if several folders share it.
     """
     found: dict[Path, tuple[str, RunFolder]] = {}
     others = []
@@ -83,9 +83,9 @@ def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[
         for folder in below:
             found.setdefault(folder.path.resolve(), (_name(folder, path), folder))
         if not below:
-            others.append(f"{path} is not a run folder, nor does it hold any: it is left out")
+            others.append(f"{path} is not a run folder and contains none: ignored")
     if not found:
-        raise UserError(f"{paths[0]} is not a run folder, nor does it hold any: 'paceline train' makes one")
+        raise UserError(f"{paths[0]} is not a run folder and contains none: 'paceline train' creates one")
     count = Counter(name for name, _ in found.values())
     return [(name if count[name] == 1 else str(folder.path), folder) for name, folder in found.values()], others
 
@@ -111,7 +111,7 @@ def _row(folder: RunFolder, name: str) -> Row:
         if result is None:
             return row | _so_far(folder)
         if not isinstance(result, dict) or not isinstance(result.get("status"), str):
-            return row | {"problem": f"{folder.result_file.name} is no result of a run"}
+            return row | {"problem": f"{folder.result_file.name} is not a run result"}
         return row | _ended(result)
     except (UserError, OSError) as error:
         return row | {"problem": str(error).replace(f"{folder.path}/", "")}
@@ -127,15 +127,15 @@ def _ended(result: dict[str, Any]) -> Row:
 
 
 def _metrics(result: dict[str, Any]) -> dict[str, float] | None:
-    """What a task measured of its test data, or a loop reported, beside losses and accuracies."""
+    """Return what a task measured on its test data, or a loop reported, except losses and accuracies."""
     reported = result.get("reported")
-    told = [result.get("test_metrics"), *(reported.values() if isinstance(reported, dict) else ())]
-    named = [row for row in told if isinstance(row, dict)]
+    candidates = [result.get("test_metrics"), *(reported.values() if isinstance(reported, dict) else ())]
+    named = [row for row in candidates if isinstance(row, dict)]
     return {name: value for row in named[::-1] for name, value in row.items() if is_number(value)} or None
 
 
 def _so_far(folder: RunFolder) -> Row:
-    """Of a run without a result: how far it has come."""
+    """Return the progress of a run without a result."""
     row: Row = {"status": "running" if folder.is_locked() else "killed"}
     if not folder.events_file.exists():
         return row
@@ -156,7 +156,7 @@ _TESTS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def choose(rows: Iterable[Row], where: list[str], sort: str | None = None, reverse: bool = False) -> list[Row]:
-    """The rows that fit every condition, in the order asked for; those that lack the figure come last."""
+    """Return the rows that meet every condition, sorted; rows without the sort field come last."""
     conditions = [_condition(text) for text in where]
     kept = [row for row in rows if all(fits(row) for fits in conditions)]
     if sort is None:
@@ -164,7 +164,7 @@ def choose(rows: Iterable[Row], where: list[str], sort: str | None = None, rever
     key = _key(sort, "--sort")
     there = [row for row in kept if row[key] is not None]
     there.sort(key=lambda row: (is_number(row[key]), row[key] if is_number(row[key]) else _text(row[key])))
-    if bool(HIGH_FIRST.search(key)) != reverse:
+    if bool(DESCENDING.search(key)) != reverse:
         there.reverse()
     return there + [row for row in kept if row[key] is None]
 
@@ -178,7 +178,7 @@ def _key(name: str, flag: str) -> str:
 
 
 def _condition(text: str) -> Callable[[Row], bool]:
-    """`lr>=0.01`, `strategy=async`, `strategy=bounded:*`; numbers are compared as such, `none` is what is not there."""
+    """Parse `lr>=0.01`, `strategy=async` or `strategy=bounded:*`; numbers compare as numbers, `none` as missing."""
     found = re.fullmatch(r"\s*([\w-]+)\s*(!=|>=|<=|=|>|<)\s*(.*?)\s*", text)
     if found is None:
         raise UserError(f"--where '{text}': write FIELD=VALUE, as in strategy=async, or with !=, <, <=, >, >=")
@@ -202,7 +202,7 @@ def _is(value: Any, wanted: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """As it is typed: none, true, and lists with commas."""
+    """Return the value as typed: none, true, lists with commas."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return ",".join(f"{part:g}" if is_number(part) else str(part) for part in value) if _is_list(value) else str(value)
@@ -213,5 +213,5 @@ def _is_list(value: Any) -> bool:
 
 
 def as_texts(row: Row) -> Row:
-    """For a file of values: lists as they are typed, what is not there left empty."""
+    """Return the row for a CSV file: lists as typed, missing values empty."""
     return {key: "" if row[key] is None else _text(row[key]) if _is_list(row[key]) else row[key] for key in KEYS}

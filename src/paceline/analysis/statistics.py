@@ -1,4 +1,4 @@
-"""Several runs of one setting, which differ in seed or fold, as one: mean, spread, and how many came to nothing."""
+"""Statistics over runs that differ only in seed or fold: mean, spread, number of diverged runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Several:
-    """The results of the runs, as `result.json` has them; only finished ones count in a mean."""
+    """The results of the runs, as in `result.json`; only finished runs count in a mean."""
 
     results: list[dict[str, Any]]
 
     def values(self, figure: str) -> list[float]:
-        """Of the runs that finished and have one."""
+        """Return the figure of each finished run that has it."""
         found = [result.get(figure) for result in self.results if result["status"] == "finished"]
         return [float(value) for value in found if value is not None]
 
@@ -24,7 +24,7 @@ class Several:
         return statistics.fmean(values) if values else None
 
     def spread(self, figure: str) -> float | None:
-        """The sample standard deviation; None for fewer than two runs."""
+        """Return the sample standard deviation, or None for fewer than two runs."""
         values = self.values(figure)
         return statistics.stdev(values) if len(values) > 1 else None
 
@@ -34,12 +34,12 @@ class Several:
 
     @property
     def unfinished(self) -> str:
-        """As in `2 diverged`; empty when all finished."""
+        """Numbers of unfinished runs, as in `2 diverged`; empty if all finished."""
         counts = Counter(result["status"] for result in self.results)
         return ", ".join(f"{counts[status]} {status}" for status in ("diverged", "stopped") if counts[status])
 
     def text(self, figure: str, form: str = ".2f") -> str:
-        """Mean and spread, or a dash.
+        """Return mean and spread, or a dash.
 
         >>> Several([{"status": "finished", "loss": 1.0}, {"status": "finished", "loss": 2.0}]).text("loss")
         '1.50 ± 0.71'

@@ -1,4 +1,4 @@
-"""How a run stands and what its workers do, read from its folder alone: running, ended, killed or simulated."""
+"""The status of a run and its workers, read from its folder: running, ended, killed or simulated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
 
 PARTS = ("computing", "sending", "waiting", "server")
-"""What a worker's time goes into, as the `workers` events name it."""
+"""The parts of a worker's time, as the `workers` events name them."""
 COLUMNS = ("worker", "state", "steps", "pushes", "staleness", "ago")
 WINDOW_SECONDS = 30.0
-"""A running run is judged by its latest rows that span so much."""
+"""Length of the latest events that the status of a running run covers."""
 TAIL_BYTES = 1 << 20
 ENDED = ("finished", "stopped", "diverged")
 UNDER_WAY = ("starting", "running", "evaluating")
@@ -25,77 +25,77 @@ STARTS = ("run_started", "run_resumed")
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker; None stands for what nobody measured."""
+    """Status of one worker; None means not measured."""
 
     worker: int
     state: str
     """live, held (by the server), draining, paused, lost, awaited or done."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Of its time, by part."""
+    """Shares of its time, by part."""
     step_seconds: float | None = None
     sending_seconds: float | None = None
-    """For each push."""
+    """Seconds per push."""
     steps: int = 0
-    """That the shares and seconds were measured over."""
+    """Number of steps behind the shares and seconds."""
     pushes: int | None = None
     staleness: float | None = None
     ago: float | None = None
-    """Seconds since it was last heard."""
+    """Seconds since its last message."""
     silent: float | None = None
     normal: float | None = None
-    """Of a paused one: seconds of silence on its turn, and how many would be normal."""
+    """For a paused worker: seconds of silence on its turn, and how many are normal."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run; None stands for what is not known (yet)."""
+    """Status of one run; None means unknown."""
 
     run: str
     strategy: str
     model: str
     num_workers: int
     status: str
-    """starting, running, evaluating, killed, or as the result says: finished, stopped, diverged."""
+    """starting, running, evaluating or killed; or that of the result: finished, stopped, diverged."""
     reason: str | None = None
     simulated: bool = False
     updates: int = 0
     fraction: float | None = None
-    """Of the budget."""
+    """Share of the budget."""
     rate: float | None = None
-    """Samples a second."""
+    """Samples per second."""
     seconds: float = 0.0
-    """Of training, by the run's own clock."""
+    """Seconds of training, by the run's clock."""
     seconds_left: float | None = None
     quiet_seconds: float | None = None
-    """While it runs: since anything was written down."""
+    """Seconds since the last write, while it runs."""
     deals: int = 0
-    """How often the data was dealt anew, because other workers were at work."""
+    """Number of times the data was reassigned because the set of workers changed."""
     span: float | None = None
-    """Seconds of training that the workers' figures are about; None: all since the server began."""
+    """Seconds of training that the workers' figures cover; None: all since the server started."""
     workers: tuple[WorkerStatus, ...] = ()
     samples: int = 0
     loss: float | None = None
-    """Mean of the latest pushes."""
+    """Mean over the latest pushes."""
     staleness: float | None = None
-    """Mean of all pushes so far."""
+    """Mean over all pushes so far."""
     test_accuracy: float | None = None
-    """In percent, as last scored."""
+    """Latest evaluation, in percent."""
 
 
 class Standing(NamedTuple):
-    """How a run stands, and the latest events that say so."""
+    """The status of a run, and the latest events behind it."""
 
     status: RunStatus
     events: list[dict[str, Any]]
 
 
 def read_status(path: Path) -> RunStatus:
-    """How the run in this folder stands."""
-    return read_standing(path).status
+    """Return the status of the run in this folder."""
+    return read_run_snapshot(path).status
 
 
-def read_standing(path: Path) -> Standing:
-    """The same, with the latest events of its server."""
+def read_run_snapshot(path: Path) -> Standing:
+    """Return the status of the run in this folder, and the latest events of its server."""
     folder = RunFolder.open(path)
     events, quiet = _latest(folder)
     return Standing(_status_of(folder, events, quiet), events)
@@ -134,7 +134,7 @@ def _status_of(folder: RunFolder, events: list[dict[str, Any]], quiet: float | N
 
 
 def _latest(folder: RunFolder) -> tuple[list[dict[str, Any]], float | None]:
-    """The latest events of the server that wrote last, and how long ago that was."""
+    """Return the latest events of the last server, and the seconds since it wrote them."""
     try:
         quiet = round(max(0.0, time.time() - folder.events_file.stat().st_mtime), 3)
         events = read_tail(folder.events_file, TAIL_BYTES)
@@ -154,7 +154,7 @@ def _status(folder: RunFolder, events: list[dict[str, Any]]) -> str:
 
 
 def status_without_result(folder: RunFolder, progressed: bool, last_kind: str | None) -> str:
-    """Of a run that has none yet or never will: whether its server got anywhere, and what it wrote last."""
+    """Return the status of a run without a result, from whether it progressed and its last event."""
     if not folder.is_locked():
         return "killed"
     if not progressed:
@@ -163,7 +163,7 @@ def status_without_result(folder: RunFolder, progressed: bool, last_kind: str | 
 
 
 def seconds_left(events: Iterable[dict[str, Any]]) -> float | None:
-    """If it goes on as in the latest rows."""
+    """Estimate the remaining seconds from the progress in the latest events."""
     rows = [(row["now"], row["fraction"]) for row in events if row.get("kind") == "progress"]
     latest = [row for row in rows if row[0] >= rows[-1][0] - WINDOW_SECONDS]
     if len(latest) < 2:
@@ -186,13 +186,13 @@ def _workers(
 
 
 def is_whole(row: dict[str, Any]) -> bool:
-    """Whether all columns are there, as many values as workers each."""
+    """Return whether all columns are present, with one value per worker."""
     columns = [row.get(name) for name in COLUMNS] + [row[name] for name in (*PARTS, "step", "send") if name in row]
     return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)
 
 
 def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list[WorkerStatus]:
-    """What a `workers` event says of each worker: of the time since an earlier one, or since the server began."""
+    """Return the status of each worker in a `workers` event: since an earlier event, or since the server started."""
     parts = [part for part in PARTS if part in row]
     places = {worker: place for place, worker in enumerate(since["worker"])} if since is not None else {}
 
@@ -226,13 +226,13 @@ def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list
 
 
 def _typical(row: dict[str, Any], name: str, place: int, seconds: float | None, count: float) -> float | None:
-    """The median that the row gives, or else the mean."""
+    """Return the median from the row if it has one, else the mean."""
     if not count or seconds is None:
         return None
     return float(row[name][place]) if name in row else seconds / count
 
 
 def _from_result(result: dict[str, Any] | None) -> list[WorkerStatus]:
-    """Of a run whose events have no accounts: its result knows the shares."""
+    """Return the workers' shares from the result, for a run without `workers` events."""
     utilisation = (result or {}).get("utilisation") or []
     return [WorkerStatus(worker, "done", dict(shares)) for worker, shares in enumerate(utilisation)]

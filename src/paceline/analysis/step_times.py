@@ -1,4 +1,4 @@
-"""What a run on real processes teaches about its machine, read from its events."""
+"""Step and exchange times of this machine, measured by a run on real processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.settings.strategies import Waiting, strategy_of
 
-FEWEST = 30
+MIN_STEPS = 30
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run teaches about its machine: a step, an exchange and their spread."""
+    """Times of a step and an exchange, and the quantiles of the step time."""
 
     step_seconds: float
     quantiles: tuple[float, ...]
@@ -27,19 +27,19 @@ class Measured:
     num_workers: int
 
 
-def measured(path: Path) -> Measured:
-    """The step and exchange times of a run on real processes."""
+def read_step_times(path: Path) -> Measured:
+    """Read the step and exchange times from the events of a run on real processes."""
     folder = RunFolder.open(path)
     rows = [row for row in read_events(folder.events_file) if row.get("kind") == "timing"]
     if not rows:
         raise UserError(
-            f"{path} has no timing in its events: take a run of 'paceline train' on several processes that ended"
+            f"{path} has no timing in its events: use a finished run of 'paceline train' on several processes"
         )
     row = rows[-1]
     workers = [times for times in row["workers"].values() if "cpu" in times]
     steps = sum(times["steps"] for times in workers)
-    if steps < FEWEST:
-        raise UserError(f"{path} has only {steps} timed steps: let it run for at least {FEWEST}")
+    if steps < MIN_STEPS:
+        raise UserError(f"{path} has only {steps} timed steps: let it run for at least {MIN_STEPS}")
     share = [times["steps"] / steps for times in workers]
     step = sum(part * times["cpu"] for part, times in zip(share, workers, strict=True))
     quantiles = np.array([times["quantiles"] for times in workers]) * (

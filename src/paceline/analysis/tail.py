@@ -1,6 +1,6 @@
-"""The two files a run appends to, read on from where the last look ended: whole rows, whole records.
+"""Follows the two files a run appends to: each read returns the complete rows and records added since.
 
-For whoever looks at a run, while it goes on or after; what is cut off or damaged is left out and told of.
+Cut-off or damaged parts are skipped and reported.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ RECORDS = np.dtype(
         ("check", "<u4"),
     ]
 )
-"""A record of `arrivals.log`, as numpy sees it."""
+"""A record of `arrivals.log` as a numpy dtype."""
 CHUNK_BYTES = RECORD_BYTES << 18
-MOST_AT_ONCE = {b'{"kind": "progress': 2000, b'{"kind": "workers"': 500, b'{"kind": "evaluati': 2000}
-"""Rows that one look takes in; of more, evenly many are passed over: the log has every push, and accounts are sums."""
-MOST_NAMED = 5
+MAX_ROWS_PER_READ = {b'{"kind": "progress': 2000, b'{"kind": "workers"': 500, b'{"kind": "evaluati': 2000}
+"""Rows per kind and read; the rest are skipped evenly. No push is lost: the log has them all, and accounts are sums."""
+MAX_NAMED = 5
 Records = NDArray[Any]
 
 
 class EventFollower:
-    """`events.jsonl`, row by row."""
+    """Follows `events.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.rows = path, 0
         self.broken: list[int] = []
-        """The numbers of rows that are none, counted from 1."""
+        """Numbers of unreadable rows, from 1."""
         self._lines = LineReader(path)
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows since the last look."""
+        """Return the rows added since the last call."""
         lines = [line for some in self._lines.read() for line in some]
         found = self._parse(lines)
         self.rows += len(lines)
         return found
 
     def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        passed = _passed_over(lines)
+        skipped = _skipped_rows(lines)
         found = []
         for place, line in enumerate(lines):
-            if place in passed:
+            if place in skipped:
                 continue
             row = _row(line)
             if row is not None:
@@ -67,32 +67,32 @@ class EventFollower:
         return found
 
     def notes(self, going_on: bool) -> list[str]:
-        """What could not be read."""
+        """Return sentences about unreadable parts."""
         notes = []
         if self.broken:
-            named = ", ".join(f"{number:,}" for number in self.broken[:MOST_NAMED])
-            more = f" and {len(self.broken) - MOST_NAMED:,} more" if len(self.broken) > MOST_NAMED else ""
+            named = ", ".join(f"{number:,}" for number in self.broken[:MAX_NAMED])
+            more = f" and {len(self.broken) - MAX_NAMED:,} more" if len(self.broken) > MAX_NAMED else ""
             rows = "row" if len(self.broken) == 1 else "rows"
-            notes.append(f"{self.path.name}: {rows} {named}{more} of {self.rows:,} cannot be read and are left out")
+            notes.append(f"{self.path.name}: {rows} {named}{more} of {self.rows:,} cannot be read and are ignored")
         rest_nbytes = len(self._lines.rest)
         if rest_nbytes and not going_on:
-            rest = f"the last {rest_nbytes:,} bytes are no whole row and are left out"
+            rest = f"the last {rest_nbytes:,} bytes are an incomplete row and are ignored"
             notes.append(f"{self.path.name} is cut off after row {self.rows:,}: {rest}")
         return notes
 
 
-def _passed_over(lines: list[bytes]) -> set[int]:
-    """Places of rows that nobody misses: neither the first nor the last of a kind that has very many."""
-    places: dict[bytes, list[int]] = {start: [] for start in MOST_AT_ONCE}
-    if len(lines) > min(MOST_AT_ONCE.values()):
+def _skipped_rows(lines: list[bytes]) -> set[int]:
+    """Return the indices of rows to skip in kinds with very many; never the first or last of a kind."""
+    places: dict[bytes, list[int]] = {start: [] for start in MAX_ROWS_PER_READ}
+    if len(lines) > min(MAX_ROWS_PER_READ.values()):
         for place, line in enumerate(lines):
             if line[:18] in places and line.endswith(b"}"):
                 places[line[:18]].append(place)
-    passed: set[int] = set()
+    skipped: set[int] = set()
     for start, found in places.items():
-        stride = max(1, -(-len(found) // MOST_AT_ONCE[start]))
-        passed |= set(found) - set(found[::stride]) - set(found[-1:])
-    return passed
+        stride = max(1, -(-len(found) // MAX_ROWS_PER_READ[start]))
+        skipped |= set(found) - set(found[::stride]) - set(found[-1:])
+    return skipped
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -102,19 +102,22 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 class ArrivalFollower:
-    """`arrivals.log`, in columns; what a resume took back is left out, however long ago it was read."""
+    """Follows `arrivals.log` as numpy columns; leaves out records that a resume undid, even if read earlier."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damaged: str | None = None
         self.torn = 0
         self.undone: list[tuple[int, int]] = []
-        """Places of records that no longer stand, from and below."""
+        """Index ranges of undone records."""
         self._header = self._offset = 0
         self._foreign = False
 
-    def read(self, take: Callable[[Records], None], forget: Callable[[], None]) -> bool:
-        """Hand each piece of what is new to `take`; `forget` first, where what it was given no longer stands."""
+    def read(self, on_records: Callable[[Records], None], on_undo: Callable[[], None]) -> bool:
+        """Pass new records to `on_records`; call `on_undo` first if records passed earlier were undone.
+
+        After `on_undo`, all effective records are passed again. Returns whether there was anything new.
+        """
         try:
             size = self.path.stat().st_size
             if not self._begin():
@@ -125,29 +128,29 @@ class ArrivalFollower:
         self.torn = (size - self._header) % RECORD_BYTES
         while self._offset + RECORD_BYTES <= size:
             records, asked = self._next()
-            if self._take_back(records):
-                forget()
+            if self._undo(records):
+                on_undo()
                 self._offset = self._header
                 continue
             first = (self._offset - self._header) // RECORD_BYTES
             if len(records):
                 changed = True
-                take(records[self._standing(first, len(records))])
+                on_records(records[self._effective(first, len(records))])
             self._offset += len(records) * RECORD_BYTES
             if len(records) < asked:
                 behind = (size - self._offset) // RECORD_BYTES
-                self.damaged = f"is damaged at byte {self._offset:,}: the {behind:,} records from there on are left out"
+                self.damaged = f"is damaged at byte {self._offset:,}: the {behind:,} records after it are ignored"
                 break
         return changed
 
     def _begin(self) -> bool:
-        """Whether the log has a header that is ours."""
+        """Return whether the log has a header of this format."""
         if not self._header:
             with self.path.open("rb") as file:
                 line = file.readline(200)
             self._header = self._offset = len(line) if line.endswith(b"\n") else 0
             self._foreign = bool(line) and not line.startswith(MAGIC[: len(line)])
-        self.damaged = "is no log of this version and is left out" if self._foreign else None
+        self.damaged = "is not a log of this version and is ignored" if self._foreign else None
         return bool(self._header) and not self._foreign
 
     def _next(self) -> tuple[Records, int]:
@@ -160,8 +163,8 @@ class ArrivalFollower:
         num_whole = asked if whole.all() else int(np.argmin(whole))
         return np.frombuffer(content, RECORDS, num_whole), asked
 
-    def _take_back(self, records: Records) -> bool:
-        """Note what the resumes among these records undo; whether any of that was handed on before."""
+    def _undo(self, records: Records) -> bool:
+        """Store which records the resumes in `records` undo; return whether any were passed on before."""
         first, again = (self._offset - self._header) // RECORD_BYTES, False
         for place in np.flatnonzero((records["kind"] == RESUME_KIND) & (records["seq"] > 0)):
             end = first + int(place)
@@ -171,27 +174,25 @@ class ArrivalFollower:
                 again |= span[0] < first
         return again
 
-    def _standing(self, first: int, count: int) -> NDArray[np.bool_]:
+    def _effective(self, first: int, count: int) -> NDArray[np.bool_]:
         kept = np.ones(count, bool)
         for begin, end in self.undone:
             kept[max(0, begin - first) : max(0, end - first)] = False
         return kept
 
     def notes(self, going_on: bool) -> list[str]:
-        """What could not be read, or no longer counts."""
+        """Return sentences about unreadable and undone records."""
         notes = [f"{self.path.name} {self.damaged}"] if self.damaged is not None else []
         if self.torn and not going_on and self.damaged is None:
-            notes.append(f"{self.path.name} ends in a torn record of {self.torn} bytes: it is left out")
+            notes.append(f"{self.path.name} ends in a torn record of {self.torn} bytes, which is ignored")
         undone = sum(end - begin for begin, end in self.undone)
         if undone:
-            notes.append(
-                f"{undone:,} records of {self.path.name} were taken back when the run went on from before them"
-            )
+            notes.append(f"{undone:,} records of {self.path.name} were undone when the run resumed from a checkpoint")
         return notes
 
 
 def checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The CRC-32 of each row, all rows at once.
+    """Return the CRC-32 of each row, all rows at once.
 
     >>> import zlib
     >>> int(checksums(np.frombuffer(b"paceline", np.uint8)[None])[0]) == zlib.crc32(b"paceline")

@@ -1,7 +1,7 @@
-"""What every worker did when, from a run's log alone.
+"""Reconstructs what each worker did when, from a run's log.
 
-The log has every input of the server; fed to the same server without weights it says whom each input set free. What
-lies between a reply and the next push is divided by what the `workers` events say of that time.
+A server without weights replays the logged inputs to find which workers each input released. The time between a reply
+and the next push is split by the shares in the `workers` events.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Span(NamedTuple):
     begin: float
     end: float
     push: int | None = None
-    """The number of the push it belongs to, from 0 in the log's order."""
+    """Index of its push in the log, from 0."""
     fate: str | None = None
-    """Of the last part of a push: taken, dropped, rejected, repeated or late."""
+    """For the last span of a push: taken, dropped, rejected, repeated or late."""
 
 
 class Update(NamedTuple):
-    """The server made weights of `version` of these pushes."""
+    """One update of the server: its version, its time, and the pushes it applied."""
 
     version: int
     now: float
@@ -50,27 +50,27 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class _Seat:
-    """Where a worker's line stands."""
+    """Current activity of a worker."""
 
-    doing: str
+    activity: str
     since: float
     push: int | None = None
-    """That it sent last."""
+    """The last push it sent."""
 
 
 @dataclass
 class Accounts:
-    """How workers say their time between a reply and a push was spent."""
+    """How workers spent the time between a reply and a push, from the `workers` events."""
 
     ring: bool = False
     rows: dict[int, list[tuple[float, dict[str, float]]]] = field(default_factory=dict)
     pauses: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    """When a worker was seen to be silent, and how long a step of it takes."""
+    """Times at which a worker was found silent, each with its usual step time."""
     _known: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
 
     @staticmethod
     def of(events: Iterable[dict[str, Any]], config: RunConfig) -> Accounts:
-        found = Accounts(on_ring(config) and not is_simulated(config))  # a real ring logs a round when all are through
+        found = Accounts(on_ring(config) and not is_simulated(config))  # a real ring logs a round when it is complete
         for row in events:
             workers = row.get("worker")
             if row.get("kind") != "workers" or not isinstance(workers, list):
@@ -86,7 +86,7 @@ class Accounts:
         return found
 
     def divide(self, worker: int, begin: float, end: float) -> list[tuple[str, float]]:
-        """The parts of the time between a reply and a push, in order, and when each ends."""
+        """Return the parts of the time between a reply and a push in order, each with its end."""
         usual = next((step for at, step in self.pauses.get(worker, ()) if begin <= at <= end), None)
         if usual is not None and begin + usual < end:
             return [("computing", begin + usual), ("paused", end)]
@@ -104,13 +104,13 @@ class Accounts:
         return self._known[worker, place]
 
     def _between(self, rows: list[tuple[float, dict[str, float]]], place: int) -> dict[str, float]:
-        """Shares of the time between a row and the one before it."""
+        """Return the shares of the time between a row and the one before it."""
         now = rows[place][1] if rows else {}
         before = rows[place - 1][1] if place > 0 else {}
         if any(now.get(part, 0.0) < before.get(part, 0.0) for part in PARTS):
-            before = {}  # another server has begun to count
+            before = {}  # a new server started counting
         grown = {part: now.get(part, 0.0) - before.get(part, 0.0) for part in PARTS}
-        idle = grown["server"] + (grown["waiting"] if self.ring else 0.0)  # on a star the log tells who is held back
+        idle = grown["server"] + (grown["waiting"] if self.ring else 0.0)  # the log of a star has the waiting times
         whole = grown["computing"] + grown["sending"] + idle
         if whole <= 0.0 or not grown["computing"]:
             return {"computing": 1.0, "sending": 0.0}
@@ -118,21 +118,22 @@ class Accounts:
 
 
 class Timeline:
-    """Turns the records that count into spans and updates, in the order they end."""
+    """Turns effective records into spans and updates, in the order of their ends."""
 
     def __init__(self, config: RunConfig, accounts: Accounts) -> None:
         rule, roster = make_rule(config, Layout((), 0)), Roster(config.workers or 1, config.max_workers)
         training = make_training(config, ENDLESS)
         self._server = Server(NOTHING, rule, make_policy(config), training, roster, Exchange(nbytes=0))
         self._accounts = accounts
-        self._seats: dict[int, _Seat] = {}
+        self._tracks: dict[int, _Seat] = {}
         self._unapplied: dict[int, int] = {}
         self.num_pushes = 0
-        self.num_astray = 0
-        """Pushes of which the log says something else than the settings do."""
+        self.num_mismatched = 0
+        """Pushes for which the log and the replayed server disagree."""
         self.ended = 0.0
 
     def follow(self, records: Iterable[Record]) -> Iterator[Span | Update]:
+        """Yield the spans and updates of the records, then the spans of workers that are still dead."""
         for record in records:
             self.ended = max(self.ended, record.now)
             version = self._server.version
@@ -143,17 +144,17 @@ class Timeline:
             if self._server.version != version:
                 yield Update(self._server.version, record.now, tuple(self._unapplied.values()))
                 self._unapplied.clear()
-        for worker, seat in self._seats.items():
-            if seat.doing == "dead" and self.ended > seat.since:
-                yield Span(worker, "dead", seat.since, self.ended)
+        for worker, track in self._tracks.items():
+            if track.activity == "dead" and self.ended > track.since:
+                yield Span(worker, "dead", track.since, self.ended)
 
     def _push(self, record: Record) -> Iterator[Span]:
         number, self.num_pushes = self.num_pushes, self.num_pushes + 1
         fate = record.verdict.name.lower()
-        seat = self._seats.get(record.worker)
-        if seat is not None and seat.doing == "computing":
-            yield from self._parts(record.worker, seat.since, record.now, number, fate)
-            self._seats[record.worker] = _Seat("waiting", record.now, number)
+        track = self._tracks.get(record.worker)
+        if track is not None and track.activity == "computing":
+            yield from self._parts(record.worker, track.since, record.now, number, fate)
+            self._tracks[record.worker] = _Seat("waiting", record.now, number)
         if record.verdict not in (Verdict.TAKEN, Verdict.DROPPED):
             return
         push = Push(record.worker, record.incarnation, record.seq, record.reply, record.samples, record.loss, *_EMPTY)
@@ -161,10 +162,10 @@ class Timeline:
             self._unapplied[record.worker] = number
         outcome = self._server.handle(push)
         if outcome.verdict != record.verdict:
-            self.num_astray += 1
-            self._seats[record.worker] = _Seat("computing", record.now)
+            self.num_mismatched += 1
+            self._tracks[record.worker] = _Seat("computing", record.now)
             self._unapplied.pop(record.worker, None)
-        yield from self._answer(outcome, record.now)
+        yield from self._deliver(outcome, record.now)
 
     def _parts(self, worker: int, begin: float, end: float, push: int | None, fate: str | None) -> Iterator[Span]:
         parts = self._accounts.divide(worker, begin, end)
@@ -181,43 +182,43 @@ class Timeline:
         worker, now = record.worker, record.now
         outcome = self._server.handle(record.message)
         if record.kind == "join" and outcome.verdict == Verdict.TAKEN:
-            before = self._seats.get(worker)
-            if before is not None and before.doing == "dead" and now > before.since:
+            before = self._tracks.get(worker)
+            if before is not None and before.activity == "dead" and now > before.since:
                 yield Span(worker, "dead", before.since, now)
-            self._seats[worker] = _Seat("waiting", now)
+            self._tracks[worker] = _Seat("waiting", now)
         elif record.kind == "leave" and outcome.verdict == Verdict.TAKEN:
             yield from self._leave(worker, now)
         elif record.kind == "resume":
-            for number in list(self._seats):
+            for number in list(self._tracks):
                 yield from self._leave(number, now)
             self._unapplied.clear()
-        yield from self._answer(outcome, now)
+        yield from self._deliver(outcome, now)
 
     def _leave(self, worker: int, now: float) -> Iterator[Span]:
-        """What it was doing ends, and unless its work was done it is missed from now on."""
-        seat = self._seats.pop(worker, None)
+        """End the worker's current span; if its work was not done, it counts as dead from then on."""
+        track = self._tracks.pop(worker, None)
         self._unapplied.pop(worker, None)
-        if seat is None:
+        if track is None:
             return
-        if seat.doing == "dead":
-            self._seats[worker] = seat
+        if track.activity == "dead":
+            self._tracks[worker] = track
             return
-        if seat.doing == "computing":
-            yield from self._parts(worker, seat.since, now, None, None)
-        elif now > seat.since and seat.push is not None:
-            yield Span(worker, "waiting", seat.since, now, seat.push)
+        if track.activity == "computing":
+            yield from self._parts(worker, track.since, now, None, None)
+        elif now > track.since and track.push is not None:
+            yield Span(worker, "waiting", track.since, now, track.push)
         member = self._server.members.get(worker)
         if member is not None and not member.done:
-            self._seats[worker] = _Seat("dead", now)
+            self._tracks[worker] = _Seat("dead", now)
 
-    def _answer(self, outcome: Outcome, now: float) -> Iterator[Span]:
+    def _deliver(self, outcome: Outcome, now: float) -> Iterator[Span]:
         for reply in outcome.replies:
-            seat = self._seats.get(reply.worker)
-            if seat is None:
+            track = self._tracks.get(reply.worker)
+            if track is None:
                 continue
-            if seat.doing == "waiting" and now > seat.since:
-                yield Span(reply.worker, "waiting", seat.since, now, seat.push)
-            self._seats[reply.worker] = _Seat("done" if reply.over else "computing", now)
+            if track.activity == "waiting" and now > track.since:
+                yield Span(reply.worker, "waiting", track.since, now, track.push)
+            self._tracks[reply.worker] = _Seat("done" if reply.over else "computing", now)
 
 
 _EMPTY = (NOTHING, NOTHING)

@@ -142,7 +142,7 @@ def drain_verb(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="the folder of a running run, as in runs/NAME")
     parser.add_argument("workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of workers")
     parsed = parser.parse_strictly(arguments)
-    from paceline.runs.control_files import ask_to_drain
+    from paceline.runs.control_files import request_drain
     from paceline.runs.folder import RunFolder
     from paceline.settings.strategies import Feature, require_feature
 
@@ -152,7 +152,7 @@ def drain_verb(arguments: list[str]) -> int:
     if not folder.is_locked():
         raise UserError(f"{folder.path} is not running: there is no worker to drain")
     workers = tuple(dict.fromkeys(parsed.workers))
-    refused = ask_to_drain(folder, workers)
+    refused = request_drain(folder, workers)
     drained = [str(worker) for worker in workers if worker not in refused]
     if drained:
         print(f"worker {' and '.join(drained)}: drained; it leaves after its current push")

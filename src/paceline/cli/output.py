@@ -25,6 +25,6 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     if result["status"] == "diverged":
         print(fold_for(sys.stderr, [f"paceline: {result['reason']}"]), file=sys.stderr)
     if result["status"] == "stopped":
-        way_on = f"paceline: stopped early; {folder.way_on(folder.config())}"
-        print(fold_for(sys.stderr, [way_on]), file=sys.stderr)
+        resume_hint = f"paceline: stopped early; {folder.resume_hint(folder.config())}"
+        print(fold_for(sys.stderr, [resume_hint]), file=sys.stderr)
     return EXIT_CODES[result["status"]]

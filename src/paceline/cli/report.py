@@ -105,9 +105,9 @@ def trace_verb(arguments: list[str]) -> int:
         help="draw at most so many pushes; if there are more, several become one span [30000]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
-    from paceline.reports.chrome_trace import MOST_PUSHES, Part, write_trace
+    from paceline.reports.chrome_trace import MAX_PUSHES, Part, write_trace
 
-    part = Part(parsed.begin or 0.0, float("inf") if parsed.end is None else parsed.end, parsed.pushes or MOST_PUSHES)
+    part = Part(parsed.begin or 0.0, float("inf") if parsed.end is None else parsed.end, parsed.pushes or MAX_PUSHES)
     if not part.begin < part.end:
         raise UserError(f"--from {part.begin:g} --to {part.end:g}: give a second of training and a later one")
     if parsed.pushes is not None and parsed.pushes < 1:

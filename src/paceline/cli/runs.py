@@ -13,6 +13,7 @@ from typing import Any
 from paceline.cli.arguments import Parser, number
 from paceline.cli.cluster import add_proof
 from paceline.errors import UserError
+from paceline.reports.status_table import format_status
 from paceline.system.terminal import can_redraw, table_width, terminal_width
 
 STATUS_DESCRIPTION = """Show the state of a run, what each worker does with its time, and which one is slow and why.
@@ -47,10 +48,9 @@ def status_verb(arguments: list[str]) -> int:
         raise UserError(f"--watch {parsed.watch:g}: give the seconds between two looks, as in --watch 2")
     from paceline.analysis.status import UNDER_WAY
     from paceline.analysis.stragglers import stragglers
-    from paceline.reports.status_table import describe
-    from paceline.reports.watch.remote import looking_at
+    from paceline.reports.watch.remote import status_reader
 
-    with looking_at(parsed.run, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca) as look:
+    with status_reader(parsed.run, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca) as look:
         while True:
             found = look()
             if parsed.json:
@@ -58,7 +58,7 @@ def status_verb(arguments: list[str]) -> int:
                 row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
                 text = json.dumps(row, indent=None if parsed.watch is not None else 2)
             else:
-                text = describe(found, terminal_width())
+                text = format_status(found, terminal_width())
             print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
             if parsed.watch is None or found.status not in UNDER_WAY:
                 return 0

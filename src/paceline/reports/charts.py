@@ -1,4 +1,4 @@
-"""Figures of many runs: one row a setting, or one line over a setting. Shape and place tell what colour tells, too."""
+"""Charts of many runs: one row per setting, or lines over a setting; readable without colour."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COLOURS = ("#404040", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8
 CROSSES = ("x", "X", "+", "1", "2", "3", "4", "|")
 MARKERS = ("o", "D", "s", "^", "v", "P", "*", "h")
 DASHES = ("-", "--", "-.", ":")
-FAR_BELOW = 20.0
-"""Accuracies more than so many points below the lower quartile are drawn at the edge, with their number."""
+OUTLIER_POINTS = 20.0
+"""Accuracies this many points below the lower quartile are drawn at the edge, with their value."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One setting's figure: None where all of its runs diverged or nothing is known."""
+    """The figure of one setting; None if all of its runs diverged or it is unknown."""
 
     mean: float | None
     spread: float | None = None
@@ -30,14 +30,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """What is drawn with one marker."""
+    """The points drawn with one marker."""
 
     name: str
     points: list[Point]
 
 
 def save_figure(path: Path, draw: Callable[[Any], None], size: tuple[float, float]) -> str | None:
-    """Draw into a new figure and save it; where matplotlib is missing, returns the line that says so."""
+    """Draw into a new figure and save it; without matplotlib, return a line that says so."""
     if importlib.util.find_spec("matplotlib") is None:
         return NO_MATPLOTLIB
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
@@ -47,7 +47,7 @@ def save_figure(path: Path, draw: Callable[[Any], None], size: tuple[float, floa
 
 
 def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: Sequence[Series]) -> str | None:
-    """One row a name, one marker a series, bars for the spread; diverged ones stand in a strip of their own."""
+    """Draw one row per name and one marker per series, bars for the spread; diverged runs in a separate strip."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -83,14 +83,14 @@ def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: S
 
 
 def _limits(series: Sequence[Series]) -> tuple[float, float]:
-    """From a little below the lowest figure that is not far below the others, to a little above the highest."""
+    """Return axis limits just beyond the lowest figure that is not an outlier, and the highest."""
     known = [(point.mean, point.spread or 0.0) for one in series for point in one.points if point.mean is not None]
     if not known:
         return 0.0, 1.0
-    least = sorted(mean for mean, _ in known)[len(known) // 4] - FAR_BELOW
+    least = sorted(mean for mean, _ in known)[len(known) // 4] - OUTLIER_POINTS
     lowest = min(max(mean - spread, least) for mean, spread in known if mean >= least)
     top = max(mean for mean, _ in known)
-    highest = max(min(mean + spread, top + 0.05 * (top - lowest)) for mean, spread in known)  # long bars may be cut
+    highest = max(min(mean + spread, top + 0.05 * (top - lowest)) for mean, spread in known)  # clip long bars
     room = 0.04 * (highest - lowest) or 1.0
     return lowest - room, highest + room
 
@@ -114,7 +114,7 @@ def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, str
 def draw_lines(
     path: Path, title: str, unit: str, setting: str, values: Sequence[float], series: Sequence[Series]
 ) -> str | None:
-    """One line a series over the values of a setting; a crossed marker at the lower edge where a run diverged."""
+    """Draw one line per series over the values of a setting; mark diverged runs at the lower edge."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -136,7 +136,7 @@ def draw_lines(
         if lost:
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.06 * len(series) * (high - low), high)
-            axes.plot([], [], "kx", label="on a marker at the lower edge: diverged")
+            axes.plot([], [], "kx", label="crossed marker at the lower edge: diverged")
         if len(series) > 1 or lost:
             figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
@@ -144,7 +144,7 @@ def draw_lines(
 
 
 def _aside(values: Sequence[float], places: float, logarithmic: bool) -> list[float]:
-    """The values moved a little to the side, so that bars do not hide each other."""
+    """Shift the values slightly, so that error bars do not hide each other."""
     if logarithmic:
         return [value * (max(values) / min(values)) ** (0.006 * places) for value in values]
     return [value + 0.006 * places * (max(values) - min(values)) for value in values]
@@ -166,7 +166,7 @@ def _draw_line(axes: Any, values: Sequence[float], one: Series, number: int) -> 
 
 
 def _draw_lost(axes: Any, value: float, number: int) -> None:
-    """The series' marker, hollow and crossed, above the axis; one height a series."""
+    """Draw the series' marker, hollow and crossed, above the axis; one height per series."""
     where = {"transform": axes.get_xaxis_transform(), "color": COLOURS[number], "linestyle": "none", "zorder": 5}
     height = 0.03 + 0.05 * number
     axes.plot(value, height, marker=MARKERS[number], markersize=9, markerfacecolor="none", **where)

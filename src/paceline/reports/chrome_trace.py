@@ -1,6 +1,6 @@
-"""A run as a trace of Chrome's JSON format, for ui.perfetto.dev: a track a worker, the server's updates, counters.
+"""Writes a run as a Chrome JSON trace for ui.perfetto.dev: a track per worker, updates, counters.
 
-Reads run folders only. Bounded: of a long run several pushes become one span, and what was left out is said.
+Reads only the run folder. Its size is bounded: in a long run several pushes share one span, and a note says so.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.analysis.timeline import Accounts, Span, Timeline, Update
 from paceline.errors import UserError
-from paceline.runs.arrival_log import Log, look_into
+from paceline.runs.arrival_log import Log, scan_log
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 
 WORKERS = 2
-"""The number of the workers' process in the trace, and of the first worker's thread; the server is 1."""
+"""Process id of the workers in the trace, and thread id of the first worker; the server is 1."""
 
 
 SERVER = {"pid": 1, "tid": 1}
@@ -35,12 +35,12 @@ TraceEvent = dict[str, Any]
 
 
 def microseconds(seconds: float) -> float:
-    """As the format wants it; all ends are rounded alike, so that spans that meet still do."""
+    """Convert to the trace's unit; equal rounding, so that adjacent spans still meet."""
     return round(seconds * 1e6, 3)
 
 
 class OneByOne:
-    """Every span and update, with an arrow from each push to the update it went into."""
+    """Emits every span and update, with an arrow from each push to its update."""
 
     def __init__(self, server_seconds: float) -> None:
         self._seconds = server_seconds
@@ -63,7 +63,7 @@ class OneByOne:
             if push in self._sent:
                 worker, at = self._sent.pop(push)
                 arrow = {"name": "push", "cat": "push", "id": push}
-                yield {"ph": "s", **arrow, **place_of(worker), "ts": microseconds(at)}
+                yield {"ph": "s", **arrow, **thread_of(worker), "ts": microseconds(at)}
                 yield {"ph": "f", "bp": "e", **arrow, **SERVER, "ts": microseconds(update.now)}
 
     def _updated(self, update: Update, before: float) -> TraceEvent:
@@ -71,13 +71,13 @@ class OneByOne:
         args = {"version": update.version, "pushes": len(update.pushes)}
         return {**slice_of(0, f"update {update.version}", update.now, end, args), "cat": "server", **SERVER}
 
-    def rest(self) -> Iterator[TraceEvent]:
+    def flush(self) -> Iterator[TraceEvent]:
         if self._last is not None:
             yield self._updated(self._last, self._last.now + self._seconds)
 
 
 class Together:
-    """So many pushes of a worker as one: how long it computed, sent, waited; and so many updates as one."""
+    """Merges several pushes of a worker into one span per activity, and several updates into one."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -89,7 +89,7 @@ class Together:
 
     def span(self, span: Span) -> Iterator[TraceEvent]:
         if span.kind == "dead":
-            yield from self._drawn(span.worker)
+            yield from self._flush_worker(span.worker)
             yield slice_of(span.worker, "dead", span.begin, span.end, {})
             return
         sums = self._sums.setdefault(span.worker, dict.fromkeys(ORDER, 0.0))
@@ -98,9 +98,9 @@ class Together:
         if span.fate is not None:
             self._pushes[span.worker] = self._pushes.get(span.worker, 0) + 1
             if self._pushes[span.worker] >= self._number:
-                yield from self._drawn(span.worker)
+                yield from self._flush_worker(span.worker)
 
-    def _drawn(self, worker: int) -> Iterator[TraceEvent]:
+    def _flush_worker(self, worker: int) -> Iterator[TraceEvent]:
         if worker not in self._began:
             return
         begin, end = self._began.pop(worker)
@@ -122,9 +122,9 @@ class Together:
         name = f"updates {self._first.version} to {self._latest.version}"
         return {**slice_of(0, name, self._first.now, end, {}), "cat": "server", **SERVER}
 
-    def rest(self) -> Iterator[TraceEvent]:
+    def flush(self) -> Iterator[TraceEvent]:
         for worker in list(self._began):
-            yield from self._drawn(worker)
+            yield from self._flush_worker(worker)
         if self._first is not None and self._latest is not None:
             yield self._updated(self._latest.now)
 
@@ -132,39 +132,39 @@ class Together:
 def slice_of(worker: int, name: str, begin: float, end: float, args: dict[str, Any]) -> TraceEvent:
     at = microseconds(begin)
     lasts = {"ts": at, "dur": round(microseconds(end) - at, 3)}
-    return {"ph": "X", "name": name, "cat": "worker", **place_of(worker), **lasts, "args": args}
+    return {"ph": "X", "name": name, "cat": "worker", **thread_of(worker), **lasts, "args": args}
 
 
-def metadata(place: dict[str, int], what: str, **args: Any) -> TraceEvent:
-    return {"ph": "M", "name": what, **place, "ts": 0, "args": args}
+def metadata(thread: dict[str, int], what: str, **args: Any) -> TraceEvent:
+    return {"ph": "M", "name": what, **thread, "ts": 0, "args": args}
 
 
-def place_of(worker: int) -> dict[str, int]:
+def thread_of(worker: int) -> dict[str, int]:
     return {"pid": WORKERS, "tid": WORKERS + worker}
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Return the value; NaN and infinity as text, because JSON has neither."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-MOST_PUSHES = 30_000
-MOST_ROWS = 5_000
+MAX_PUSHES = 30_000
+MAX_ROWS = 5_000
 COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
-HERE = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps")
-EVERYWHERE = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
+WORKER_EVENTS = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps")
+RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which seconds of training are drawn, and how many pushes at most one by one."""
+    """The seconds of training to draw, and the number of pushes up to which each is drawn by itself."""
 
     begin: float = 0.0
     end: float = float("inf")
-    most: int = MOST_PUSHES
+    max_pushes: int = MAX_PUSHES
 
-    def cut(self, span: Span) -> Span | None:
-        """What of a span lies in it."""
+    def clip(self, span: Span) -> Span | None:
+        """Return the part of a span inside the window, or None."""
         if self.begin <= span.begin and span.end <= self.end:
             return span
         begin, end = max(span.begin, self.begin), min(span.end, self.end)
@@ -172,7 +172,7 @@ class Part:
 
 
 def write_trace(path: Path, output: Path, part: Part) -> tuple[int, list[str]]:
-    """Write the trace of a run; returns how many events it has, and what the user should know of it."""
+    """Write the trace of a run; return its number of events, and notes for the user."""
     folder = RunFolder.open(path)
     trace = Trace(folder, part)
     num_events = 0
@@ -195,7 +195,7 @@ def write_trace(path: Path, output: Path, part: Part) -> tuple[int, list[str]]:
 
 
 def _text(raw: BinaryIO, output: Path) -> io.TextIOWrapper:
-    """Compressed, where the name says so; the same run gives the same bytes."""
+    """Open the output as text, compressed if its name ends in .gz; equal runs give equal bytes."""
     if output.suffix == ".gz":
         return io.TextIOWrapper(gzip.GzipFile("", "wb", 6, raw, mtime=0), encoding="utf-8", write_through=False)
     return io.TextIOWrapper(raw, encoding="utf-8", write_through=False)
@@ -207,40 +207,38 @@ class Trace:
     def __init__(self, folder: RunFolder, part: Part) -> None:
         self._folder, self._part, self._config = folder, part, folder.config()
         self._log = _log_of(folder)
-        self._rows = _standing_rows(folder)
+        self._rows = _effective_rows(folder)
         self.notes = _notes_of(self._log)
-        inside = [record for record in self._standing() if part.begin <= record.now <= part.end]
+        self._records = self._log.effective_records
+        inside = [record for record in self._records if part.begin <= record.now <= part.end]
         pushes = sum(record.kind == "push" for record in inside)
-        self._together = -(-pushes // part.most)
-        """Pushes that become one."""
-        if self._together > 1:
+        self._group_size = -(-pushes // part.max_pushes)
+        """Pushes per span."""
+        if self._group_size > 1:
             self.notes.append(
-                f"{pushes:,} pushes are too many to draw one by one: a span is {self._together} of them, without "
+                f"{pushes:,} pushes are too many to draw one by one: each span covers {self._group_size}, without "
                 "arrows; --from and --to show a part in full"
             )
-
-    def _standing(self) -> Iterable[Any]:
-        return (self._log.records[place] for place in self._log.standing)
 
     def events(self) -> Iterator[TraceEvent]:
         accounts = Accounts.of(self._rows, self._config)
         timeline = Timeline(self._config, accounts)
         workers: set[int] = set()
-        whole = OneByOne(self._server_seconds()) if self._together <= 1 else Together(self._together)
-        for one in timeline.follow(self._standing()):
+        whole = OneByOne(self._server_seconds()) if self._group_size <= 1 else Together(self._group_size)
+        for one in timeline.follow(self._records):
             if isinstance(one, Update):
                 if self._part.begin <= one.now <= self._part.end:
                     yield from whole.update(one)
-            elif (span := self._part.cut(one)) is not None:
+            elif (span := self._part.clip(one)) is not None:
                 workers.add(span.worker)
                 yield from whole.span(span)
-        yield from whole.rest()
+        yield from whole.flush()
         yield from self._named(workers)
         yield from self._counted()
         yield from self._happened()
-        if timeline.num_astray:
+        if timeline.num_mismatched:
             self.notes.append(
-                f"{timeline.num_astray} pushes were answered otherwise than the settings say: drawn as answered at once"
+                f"{timeline.num_mismatched} pushes do not match the settings: drawn as if answered at once"
             )
 
     def _server_seconds(self) -> float:
@@ -251,18 +249,18 @@ class Trace:
         name = self._folder.path.resolve().name
         yield metadata(SERVER, "process_name", name=f"{name}: {self._config.strategy}")
         yield metadata(SERVER, "thread_name", name="server")
-        yield metadata(place_of(0), "process_name", name="workers")
+        yield metadata(thread_of(0), "process_name", name="workers")
         for worker in sorted(workers):
-            yield metadata(place_of(worker), "thread_name", name=f"worker {worker}")
-            yield metadata(place_of(worker), "thread_sort_index", sort_index=worker)
+            yield metadata(thread_of(worker), "thread_name", name=f"worker {worker}")
+            yield metadata(thread_of(worker), "thread_sort_index", sort_index=worker)
 
     def _inside(self, kinds: tuple[str, ...], what: str) -> list[dict[str, Any]]:
-        """Rows of these kinds in the part that is drawn, thinned where there are too many."""
+        """Return rows of these kinds inside the window, thinned if there are too many."""
         found = [row for row in self._rows if row.get("kind") in kinds and "now" in row]
         found = [row for row in found if self._part.begin <= row["now"] <= self._part.end]
-        every = -(-len(found) // MOST_ROWS)
+        every = -(-len(found) // MAX_ROWS)
         if every > 1:
-            self.notes.append(f"of {len(found):,} {what} one in {every} is drawn")
+            self.notes.append(f"one in {every} of {len(found):,} {what} is drawn")
         return found[:: max(1, every)]
 
     def _counted(self) -> Iterator[TraceEvent]:
@@ -273,22 +271,22 @@ class Trace:
                     yield {"ph": "C", "name": name, **SERVER, "ts": at, "args": {"value": row[field]}}
 
     def _happened(self) -> Iterator[TraceEvent]:
-        for row in self._inside((*HERE, *EVERYWHERE), "happenings"):
-            here = row["kind"] in HERE and isinstance(row.get("worker"), int)
-            place = {**place_of(row["worker"]), "s": "t"} if here else {**SERVER, "s": "p"}
+        for row in self._inside((*WORKER_EVENTS, *RUN_EVENTS), "events"):
+            here = row["kind"] in WORKER_EVENTS and isinstance(row.get("worker"), int)
+            thread = {**thread_of(row["worker"]), "s": "t"} if here else {**SERVER, "s": "p"}
             args = {name: finite(value) for name, value in row.items() if name not in ("kind", "now")}
             name = row["kind"].replace("_", " ")
-            yield {"ph": "i", "name": name, "cat": "event", "ts": microseconds(row["now"]), **place, "args": args}
+            yield {"ph": "i", "name": name, "cat": "event", "ts": microseconds(row["now"]), **thread, "args": args}
 
 
 def _log_of(folder: RunFolder) -> Log:
     if not folder.arrivals_file.is_file():
         result = folder.result() or {}
-        why = "runs of the lab keep none" if result.get("lab") else "the run never started, or its log was lost"
-        raise UserError(f"{folder.path} has no {folder.arrivals_file.name}, which a trace is made from: {why}")
-    log = look_into(folder.arrivals_file, folder.config())
+        why = "lab runs have none" if result.get("lab") else "the run never started, or its log is lost"
+        raise UserError(f"{folder.path} has no {folder.arrivals_file.name}, which a trace needs: {why}")
+    log = scan_log(folder.arrivals_file, folder.config())
     if not log.records:
-        raise UserError(f"{folder.arrivals_file} holds no record: the run never started")
+        raise UserError(f"{folder.arrivals_file} has no records: the run never started")
     return log
 
 
@@ -296,14 +294,14 @@ def _notes_of(log: Log) -> list[str]:
     notes = []
     if log.torn:
         notes.append(f"arrivals.log is cut off or damaged after {len(log.records):,} records: drawn up to there")
-    undone = len(log.records) - len(log.standing)
+    undone = len(log.records) - len(log.effective_indices)
     if undone:
-        notes.append(f"{undone:,} records that a resume took back are left out")
+        notes.append(f"{undone:,} records that a resume undid are ignored")
     return notes
 
 
-def _standing_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    """The event rows, without those that a resume took back: the clock went on from before them."""
+def _effective_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the event rows without those that a resume undid: the clock went back before them."""
     rows: list[dict[str, Any]] = []
     if folder.events_file.is_file():
         for row in read_events(folder.events_file):

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on and when it ends: a progress bar or plain lines, then the familiar figures."""
+"""Terminal output of a run: a progress bar or plain lines, then the final figures."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_SECONDS = 10.0
-LINES_A_TIME = 20
-"""Lines of progress, at most, in the time that has passed so far; then as many in as long again."""
+LINES_PER_DOUBLING = 20
+"""Plain progress lines until now, at most; then as many again each time the elapsed time doubles."""
 FRAME_SECONDS = 0.1
 NARROW = 64
-"""Columns below which the bar itself goes, and the figures stay."""
-MOST_CLASSES = 20
-"""That are shown one by one; the result has all."""
+"""Columns below which the bar is dropped and only the figures are shown."""
+MAX_CLASSES = 20
+"""Classes listed one by one; the result has all."""
 
 
 class Console:
-    """Takes the rows a host reports. On a terminal it draws a bar; elsewhere it writes a line now and then."""
+    """Receives the rows a host reports. Draws a bar on a terminal, else prints a line now and then."""
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         stream = stream or sys.stderr
         self.stopping: str | None = None
-        """Why the run is asked to end, once it is; it may come to its end by itself before it hears of that."""
+        """Reason of a requested stop; the run may still finish by itself first."""
         self._quiet = quiet or stream is None  # a closed standard error is None
         self._stream = stream
         self._bar: Progress | None = None
@@ -51,7 +51,7 @@ class Console:
         self.close()
 
     def report(self, row: dict[str, Any]) -> None:
-        """One row from the run: progress, a note, or what is being scored."""
+        """Show one row of the run: progress, a note, or an evaluation."""
         match row["kind"]:
             case "progress":
                 self._progress(row)
@@ -66,7 +66,7 @@ class Console:
                 self.note(f"{self.stopping}: saving what there is")
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Print one permanent line."""
         if self._quiet:
             return
         text = fold_for(self._stream, [text])
@@ -83,11 +83,11 @@ class Console:
             self.note(f"{100 * row['fraction']:3.0f} %  update {row['updates']}  {_figures(row)}")
 
     def _between_lines(self) -> float:
-        """Seconds to the next line in a file: the rarer the longer it has been, so that a day is a hundred lines."""
-        return max(PLAIN_SECONDS, (time.monotonic() - self._began) / LINES_A_TIME)
+        """Return the seconds until the next plain line; they grow with the run, so that a day is a hundred lines."""
+        return max(PLAIN_SECONDS, (time.monotonic() - self._began) / LINES_PER_DOUBLING)
 
     def _working(self, text: str, fraction: float | None, seconds_left: float | None) -> None:
-        """Where long work other than one run is: the bar where its share is known, else a line now and then."""
+        """Show the progress of work other than a run: the bar if its share is known, else a line now and then."""
         if self._quiet or time.monotonic() < self._next_line:
             return
         if self._fancy and fraction is not None:
@@ -128,7 +128,7 @@ class Console:
             self._bar.refresh()
 
     def close(self) -> None:
-        """Put the terminal back as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -144,7 +144,7 @@ def _figures(row: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Minutes, seconds and milliseconds, as the published tables print them.
+    """Return minutes, seconds and milliseconds, as the published tables print them.
 
     >>> clock(175.634)
     '02:55:634'
@@ -154,7 +154,7 @@ def clock(seconds: float) -> str:
 
 
 def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folder: str) -> list[str]:
-    """The lines people know from the published tables, and what else the run came to."""
+    """Return the final lines, in the form of the published tables, with the other figures of the run."""
     lines = [f"training time: {clock(result['train_seconds'])}"]
     for which in ("train", "validation", "test"):
         if result[f"{which}_accuracy"] is not None:
@@ -174,8 +174,8 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
     for worker, figures in (result.get("reported") or {}).items():
-        told = ", ".join(f"{name} {_measured(value)}" for name, value in figures.items())
-        lines.append(f"reported by worker {worker}: {told}")
+        text = ", ".join(f"{name} {_measured(value)}" for name, value in figures.items())
+        lines.append(f"reported by worker {worker}: {text}")
     if result.get("simulated"):
         lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
@@ -188,7 +188,7 @@ def _measured(value: float | None) -> str:
 
 
 def _shares(utilisation: list[dict[str, float]]) -> str:
-    """What the workers did with their time, on average and at worst."""
+    """Return how the workers spent their time, on average and for the least busy one."""
     number = len(utilisation)
     means = {name: 100 * sum(worker[name] for worker in utilisation) / number for name in utilisation[0]}
     least = min(range(number), key=lambda worker: utilisation[worker]["computing"])
@@ -199,7 +199,7 @@ def _shares(utilisation: list[dict[str, float]]) -> str:
 def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:
     names = classes or tuple(str(number) for number in range(len(accuracies)))
     scored = [(name, value) for name, value in zip(names, accuracies, strict=False) if value is not None]
-    if len(scored) > MOST_CLASSES:
+    if len(scored) > MAX_CLASSES:
         lowest = ", ".join(f"{name} {value:.1f}" for name, value in sorted(scored, key=lambda one: one[1])[:5])
         return f"Test accuracy of {len(scored)} classes, the lowest: {lowest}"
     return "Test accuracy by class: " + ", ".join(f"{name} {value:.1f}" for name, value in scored)

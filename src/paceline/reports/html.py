@@ -1,6 +1,6 @@
-"""One self-contained HTML page of one run or several: the digests as JSON, and a script that draws them.
+"""Renders runs as one self-contained HTML page: report data as JSON, and scripts that draw it.
 
-It opens offline and asks the network for nothing. A live page is the same page with a feed of digests that changed.
+The page works offline and loads nothing. A live page also listens to a feed of changed runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STYLE = "page.css"
 
 @dataclass(frozen=True)
 class LiveFeed:
-    """Where a live page hears of digests that changed: server-sent events, each a JSON list of them."""
+    """The URL of the server-sent events of a live page; each event is a JSON list of changed runs."""
 
     url: str
 
 
 def render(digests: Sequence[dict[str, Any]], live: LiveFeed | None = None) -> str:
-    """The page, as text."""
+    """Return the page as text."""
     facts = {
         "runs": list(digests),
         "live": live.url if live is not None else None,
@@ -60,7 +60,7 @@ script-src 'unsafe-inline'; img-src data:; connect-src {connect}">
 {_asset(STYLE)}</style>
 </head>
 <body>
-<main id="page"><noscript>This page draws its charts with a script of its own; allow it to run.</noscript></main>
+<main id="page"><noscript>This page draws its charts with JavaScript: enable it.</noscript></main>
 <script type="application/json" id="facts">{_embed(facts)}</script>
 <script>
 (() => {{
@@ -78,7 +78,7 @@ def _asset(name: str) -> str:
 
 
 def _embed(facts: dict[str, Any]) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Return JSON that cannot close its HTML element."""
     return json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Runs as tables for the terminal: those of a folder, and several side by side with what differs between them."""
+"""Write one run or several as text, and list their figures for JSON and CSV."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from paceline.analysis.listing import SETTINGS, Row, is_number
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold
 
-MOST_DIFFERENCES = 6
-"""Settings that get a column; the others are named below the table."""
-UNTOLD = ("data_dir", "track", "keep", "checkpoint_every", "restart", "recovery", "durable", "threads", "model", "like")
-"""Settings that say nothing about how runs compare, or that have their column anyway."""
+MAX_DIFFERENCES = 6
+"""Settings with a column; the others are listed below the table."""
+IGNORED_SETTINGS = (
+    "data_dir",
+    "track",
+    "keep",
+    "checkpoint_every",
+    "restart",
+    "recovery",
+    "durable",
+    "threads",
+    "model",
+    "like",
+)
+"""Settings that do not affect how runs compare, or that have a column anyway."""
 
 
 class Figure(NamedTuple):
-    """A column of figures: what stands above it, how it is written, how soon it goes where room is short."""
+    """A column of figures: its heading, key, number format, and when it is dropped if space is short."""
 
     head: str
     key: str
     form: str
-    goes: int
+    drop_order: int
 
 
 FIGURES = (
@@ -37,9 +48,9 @@ FIGURES = (
 
 
 def run_list(rows: list[Row], where: str, width: int) -> str:
-    """One line a run, then what is wrong with those that are damaged."""
+    """Return one line per run, then the problems of damaged runs."""
     if not rows:
-        return f"{where} holds no runs that fit: 'paceline list {where}' shows all, 'paceline train' makes one"
+        return f"no runs in {where} match: 'paceline list {where}' shows all, 'paceline train' creates one"
     columns: list[tuple[Column, Callable[[Row], str]]] = [
         (Column("run", 0), lambda row: row["run"]),
         (Column("strategy", 5), lambda row: str(row["strategy"] or "-")),
@@ -54,16 +65,18 @@ def run_list(rows: list[Row], where: str, width: int) -> str:
 
 
 def compare(rows: list[Row], width: int) -> str:
-    """One line a run: the settings that differ, what it came to; below, what is wrong and what else differs."""
-    differing = [name for name in SETTINGS if name not in UNTOLD and len({str(row[name]) for row in _sound(rows)}) > 1]
-    shown = list(dict.fromkeys(["strategy", "workers", *differing]))[:MOST_DIFFERENCES]
+    """Return one line per run with mismatched_keys settings and results; then problems and further differences."""
+    mismatched_keys = [
+        name for name in SETTINGS if name not in IGNORED_SETTINGS and len({str(row[name]) for row in _sound(rows)}) > 1
+    ]
+    shown = list(dict.fromkeys(["strategy", "workers", *mismatched_keys]))[:MAX_DIFFERENCES]
     figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in rows)]
     if not any(row["dropped_pushes"] for row in rows):
         figures = [figure for figure in figures if figure.key != "dropped_pushes"]
-    telling = {name: 5 if name not in differing else 10 if name == "strategy" else 8 for name in shown}
-    columns = [Column("run", 0), *(Column(name.replace("_", "-"), goes) for name, goes in telling.items())]
+    telling = {name: 5 if name not in mismatched_keys else 10 if name == "strategy" else 8 for name in shown}
+    columns = [Column("run", 0), *(Column(name.replace("_", "-"), drop_order) for name, drop_order in telling.items())]
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] or {}))
-    columns += [*(Column(figure.head, figure.goes) for figure in figures), *(Column(name, 5) for name in metrics)]
+    columns += [*(Column(figure.head, figure.drop_order) for figure in figures), *(Column(name, 5) for name in metrics)]
     columns.append(Column("status", 0))
     cells = [
         [
@@ -76,9 +89,9 @@ def compare(rows: list[Row], width: int) -> str:
         for row in rows
     ]
     lines = [fit_table(columns, cells, width), *_problems(rows, width)]
-    more = [name.replace("_", "-") for name in differing if name not in shown]
+    more = [name.replace("_", "-") for name in mismatched_keys if name not in shown]
     if more:
-        lines.append(fold(f"they differ in {', '.join(more)} too: --csv has all", width))
+        lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""A run in words: the verdict in a sentence, the closing lines, and what happened on the way."""
+"""Describes a run in sentences: its outcome, the closing lines, and its events."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FIRST_WORDS = {
     "stopped": "Stopped early",
     "killed": "Ended without a result",
     "running": "Running",
-    "evaluating": "Being scored",
+    "evaluating": "Evaluating",
     "starting": "Starting",
     "damaged": "Damaged",
 }
 
 
-def verdict(status: str, figures: dict[str, Any], way_on: str | None) -> str:
-    """How the run stands and how good it got, in one sentence or two."""
+def outcome_sentence(status: str, figures: dict[str, Any], resume_hint: str | None) -> str:
+    """Return the status and the quality of the run in one or two sentences."""
     reason = figures.get("reason")
     if status == "diverged" and reason:
         return str(reason)[0].upper() + str(reason)[1:] + ("" if str(reason).endswith((".", "?")) else ".")
@@ -29,11 +29,11 @@ def verdict(status: str, figures: dict[str, Any], way_on: str | None) -> str:
     good, much = _how_good(figures), _how_much(figures, status)
     got = f"{first}: {good} {much}" if good else f"{first} {much}"
     sentence = f"{got.strip()}, {_how_fast(figures)}."
-    return f"{sentence} To go on: {way_on}." if way_on else sentence
+    return f"{sentence} To continue: {resume_hint}." if resume_hint else sentence
 
 
 def _how_good(figures: dict[str, Any]) -> str:
-    when = " when last scored," if figures.get("scored_early") else ""
+    when = " at the last evaluation," if figures.get("scored_early") else ""
     for which in ("test", "validation", "train"):
         accuracy, loss = figures.get(f"{which}_accuracy"), figures.get(f"{which}_loss")
         if accuracy is not None:
@@ -60,7 +60,7 @@ def _how_fast(figures: dict[str, Any]) -> str:
 
 
 def closing(result: dict[str, Any] | None, classes: tuple[str, ...] | None, folder: str) -> list[str]:
-    """The lines that the run ended with; none where its result is not whole."""
+    """Return the closing lines of the run; empty if its result is incomplete."""
     try:
         return closing_lines(result, classes, folder) if result is not None else []
     except (KeyError, TypeError, ValueError):
@@ -72,13 +72,13 @@ def class_names(settings: dict[str, Any]) -> tuple[str, ...] | None:
     return info.classes if info is not None else None
 
 
-def happening(row: dict[str, Any]) -> str | None:
-    """An event as a line; None for those that charts tell of."""
-    text = _coming_and_going(row) if row["kind"].startswith("worker_") else _told(row)
+def event_sentence(row: dict[str, Any]) -> str | None:
+    """Return an event as a sentence; None for events that charts show."""
+    text = _worker_event(row) if row["kind"].startswith("worker_") else _run_event(row)
     return text[0].upper() + text[1:] if text else None
 
 
-def _coming_and_going(row: dict[str, Any]) -> str | None:
+def _worker_event(row: dict[str, Any]) -> str | None:
     worker, pushes = f"worker {row.get('worker')}", f"after {_amount(row, 'pushes')} pushes"
     match row["kind"]:
         case "worker_joined" if row["now"] > 0 or row.get("incarnation"):
@@ -88,7 +88,7 @@ def _coming_and_going(row: dict[str, Any]) -> str | None:
         case "worker_left":
             return f"{worker} left {pushes}"
         case "worker_draining":
-            return f"{worker} is drained"
+            return f"{worker} is being drained"
     return None
 
 
@@ -97,23 +97,23 @@ def _amount(row: dict[str, Any], name: str) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
-def _told(row: dict[str, Any]) -> str | None:
+def _run_event(row: dict[str, Any]) -> str | None:
     match row["kind"]:
         case "fault":
-            whom = f" of worker {row['worker']}" if row.get("worker") is not None else ""
-            return f"fault on purpose: {row.get('fault')}{whom}"
+            target = f" of worker {row['worker']}" if row.get("worker") is not None else ""
+            return f"injected fault: {row.get('fault')}{target}"
         case "run_resumed":
-            return f"the run went on from update {_amount(row, 'updates')}"
+            return f"the run resumed at update {_amount(row, 'updates')}"
         case "recovered":
-            again = f"{_amount(row, 'recomputed_pushes')} pushes were computed again"
+            again = f"{_amount(row, 'recomputed_pushes')} pushes were recomputed"
             return again + (f", {_amount(row, 'lost_pushes')} are lost" if row.get("lost_pushes") else "")
         case "deal":
             members = row.get("members")
-            return f"the data was dealt anew to {len(members) if isinstance(members, list) else '?'} workers"
+            return f"the data was reassigned to {len(members) if isinstance(members, list) else '?'} workers"
         case "writing_failed":
             return f"{row.get('what')} could not be written: {row.get('error')}"
         case "turned_away":
-            return f"turned away: {row.get('text')}"
+            return f"rejected: {row.get('text')}"
         case "stopped":
             return f"stopped: {row.get('reason')}"
     return None

@@ -1,17 +1,17 @@
-"""How a run stands, as text: a line about it, a line for each worker, and who is slow and why."""
+"""Formats the status of a run as text: the run, a table of workers, and the stragglers with causes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from paceline.analysis.status import RunStatus, WorkerStatus
-from paceline.analysis.stragglers import SLOWER, Straggler, stragglers
+from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold
 
-MOST_WORKERS = 32
-"""That are shown one by one; `--json` has all."""
-MOST_NAMED = 8
+MAX_WORKERS = 32
+"""Workers shown; `--json` has all."""
+MAX_NAMED = 8
 QUIET_SECONDS = 15.0
 
 
@@ -29,37 +29,37 @@ COLUMNS = (
 )
 
 
-def describe(status: RunStatus, width: int = 80) -> str:
-    """Everything there is to say, no line longer than `width`."""
-    return "\n".join([describe_run(status, width), *describe_workers(status, width)])
+def format_status(status: RunStatus, width: int = 80) -> str:
+    """Return the whole status, with lines of at most `width`."""
+    return "\n".join([format_run(status, width), *format_workers(status, width)])
 
 
-def describe_run(status: RunStatus, width: int = 80) -> str:
-    """What is to be said of the run as a whole."""
+def format_run(status: RunStatus, width: int = 80) -> str:
+    """Return the lines about the run as a whole."""
     return fold(_run_line(status), width)
 
 
-def describe_workers(status: RunStatus, width: int = 80, most: int = MOST_WORKERS) -> list[str]:
-    """Of its workers: at most so many, and who is slow."""
+def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WORKERS) -> list[str]:
+    """Return the table of at most `max_workers` workers, and the stragglers."""
     parts = []
     if status.workers:
         found = stragglers(status.workers)
-        shown = _chosen(status.workers, found, most)
+        shown = _select_workers(status.workers, found, max_workers)
         parts.append(fold(_span_line(status), width))
         parts.append(worker_table(shown, width))
         if len(shown) < len(status.workers):
             left = len(status.workers) - len(shown)
             parts.append(
-                fold(f"and {left:,} workers more, none of them worse; 'paceline status --json' has all", width)
+                fold(f"and {left:,} more workers, none of them slower; 'paceline status --json' has all", width)
             )
         parts += [fold(line, width) for line in findings(status, found)]
     elif status.status != "starting":
-        parts.append(fold("its events say nothing of its workers", width))
+        parts.append(fold("its events have no figures of its workers", width))
     return parts
 
 
 def seconds_text(seconds: float | None) -> str:
-    """With as many digits as one reads.
+    """Return a duration with a readable number of digits.
 
     >>> [seconds_text(value) for value in (None, 0.00042, 0.0312, 1.5, 42.0, 600.0, 8000.0)]
     ['-', '0.42 ms', '31 ms', '1.5 s', '42 s', '10 min', '2.2 h']
@@ -74,9 +74,9 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def _run_line(status: RunStatus) -> str:
-    people = "1 worker" if status.num_workers == 1 else f"{status.num_workers:,} workers"
+    workers = "1 worker" if status.num_workers == 1 else f"{status.num_workers:,} workers"
     kind = "simulated, " if status.simulated else ""
-    parts = [f"{status.run}: {status.strategy}, {status.model}, {people}: {kind}{status.status}"]
+    parts = [f"{status.run}: {status.strategy}, {status.model}, {workers}: {kind}{status.status}"]
     if status.reason:
         parts[0] += f" ({status.reason})"
     if status.updates:
@@ -88,7 +88,7 @@ def _run_line(status: RunStatus) -> str:
     if status.seconds:
         parts.append(f"{seconds_text(status.seconds)} {'of virtual time' if status.simulated else 'of training'}")
     if status.deals:
-        parts.append(f"data dealt anew {'once' if status.deals == 1 else f'{status.deals:,} times'}")
+        parts.append(f"data reassigned {'once' if status.deals == 1 else f'{status.deals:,} times'}")
     if status.seconds_left is not None:
         parts.append(f"about {seconds_text(status.seconds_left)} left")
     return ", ".join(parts)
@@ -96,20 +96,20 @@ def _run_line(status: RunStatus) -> str:
 
 def _span_line(status: RunStatus) -> str:
     if status.span is None:
-        return "each worker, since the server began:"
+        return "each worker, since the server started:"
     return f"each worker, over the last {seconds_text(status.span)} of training:"
 
 
-def _chosen(workers: Sequence[WorkerStatus], found: Sequence[Straggler], most: int) -> list[WorkerStatus]:
-    """All, or where there are too many the stragglers first and some of the others."""
-    if len(workers) <= most:
+def _select_workers(workers: Sequence[WorkerStatus], found: Sequence[Straggler], count: int) -> list[WorkerStatus]:
+    """Return all workers, or the stragglers first if there are too many."""
+    if len(workers) <= count:
         return list(workers)
     named = {one.worker: place for place, one in reversed(list(enumerate(found)))}
-    return sorted(workers, key=lambda worker: named.get(worker.worker, len(found)))[:most]
+    return sorted(workers, key=lambda worker: named.get(worker.worker, len(found)))[:count]
 
 
 def worker_table(workers: Sequence[WorkerStatus], width: int = 80) -> str:
-    """A line a worker; columns that nobody can fill, or that do not fit, are left out."""
+    """Return one line per worker; drop columns that are empty or do not fit."""
     return fit_table(COLUMNS, [_cells(worker) for worker in workers], width)
 
 
@@ -127,16 +127,16 @@ def _cells(worker: WorkerStatus) -> list[str]:
 
 
 def findings(status: RunStatus, found: Sequence[Straggler]) -> list[str]:
-    """Who is slow and why, a sentence each; or that nobody is."""
-    lines = [_sentence(one) for one in found[:MOST_NAMED]]
-    if len(found) > MOST_NAMED:
-        lines.append(f"and {len(found) - MOST_NAMED:,} more that are slow")
+    """Return a sentence per straggler, or one that says that there are none."""
+    lines = [_sentence(one) for one in found[:MAX_NAMED]]
+    if len(found) > MAX_NAMED:
+        lines.append(f"and {len(found) - MAX_NAMED:,} more stragglers")
     quiet, one_process = status.quiet_seconds or 0.0, status.num_workers == 1 or status.simulated
     if quiet > QUIET_SECONDS and status.status == "running" and not one_process:
-        what = "the server is stopped, or in a ring a worker that all wait for"
+        what = "the server is stopped, or the others of a ring wait for a stopped worker"
         lines.append(f"nothing was written for {seconds_text(quiet)}: {what}")
     if not lines and sum(worker.step_seconds is not None for worker in status.workers) > 1:
-        lines.append(f"all workers are alike: nobody takes {SLOWER:g} times as long as the others")
+        lines.append(f"no stragglers: no worker takes {SLOW_THRESHOLD:g} times as long as the others")
     return lines
 
 
@@ -144,10 +144,10 @@ def _sentence(one: Straggler) -> str:
     own, usual = seconds_text(one.seconds), seconds_text(one.usual)
     match one.cause:
         case "compute":
-            return f"worker {one.worker} is slow, by its compute: a step takes it {own}, the others {usual}"
+            return f"worker {one.worker} is slow (compute): {own} per step, the others {usual}"
         case "link":
-            return f"worker {one.worker} is slow, by its link: sending takes it {own} a push, the others {usual}"
+            return f"worker {one.worker} is slow (link): {own} to send a push, the others {usual}"
         case "paused":
-            return f"worker {one.worker} is paused: silent on its turn for {own}, up to {usual} is normal for it"
+            return f"worker {one.worker} is paused: silent for {own} on its turn, up to {usual} is normal for it"
         case _:
             return f"worker {one.worker} is lost"

@@ -1,10 +1,10 @@
-"""Plain tables for the terminal, as wide as it is; data sets and where they lie."""
+"""Plain tables that fit the terminal, CSV output, and the table of data sets."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.data.datasets import remedy
@@ -13,7 +13,7 @@ from paceline.system.terminal import UNLIMITED_WIDTH, fold
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; the first column to the left, numbers to the right.
+    """Pad columns to their widest cell; align the first column left, the others right.
 
     >>> print(table(["run", "loss"], [["a", "0.5"]]))
     run  loss
@@ -29,20 +29,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Column(NamedTuple):
-    """What stands above a column, and how soon it is left out where room is short (0: never)."""
+    """Heading of a column, and its order of removal if space is short (0: never)."""
 
     head: str
-    goes: int
+    drop_order: int
 
 
-FEWEST_LETTERS = 8
-"""That are left of a name."""
+MIN_LETTERS = 8
+"""Letters kept of a shortened name."""
 
 
 def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False) -> str:
-    """A table no wider than `width`: the least telling columns go first, then letters from the middle of long names.
+    """Return a table of at most `width` columns: drop columns by `drop_order`, then shorten long names in the middle.
 
-    Columns in which nobody has anything are left out, unless they are to be kept.
+    Empty columns are dropped unless `keep_empty`.
 
     >>> print(fit_table([Column("run", 0), Column("loss", 1), Column("%", 2)], [["a-long-name", "0.5", "90"]], 16))
     run           %
@@ -52,32 +52,50 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
     a-ver…-name
     """
     filled = [keep_empty or any(row[place] != "-" for row in rows) for place in range(len(columns))]
-    kept = [place for place, column in enumerate(columns) if not column.goes or filled[place]]
+    kept = [place for place, column in enumerate(columns) if not column.drop_order or filled[place]]
     while True:
         text = table([columns[place].head for place in kept], [[row[place] for place in kept] for row in rows])
         widest = max(map(len, text.splitlines()))
         if widest <= width:
             return text
-        leaving = [place for place in kept if columns[place].goes]
+        leaving = [place for place in kept if columns[place].drop_order]
         if not leaving:
             break
-        kept.remove(min(leaving, key=lambda place: (columns[place].goes, -place)))
+        kept.remove(min(leaving, key=lambda place: (columns[place].drop_order, -place)))
     longest = max(len(row[0]) for row in [*rows, [columns[0].head]])
-    room = max(FEWEST_LETTERS, longest - (widest - width))
+    room = max(MIN_LETTERS, longest - (widest - width))
     short = [[_shortened(row[0], room), *(row[place] for place in kept[1:])] for row in rows]
     return table([columns[place].head for place in kept], short)
 
 
 def _shortened(text: str, room: int) -> str:
-    """Without its middle, where it is too long."""
+    """Return the text, with its middle replaced by an ellipsis if it is too long."""
     if len(text) <= room:
         return text
     behind = (room - 1) // 2
     return f"{text[: room - 1 - behind]}…{text[-behind:]}"
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table.
+
+    >>> markdown_table(["run", "loss"], [["a", "0.5"]])
+    ['| run | loss |', '|---|---|', '| a | 0.5 |']
+    """
+    first, *others = [f"| {' | '.join(row)} |" for row in [head, *rows]]
+    return [first, "|---" * len(head) + "|", *others]
+
+
+def formatted(rows: Iterable[Mapping[str, Any]], forms: Sequence[str]) -> list[list[str]]:
+    """Return the values of each row as text, each column in its number format; missing values are empty."""
+    return [
+        ["" if value is None else format(value, form) for value, form in zip(row.values(), forms, strict=True)]
+        for row in rows
+    ]
+
+
 def as_csv(rows: list[dict[str, Any]], names: Sequence[str] | None = None) -> str:
-    """One line a row, under these names or those of the first."""
+    """Return one line per row, with these column names or those of the first row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, names or list(rows[0]))
     writer.writeheader()
@@ -89,7 +107,7 @@ DATA_COLUMNS = (Column("data set", 0), Column("train", 2), Column("test", 1), Co
 
 
 def data_table(rows: list[DatasetStatus], width: int = UNLIMITED_WIDTH) -> str:
-    """One row a data set, then where each lies or how to get it, and under which terms."""
+    """Return one row per data set, then its folder or how to get it, and its licence."""
     cells = [
         [row.name, f"{row.train_size:,}", f"{row.test_size:,}", (row.origin or "here") if row.found else "not here"]
         for row in rows

@@ -1,4 +1,4 @@
-"""A run's course in a bounded number of points: sums and extremes by spans of time, which grow as the run does."""
+"""Time series with a bounded number of points: sums and extremes per span of time; spans grow with the run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_SPANS = 400
-SHORTEST = 2.0**-20
-"""Seconds of a span at first; it doubles when a run needs more than MOST_SPANS of them."""
+MAX_SPANS = 400
+MIN_SPAN_SECONDS = 2.0**-20
+"""Initial length of a span; it doubles when a run needs more than MAX_SPANS."""
 DIGITS = 5
 Column = NDArray[np.float64]
 
 
 class Course:
-    """Of each quantity: mean, least, greatest and last value in each span of time."""
+    """Mean, minimum, maximum and last value of each quantity per span of time."""
 
-    def __init__(self, *names: str, most: int = MOST_SPANS) -> None:
-        self.names, self._most, self._seconds = names, most, SHORTEST
+    def __init__(self, *names: str, most: int = MAX_SPANS) -> None:
+        self.names, self._most, self._seconds = names, most, MIN_SPAN_SECONDS
         self.count = np.zeros(most)
         self.ends = np.full(most, -np.inf)
-        """When the last of a span was."""
+        """Time of the last value in each span."""
         shape = (len(names), most)
         self._counts, self._sums = np.zeros(shape), np.zeros(shape)
         self._least, self._greatest = np.full(shape, np.inf), np.full(shape, -np.inf)
         self._last = np.full(shape, np.nan)
 
     def add(self, now: Column, values: Mapping[str, Column]) -> None:
-        """What was at which time; a value that is no finite number is left out."""
+        """Add values at these times; ignore values that are not finite."""
         usable = np.isfinite(now) & (now >= 0.0)
         if not usable.any():
             return
@@ -50,7 +50,7 @@ class Course:
             self._last[row, here] = column
 
     def _halve(self) -> None:
-        """Two spans become one."""
+        """Merge each two spans into one."""
         self._seconds *= 2.0
         for table in (self.count, self._counts, self._sums):
             _fold(table, np.add, 0.0)
@@ -61,7 +61,7 @@ class Course:
 
     @property
     def seen(self) -> NDArray[np.bool_]:
-        """Which spans hold anything."""
+        """Mask of spans with values."""
         return self.count > 0
 
     @property
@@ -86,11 +86,11 @@ class Course:
         return self._of(self._last, name)
 
     def total(self, name: str) -> Column:
-        """Of each span."""
+        """Return the sum per span."""
         return self._of(self._sums, name)
 
     def carried(self, name: str) -> Column:
-        """The last value, or where a span has none that of the one before."""
+        """Return the last value per span; a span without one repeats the span before."""
         values = self.last(name)
         known = np.isfinite(values)
         places = np.maximum.accumulate(np.where(known, np.arange(len(values)), -1))
@@ -104,7 +104,7 @@ def _fold(table: Column, join: Any, empty: float) -> None:
 
 
 def plain(values: Column, digits: int = DIGITS) -> list[float | None]:
-    """As JSON has them: so many digits, None for what is not known, whole numbers where all of them are.
+    """Return JSON values: rounded to `digits`, None if unknown, integers if all are whole.
 
     >>> plain(np.array([1.0, 0.123456789, np.nan, 123456.0]))
     [1.0, 0.12346, None, 123460.0]
@@ -120,7 +120,7 @@ def plain(values: Column, digits: int = DIGITS) -> list[float | None]:
 
 
 def _short(values: Column, digits: int) -> Column:
-    """Rounded to so many digits; powers of ten are whole, so that each result is the nearest to its decimal."""
+    """Round to significant digits; whole powers of ten give the float nearest to the decimal."""
     sizes = np.abs(values)
     shift = digits - 1 - np.floor(np.log10(np.where(sizes > 1e-200, sizes, 1.0)))
     finer, coarser = 10.0 ** np.clip(shift, 0.0, 300.0), 10.0 ** np.clip(-shift, 0.0, 300.0)
@@ -129,7 +129,7 @@ def _short(values: Column, digits: int) -> Column:
 
 
 def rates(times: Column, amounts: Column, most: int = 80) -> tuple[Column, Column]:
-    """Amounts a second over at most so many stretches of equal length: when each ended, and how much it was."""
+    """Return amounts per second over at most `most` equal intervals: their ends, and the rates."""
     if not len(times) or times[-1] <= 0.0:
         return np.zeros(0), np.zeros(0)
     stretches = max(1, min(most, len(times) // 4))

@@ -1,4 +1,4 @@
-"""The timeline of workers: who was here, and what became of the time; many workers share a lane."""
+"""The worker timeline of a report: presence and use of time per lane; in large runs workers share a lane."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from numpy.typing import NDArray
 
 from paceline.analysis.status import PARTS
 
-MOST_LANES = 48
-MOST_SEGMENTS = 1600
-"""Of all lanes together."""
-MOST_STAYS = 64
-"""Of one worker."""
+MAX_LANES = 48
+MAX_SEGMENTS = 1600
+"""Over all lanes."""
+MAX_STAYS = 64
+"""Per worker."""
 AWAY = ("lost", "awaited")
 Row = tuple[int, float, NDArray[np.float64], NDArray[np.float64]]
 
 
 class Lanes:
-    """What `workers` events and the coming and going of workers say about each lane."""
+    """Collects `workers` events and joins and departures of workers, per lane."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = max(1, num_workers)
-        self.count = min(self.num_workers, MOST_LANES)
+        self.count = min(self.num_workers, MAX_LANES)
         self._of = np.arange(self.num_workers) * self.count // self.num_workers
         self._sizes = np.bincount(self._of, minlength=self.count).astype(float)
-        self._most = max(12, MOST_SEGMENTS // self.count)
+        self._most = max(12, MAX_SEGMENTS // self.count)
         self._rows: list[Row] = []
-        self._life = 0
+        self._server_number = 0
         self._here: dict[int, float] = {}
         self._stays: dict[int, list[tuple[float, float]]] = {}
 
     def begin(self, now: float) -> None:
-        """Another server serves: accounts start from zero, and everybody joins anew."""
-        self._life += 1
-        if self._life == 1:  # a large simulation gives but one account, at its end
+        """A new server started: its accounts begin at zero, and every worker joins again."""
+        self._server_number += 1
+        if self._server_number == 1:  # a large simulation gives but one account, at its end
             self._rows.append((1, now, np.zeros((len(PARTS), self.count)), np.zeros(self.count)))
         for worker in list(self._here):
             self.left(worker, now)
@@ -50,10 +50,10 @@ class Lanes:
         if began is not None:
             stays = self._stays.setdefault(worker, [])
             stays.append((began, now))
-            del stays[:-MOST_STAYS]
+            del stays[:-MAX_STAYS]
 
     def add(self, row: dict[str, Any]) -> None:
-        """A `workers` event, whose columns are known to be whole."""
+        """Add a `workers` event with complete columns."""
         lanes = [self._of[worker] for worker in row["worker"] if worker < self.num_workers]
         known = len(lanes)
         sums = np.zeros((len(PARTS), self.count))
@@ -62,12 +62,12 @@ class Lanes:
                 sums[place] = np.bincount(lanes, np.array(row[part][:known], float), self.count)
         gone = np.array([state in AWAY for state in row["state"][:known]], float)
         away = np.bincount(lanes, gone, self.count).astype(float)
-        self._rows.append((self._life, row["now"], sums, away))
+        self._rows.append((self._server_number, row["now"], sums, away))
         if len(self._rows) > 2 * self._most:
             self._thin()
 
     def _thin(self) -> None:
-        """Every second row goes, but for the first and the last of a life: sums lose nothing by it."""
+        """Drop every second row, except the first and last of a server: rows are running sums, so none is lost."""
         rows, kept = self._rows, []
         for place, row in enumerate(rows):
             at_edge = place in (0, len(rows) - 1) or rows[place - 1][0] != row[0] or rows[place + 1][0] != row[0]
@@ -76,7 +76,7 @@ class Lanes:
         self._rows = kept
 
     def digest(self, now: float) -> dict[str, Any]:
-        """Each lane's stays, and its segments: from, to, then the percent of each part and of being away."""
+        """Return each lane's stays, and its segments: begin, end, then the percentage of each part and of absence."""
         segments = self._segments()
         lanes = []
         for lane in range(self.count):
@@ -87,7 +87,7 @@ class Lanes:
         return {"parts": [*PARTS, "away"], "lanes": lanes, "grouped": self.count < self.num_workers}
 
     def _spans(self, members: Iterable[int], now: float) -> list[list[float]]:
-        """When anybody of a lane was here."""
+        """Return the intervals in which any worker of a lane was present."""
         stays = [stay for worker in members for stay in self._stays.get(worker, ())]
         stays += [(self._here[worker], now) for worker in members if worker in self._here]
         joined: list[list[float]] = []
@@ -96,7 +96,7 @@ class Lanes:
                 joined[-1][1] = max(joined[-1][1], end)
             else:
                 joined.append([begin, end])
-        return [[round(begin, 4), round(end, 4)] for begin, end in joined[-MOST_STAYS:]]
+        return [[round(begin, 4), round(end, 4)] for begin, end in joined[-MAX_STAYS:]]
 
     def _segments(self) -> list[list[list[float]]]:
         while len(self._rows) > self._most + 1:

@@ -1,7 +1,7 @@
-"""`arrivals.log`: every input that changed the server, in order, 36 bytes each, written before any reply leaves.
+"""`arrivals.log`: every input of the server in order, one 36-byte record each, written before the reply.
 
-A header line names the format and the config; each record carries a checksum, so a torn tail is seen and left out.
-What a resume took back stays in the file and no longer stands.
+A header line names the format and the config. Each record has a checksum, so that a torn tail is detected and ignored.
+Records that a resume undid stay in the file and no longer count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ RECORD_BYTES = _RECORD.size + _CHECK.size
 _JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE = 1, 2, 3, 4, 5, 6, 7, 8
 _NO_QUOTA = 0xFFFFFFFF
 PUSH_KIND, RESUME_KIND = _PUSH, _RESUME
-"""As the first byte of a record has them."""
+"""Record kinds as the first byte of a record stores them."""
 MAGIC = b"paceline arrivals 1 "
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One logged input. A push has no tensors here: they are computed again from its address."""
+    """One logged input. A push record holds no tensors: a replay recomputes them."""
 
     kind: str
     worker: int
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def message(self) -> Join | Leave | Steps | Rate | Drain | Stop | Resume:
-        """The input itself, for all kinds but a push."""
+        """The input itself; for every kind but a push."""
         match self.kind:
             case "join":
                 quota = None if self.seq == _NO_QUOTA else self.seq
@@ -63,7 +63,7 @@ class Record:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """A hash of all settings that shape a run, to tell a log that belongs to another config."""
+    """Return a hash of all settings that shape a run, to detect a log of another config."""
     return hashlib.sha256(to_toml(config, left_out=UPKEEP).encode()).hexdigest()[:16]
 
 
@@ -77,7 +77,7 @@ class ArrivalLog:
             self.nbytes += os.write(self._fd, MAGIC + fingerprint(config).encode() + b"\n")
 
     def append(self, message: Input, verdict: Verdict, now: float) -> None:
-        """One record, handed to the system before this returns."""
+        """Append one record and hand it to the operating system before returning."""
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
                 fields = (_PUSH, verdict, worker, incarnation, seq, reply, samples, loss, now)
@@ -105,7 +105,7 @@ class ArrivalLog:
         self.nbytes += written
 
     def sync(self) -> None:
-        """Until what was appended is on the disk itself."""
+        """Block until all appended records are on disk."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -117,25 +117,25 @@ _KINDS |= {_DRAIN: "drain", _RATE: "rate"}
 _VERDICTS = frozenset(Verdict)
 
 
-SEARCHED = 1 << 16
-"""Bytes behind a damage in which a record that was moved by it is looked for."""
+SEARCH_NBYTES = 1 << 16
+"""How far after a damaged byte to search for records at shifted offsets."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """What a log file holds: its whole records, the bytes they begin and end at, and what lies behind."""
+    """Contents of a log file: its intact records, their byte range, and the bytes after them."""
 
     records: list[Record]
     begins: int
     ends: int
     torn: int
-    """Bytes behind the last whole record."""
+    """Bytes after the last intact record."""
     behind: list[Record]
-    """Whole records among these: none after a crash, some where the file was damaged in its middle."""
+    """Intact records among these bytes: none after a crash, some if the file was damaged in the middle."""
 
     @property
-    def standing(self) -> list[int]:
-        """Which of the records count, by their place: all but those that a resume behind them took back."""
+    def effective_indices(self) -> list[int]:
+        """Indices of the records that count: all but those that a later resume undid."""
         kept: list[int] = []
         for place, record in enumerate(self.records):
             if record.kind == "resume":
@@ -144,26 +144,31 @@ class Log:
             kept.append(place)
         return kept
 
+    @property
+    def effective_records(self) -> list[Record]:
+        """The records that count."""
+        return [self.records[place] for place in self.effective_indices]
+
 
 def read_log(path: Path, config: RunConfig, start: int = 0) -> Log:
-    """The records from byte `start` on. What is torn at the end is left out; a log damaged elsewhere is refused."""
-    log = look_into(path, config, start)
+    """Read the records from byte `start` on; ignore a torn tail, and refuse a log damaged elsewhere."""
+    log = scan_log(path, config, start)
     if log.behind:
         raise UserError(
-            f"{path} is damaged at byte {log.ends}, with {len(log.behind)} whole records behind it, which no crash "
-            f"does: nothing was changed; 'paceline resume {path.parent} --recovery checkpoint' goes on without them"
+            f"{path} is damaged at byte {log.ends}, before {len(log.behind)} intact records, so not by a crash: "
+            f"nothing was changed; 'paceline resume {path.parent} --recovery checkpoint' continues without them"
         )
     return log
 
 
 def read_arrivals(path: Path, config: RunConfig, start: int = 0) -> tuple[list[Record], int]:
-    """All whole records from byte `start` on, and the length of the good part of the file."""
-    log = look_into(path, config, start)
+    """Return all intact records from byte `start` on, and the length of the intact part of the file."""
+    log = scan_log(path, config, start)
     return log.records, log.ends
 
 
-def next_life(path: Path, config: RunConfig) -> tuple[int, float]:
-    """The incarnation of the workers of a resumed run, and what its training clock showed last."""
+def next_incarnation(path: Path, config: RunConfig) -> tuple[int, float]:
+    """Return the incarnation for the workers of a resumed run, and the last time of its training clock."""
     content, header = _open(path, config)
     incarnation, now = 0, 0.0
     for at in range(header, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
@@ -176,13 +181,13 @@ def next_life(path: Path, config: RunConfig) -> tuple[int, float]:
     return incarnation + 1, now
 
 
-def look_into(path: Path, config: RunConfig, start: int = 0) -> Log:
-    """As `read_log`, but a damaged log is told of, not refused."""
+def scan_log(path: Path, config: RunConfig, start: int = 0) -> Log:
+    """Like `read_log`, but return a damaged log instead of refusing it."""
     content, header = _open(path, config)
     if start > len(content):
         raise UserError(
-            f"{path} has {len(content)} bytes, the checkpoint was taken at byte {start}: the log lost its end; "
-            "remove that checkpoint to go on from an older one"
+            f"{path} has {len(content)} bytes, the checkpoint was taken at byte {start}: the end of the log is "
+            "missing; remove that checkpoint to continue from an older one"
         )
     begins = max(start, header)
     ends = begins
@@ -195,7 +200,7 @@ def look_into(path: Path, config: RunConfig, start: int = 0) -> Log:
 
 
 def _is_whole(content: bytes, at: int) -> bool:
-    """Whether a record lies there, with the checksum it was written with."""
+    """Return whether a record with a valid checksum starts at byte `at`."""
     if at + RECORD_BYTES > len(content):
         return False
     check = int.from_bytes(content[at + _RECORD.size : at + RECORD_BYTES], "little")
@@ -203,10 +208,10 @@ def _is_whole(content: bytes, at: int) -> bool:
 
 
 def _whole_behind(content: bytes, damage: int) -> list[int]:
-    """Where whole records lie behind a damage: in step with those before it, or where bytes were lost out of step."""
+    """Return the offsets of intact records after the damage: at the record stride, or shifted if bytes were lost."""
     in_step = range(damage, len(content), RECORD_BYTES)
     found = [at for at in in_step if _is_whole(content, at)]
-    moved = range(damage, min(damage + SEARCHED, len(content)))
+    moved = range(damage, min(damage + SEARCH_NBYTES, len(content)))
     first = next((at for at in moved if _is_whole(content, at)), None) if not found else None
     if first is None:
         return found
@@ -214,14 +219,14 @@ def _whole_behind(content: bytes, damage: int) -> list[int]:
 
 
 def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
-    """All bytes, and the length of the header line, which must be of this format and of this config."""
+    """Return the file's bytes and the length of its header line; refuse another format or another config."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: this run has no log to replay") from None
     if not content:
         raise UserError(
-            f"{path} is empty: the run never started, or its log was lost; "
+            f"{path} is empty: the run never started, or its log is lost; "
             f"'paceline train {path.parent / 'config.toml'} --name NAME' starts it again"
         )
     length = content.find(b"\n") + 1
@@ -234,7 +239,7 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
 
 
 def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:
-    """A record whose checksum is right; what it says may still be from a later version, or about another run."""
+    """Parse a record with a valid checksum; refuse an unknown kind (another version) or worker (another run)."""
     kind, verdict, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
     if kind not in _KINDS or verdict not in _VERDICTS:
         what = f"kind {kind}" if kind not in _KINDS else f"verdict {verdict}"

@@ -1,4 +1,4 @@
-"""What a run writes besides its logs, one thing after another and in order, without keeping workers waiting."""
+"""Writes checkpoints and snapshots on a background thread, in order, without blocking the server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-MOST_WAITING = 4
-"""Jobs, each with a copy of the weights, that may wait for a slow disk before the run does."""
+MAX_WAITING = 4
+"""Queued jobs, each with a copy of the weights, before `submit` blocks on a slow disk."""
 
 
 class Writer:
-    """Does jobs in the order given: on another thread, or before `do` returns where time is only simulated."""
+    """Runs jobs in order on a background thread; or inside `submit`, if time is simulated."""
 
     def __init__(self, background: bool = True) -> None:
         self._thread = ThreadPoolExecutor(1, "paceline-writer") if background else None
@@ -23,12 +23,12 @@ class Writer:
     def busy(self) -> bool:
         return any(not job.done() for job in self._waiting)
 
-    def do(self, what: str, job: Callable[[], object]) -> None:
-        """Start a job and return; an OSError is kept for `changes`, under `what` it was about."""
+    def submit(self, what: str, job: Callable[[], object]) -> None:
+        """Queue a job and return. An OSError is kept for `changes`, under the name `what`."""
         if self._thread is None:
             self._try(what, job)
             return
-        while len(self._waiting) >= MOST_WAITING or (self._waiting and self._waiting[0].done()):
+        while len(self._waiting) >= MAX_WAITING or (self._waiting and self._waiting[0].done()):
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(self._try, what, job))
 
@@ -45,17 +45,17 @@ class Writer:
                 self._changes.append((what, None))
 
     def changes(self) -> list[tuple[str, OSError | None]]:
-        """What cannot be written, or for another reason, or can be again (None), since the last time somebody asked."""
+        """Return, since the last call, each `what` that started to fail (with its error) or works again (None)."""
         found, self._changes = self._changes, []
         return found
 
     def wait(self) -> None:
-        """Until everything is on disk."""
+        """Block until every job is done."""
         while self._waiting:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Wait, and let the thread go."""
+        """Wait for all jobs and end the thread."""
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()

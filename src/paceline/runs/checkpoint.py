@@ -1,6 +1,6 @@
-"""Checkpoints as cuts: all a server is between two updates, with the weights each worker is computing on.
+"""Checkpoints: the whole server state between two updates, with the weights each worker computes on.
 
-Safetensors plus JSON in a folder named after the version, written under a temporary name and renamed.
+Each is a folder named after the version, with safetensors and JSON, written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors calls them."""
+"""Data types by their safetensors names."""
 Kind: TypeAlias = tuple[torch.Size, torch.dtype]
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a damaged checkpoint can raise."""
+"""Errors that reading a damaged checkpoint can raise."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A snapshot: the server's facts, its tensors, and where in the arrivals log it was taken."""
+    """A snapshot: the server's facts, its tensors, and the offset in the arrivals log at which it was taken."""
 
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -54,43 +54,43 @@ class Cut:
         return int(self.facts["version"])
 
     def group(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors under a prefix, by the rest of their names."""
+        """Return the tensors whose names start with `prefix`, by the rest of their names."""
         return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
 class Room:
-    """Memory that cuts are copied into, one after another: new memory takes several times as long to be written."""
+    """Reused memory for checkpoint copies: writing to fresh memory takes several times as long."""
 
     def __init__(self) -> None:
         self._free: defaultdict[Kind, list[Tensor]] = defaultdict(list)
 
     def make(self, kinds: Iterable[Kind]) -> None:
-        """Have room ready; the system hands memory out when it is first written, which is done here."""
+        """Allocate buffers and touch them, because the system provides the pages at the first write."""
         for shape, dtype in kinds:
             self._free[shape, dtype].append(torch.empty(shape, dtype=dtype).fill_(0))
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, in memory that was free if there is some."""
+        """Return a copy of `tensor`, in a free buffer if there is one."""
         free = self._free[tensor.shape, tensor.dtype]
         return (free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)).copy_(tensor)
 
-    def take_back(self, cut: Cut) -> None:
-        """A cut that nobody needs any more."""
-        for tensor in cut.tensors.values():
+    def recycle(self, checkpoint: Cut) -> None:
+        """Take back the buffers of a checkpoint that is no longer needed."""
+        for tensor in checkpoint.tensors.values():
             self._free[tensor.shape, tensor.dtype].append(tensor)
 
 
-def take_cut(
+def take_checkpoint(
     server: Server, memories: Mapping[int, Memory], log_offset: int, now: float, room: Room | None = None
 ) -> Cut:
-    """One copy of everything, with what each live worker's memory holds: its weights as last sent, its own state."""
+    """Copy the server's state, and each live worker's weights and local state, as a `Checkpoint`."""
     room = room if room is not None else Room()
     copies = {name: room.copy(tensor) for name, tensor in _tensors_of(server, memories).items()}
     return Cut(server_facts(server), copies, log_offset, now)
 
 
-def kinds_of(server: Server, memories: Mapping[int, Memory]) -> list[Kind]:
-    """What a cut taken now would need room for."""
+def tensor_kinds(server: Server, memories: Mapping[int, Memory]) -> list[Kind]:
+    """Return the shape and dtype of every tensor that a checkpoint taken now would hold."""
     return [(tensor.shape, tensor.dtype) for tensor in _tensors_of(server, memories).values()]
 
 
@@ -104,61 +104,68 @@ def _tensors_of(server: Server, memories: Mapping[int, Memory]) -> dict[str, Ten
 
 
 def _of_worker(server: Server, worker: int, memory: Memory, seq: int) -> dict[str, Tensor]:
-    """What a live worker has, and its own state as the last push that was taken left it."""
+    """Return the weights last sent to a live worker, and its local state after its last accepted push."""
     found, differences = {f"sent.{worker}": memory.weights}, server.differences
     if differences is not None and worker in differences.held:
-        found[f"sent.{worker}"] = differences.held[worker]  # the worker itself may be about to add the last of it
+        found[f"sent.{worker}"] = differences.held[worker]  # the worker may not have added the last delta yet
         found |= {f"pull.{worker}.{name}": tensor for name, tensor in differences.states[worker].items()}
     if memory.sizes.own and seq >= 0:
         found[f"own.{worker}"] = memory.kept(seq)
     return found
 
 
-def restore(server: Server, cut: Cut) -> None:
-    """Make `server` what it was when the cut was taken; a cut of another rule or model is a UserError."""
-    _require_same_rule(server, cut)
-    _require_same_codecs(server, cut)
-    restore_server(server, cut.facts, cut.tensors["weights"], cut.group("rule."))
+def restore(server: Server, checkpoint: Cut) -> None:
+    """Set `server` to the state of the checkpoint; raise UserError for one of another rule, model or codec."""
+    _require_same_rule(server, checkpoint)
+    _require_same_codecs(server, checkpoint)
+    restore_server(server, checkpoint.facts, checkpoint.tensors["weights"], checkpoint.group("rule."))
     if server.differences is not None:
-        held = {int(worker): weights for worker, weights in cut.group("sent.").items()}
-        server.differences.restore(held, {worker: cut.group(f"pull.{worker}.") for worker in held})
-    server.worker_states = {int(worker): state for worker, state in cut.group("state.").items()}
+        held = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
+        server.differences.restore(held, {worker: checkpoint.group(f"pull.{worker}.") for worker in held})
+    server.worker_states = {int(worker): state for worker, state in checkpoint.group("state.").items()}
 
 
-def _require_same_rule(server: Server, cut: Cut) -> None:
+def _require_same_rule(server: Server, checkpoint: Cut) -> None:
     tensors = {"weights": server.weights, **{f"rule.{name}": t for name, t in server.rule_state.items()}}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    there = {name: list(t.shape) for name, t in cut.tensors.items() if name == "weights" or name.startswith("rule.")}
-    rule = cut.facts.get("rule", server.rule.name)
+    there = {
+        name: list(t.shape) for name, t in checkpoint.tensors.items() if name == "weights" or name.startswith("rule.")
+    }
+    rule = checkpoint.facts.get("rule", server.rule.name)
     if (rule, there) != (server.rule.name, here):
         raise UserError(
-            f"checkpoint {cut.version} was made by rule {rule} ({_in_words(there)}), and this run has rule "
-            f"{server.rule.name} ({_in_words(here)}): put back the settings it was made with, or start a new run"
+            f"checkpoint {checkpoint.version} was made by rule {rule} ({_shapes_text(there)}), but this run uses rule "
+            f"{server.rule.name} ({_shapes_text(here)}): restore the settings it was made with, or start a new run"
         )
 
 
-def _require_same_codecs(server: Server, cut: Cut) -> None:
-    then = cut.facts.get("codecs", ["none", "none"])
+def _require_same_codecs(server: Server, checkpoint: Cut) -> None:
+    then = checkpoint.facts.get("codecs", ["none", "none"])
     if then != server.codecs.names:
         raise UserError(
-            f"checkpoint {cut.version} was made with codecs {' and '.join(then)}, and this run has "
-            f"{' and '.join(server.codecs.names)}: put back the settings it was made with, or start a new run"
+            f"checkpoint {checkpoint.version} was made with codecs {' and '.join(then)}, but this run uses "
+            f"{' and '.join(server.codecs.names)}: restore the settings it was made with, or start a new run"
         )
 
 
-def _in_words(shapes: dict[str, list[int]]) -> str:
+def _shapes_text(shapes: dict[str, list[int]]) -> str:
     return ", ".join(f"{name.removeprefix('rule.')} {shape}" for name, shape in sorted(shapes.items()))
 
 
-def write_cut(folder: Path, cut: Cut, keep: int = 2) -> Path:
-    """Write, sync, rename, then remove all older ones but the newest of them, so that `keep` are left."""
-    final = folder / f"{cut.version:012d}"
+def write_checkpoint(folder: Path, checkpoint: Cut, keep: int = 2) -> Path:
+    """Write, sync and rename a checkpoint; then delete older ones so that `keep` are left."""
+    final = folder / f"{checkpoint.version:012d}"
     temporary = folder / f".{final.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        digest = _write_tensors(temporary / "tensors.safetensors", cut.tensors)
-        facts = {"server": cut.facts, "log_offset": cut.log_offset, "now": cut.now, "tensors_sha256": digest}
+        digest = _write_tensors(temporary / "tensors.safetensors", checkpoint.tensors)
+        facts = {
+            "server": checkpoint.facts,
+            "log_offset": checkpoint.log_offset,
+            "now": checkpoint.now,
+            "tensors_sha256": digest,
+        }
         _write_synced(temporary / "facts.json", json.dumps({**facts, "facts_sha256": _sha256_of(facts)}).encode())
         _sync_folder(temporary)
         if final.exists():
@@ -175,7 +182,7 @@ def write_cut(folder: Path, cut: Cut, keep: int = 2) -> Path:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Safetensors, a tensor at a time: nothing is copied, and no thread waits while bytes are hashed and written."""
+    """Write safetensors one tensor at a time, without copies and without holding the GIL while hashing."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -208,7 +215,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """What was made, renamed or removed in a folder is on disk only when the folder is."""
+    """Sync a folder, so that files created, renamed or removed in it are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -220,18 +227,18 @@ def _sha256_of(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def newest_cut(folder: Path, log_nbytes: int | None = None) -> tuple[Cut | None, list[str]]:
-    """The newest cut that can be used, and a sentence for each newer one that cannot.
+def newest_checkpoint(folder: Path, log_nbytes: int | None = None) -> tuple[Cut | None, list[str]]:
+    """Return the newest usable checkpoint, and a sentence for each newer unusable one.
 
-    A cut is of no use if it cannot be read, or was taken behind the end of a log that has `log_nbytes` bytes.
+    A checkpoint is unusable if it cannot be read, or was taken past the end of a log of `log_nbytes` bytes.
     """
     complaints: list[str] = []
     for path in reversed(_finished(folder)):
         try:
-            cut = read_cut(path)
-            if log_nbytes is None or cut.log_offset <= log_nbytes:
-                return cut, complaints
-            why = f"was taken at byte {cut.log_offset} of a log that has {log_nbytes}, so the log has lost its end"
+            checkpoint = read_checkpoint(path)
+            if log_nbytes is None or checkpoint.log_offset <= log_nbytes:
+                return checkpoint, complaints
+            why = f"was taken at byte {checkpoint.log_offset}, but the log ends at byte {log_nbytes}"
         except UNREADABLE as error:
             why = f"cannot be read ({error})"
         complaints.append(f"checkpoint {path.name} {why}; using an older one")
@@ -239,7 +246,7 @@ def newest_cut(folder: Path, log_nbytes: int | None = None) -> tuple[Cut | None,
 
 
 def set_aside(folder: Path, version: int) -> None:
-    """Cuts newer than `version` are of a time that is no more: what they are called is taken by others now."""
+    """Move checkpoints newer than `version` aside: the run was rolled back, and new ones will reuse their names."""
     for path in _finished(folder):
         if int(path.name) > version:
             aside = path.with_name(f"{path.name}.unused")
@@ -247,25 +254,25 @@ def set_aside(folder: Path, version: int) -> None:
             path.rename(aside)
 
 
-def read_cut(path: Path) -> Cut:
-    """One cut; a file that is missing or not as it was written is one of the UNREADABLE errors."""
+def read_checkpoint(path: Path) -> Cut:
+    """Read one checkpoint; a missing or changed file raises one of the UNREADABLE errors."""
     facts = json.loads((path / "facts.json").read_text())
-    digest = facts.pop("facts_sha256", None)  # older versions wrote none
+    digest = facts.pop("facts_sha256", None)  # missing in checkpoints of older versions
     if digest is not None and digest != _sha256_of(facts):
-        raise ValueError("its facts do not have the checksum they were written with")
+        raise ValueError("the checksum of its facts is wrong")
     content = (path / "tensors.safetensors").read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:
-        raise ValueError("its tensors do not have the checksum they were written with")
+        raise ValueError("the checksum of its tensors is wrong")
     return Cut(facts["server"], load(content), facts["log_offset"], facts["now"])
 
 
-def readable_cuts(folder: Path) -> list[Cut]:
-    """Every cut that can be read, oldest first."""
-    cuts = []
+def readable_checkpoints(folder: Path) -> list[Cut]:
+    """Return every readable checkpoint, oldest first."""
+    checkpoints = []
     for path in _finished(folder):
         with contextlib.suppress(*UNREADABLE):
-            cuts.append(read_cut(path))
-    return cuts
+            checkpoints.append(read_checkpoint(path))
+    return checkpoints
 
 
 def _finished(folder: Path) -> list[Path]:

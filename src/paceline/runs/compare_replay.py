@@ -1,4 +1,4 @@
-"""What a replay came to, beside the run it repeats: the weights' hash, and where it first departs."""
+"""Compares a replay with its run: the hash of the weights, and the first mismatch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from torch import Tensor
 
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, Record
-from paceline.runs.checkpoint import Cut, readable_cuts
+from paceline.runs.checkpoint import Cut, readable_checkpoints
 from paceline.runs.recording import Recording
 from paceline.runs.replay import Departed, Departure, Replay
 from paceline.runs.result import Trained, trained_tensors, weights_sha256
 from paceline.system.environment import environment
 
 PROGRESS_RECORDS = 50
-MATTERS = ("paceline", "torch", "numpy", "cpu")
-"""What a difference in the last bit may come from."""
+ENVIRONMENT_KEYS = ("paceline", "torch", "numpy", "cpu")
+"""Parts of the environment that can change the last bit of a result."""
 
 
-def marks_of(recording: Recording) -> dict[int, Cut]:
-    """The run's checkpoints by the number of records before them that count."""
-    marks, standing = {}, recording.log.standing
-    for cut in readable_cuts(recording.folder.checkpoints):
-        if cut.log_offset > recording.log.ends:
+def checkpoints_by_record(recording: Recording) -> dict[int, Cut]:
+    """Return the run's checkpoints by the number of effective records before them."""
+    found, effective = {}, recording.log.effective_indices
+    for checkpoint in readable_checkpoints(recording.folder.checkpoints):
+        if checkpoint.log_offset > recording.log.ends:
             raise UserError(
-                f"{recording.folder.arrivals_file} ends at byte {recording.log.ends}, checkpoint {cut.version} was "
-                f"taken at byte {cut.log_offset}: the log lost its end"
+                f"{recording.folder.arrivals_file} ends at byte {recording.log.ends}, checkpoint {checkpoint.version} "
+                f"was taken at byte {checkpoint.log_offset}: the end of the log is missing"
             )
-        marks[bisect.bisect_left(standing, (cut.log_offset - recording.log.begins) // RECORD_BYTES)] = cut
-    return marks
+        found[bisect.bisect_left(effective, (checkpoint.log_offset - recording.log.begins) // RECORD_BYTES)] = (
+            checkpoint
+        )
+    return found
 
 
 def compare(
@@ -41,14 +43,14 @@ def compare(
     recording: Recording,
     model: Trained,
     report: Callable[[dict[str, Any]], None],
-    passed: Callable[[Record], None] | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> dict[str, Any]:
-    """Feed the recording to `again` and say how that compares with the run, as JSON; `passed` hears each record."""
-    records = recording.standing
+    """Feed the recording to `again` and return the comparison as JSON; call `on_record` for each record."""
+    records = recording.log.effective_records
 
     def progress(number: int) -> None:
-        if passed is not None:
-            passed(records[number])
+        if on_record is not None:
+            on_record(records[number])
         if number % PROGRESS_RECORDS == 0:
             nothing = {"loss": None, "rate": None, "staleness": 0.0}
             row = {"fraction": number / len(records), "updates": again.server.version, **nothing}
@@ -57,17 +59,17 @@ def compare(
     stuck: str | None = None
     try:
         again.feed(records, progress, recording.until)
-    except Departed as departed:
-        stuck = str(departed)
-    version, departure = again.server.version, again.departure
+    except Departed as error:
+        stuck = str(error)
+    version, mismatch = again.server.version, again.mismatch
     reached = recording.until is not None and version >= recording.until
-    if departure is None and not reached:
+    if mismatch is None and not reached:
         recording.require_end(version, again.server.late)
     tensors = trained_tensors(again.server, model)
     digest = weights_sha256(tensors)
     recorded = recording.result["weights_sha256"] if recording.result is not None else None
-    if departure is None and recorded is not None and recording.until is None and digest != recorded:
-        departure = Departure(version, None, None, "weights", "those of the result", "others")
+    if mismatch is None and recorded is not None and recording.until is None and digest != recorded:
+        mismatch = Departure(version, None, None, "weights", "those of the result", "others")
     if reached:
         assert recording.output is not None
         _save(recording.output, tensors)
@@ -78,16 +80,16 @@ def compare(
         "updates": version,
         "weights_sha256": digest,
         "recorded_sha256": recorded,
-        "identical": False if departure is not None else None if unjudged else True,
-        "first_departure": departure.row() if departure is not None else None,
+        "identical": False if mismatch is not None else None if unjudged else True,
+        "first_departure": mismatch.row() if mismatch is not None else None,
         "stuck": stuck,
         "weights_file": str(recording.output) if reached else None,
-        "made_with": _differences(recording) if departure is not None else {},
+        "made_with": _differences(recording) if mismatch is not None else {},
     }
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """As plain `load_state_dict` takes them; a file that is there is never overwritten."""
+    """Save for `load_state_dict`; never overwrite a file."""
     try:
         with path.open("xb") as file:
             file.write(save(tensors))
@@ -98,7 +100,7 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _differences(recording: Recording) -> dict[str, str]:
-    """What the run was made with that is another here."""
+    """Return the parts of the run's environment that differ from this one."""
     then = (recording.result or {}).get("environment") or {}
     here = environment()
-    return {name: str(then[name]) for name in MATTERS if name in then and then[name] != here[name]}
+    return {name: str(then[name]) for name in ENVIRONMENT_KEYS if name in then and then[name] != here[name]}

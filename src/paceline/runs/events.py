@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened, one typed row a line, appended and flushed."""
+"""`events.jsonl`: events of a run, one typed JSON row per line, appended and flushed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CHUNK_BYTES = 1 << 20
 
 
 class EventLog:
-    """Appends rows; `now` is the training clock, which stands still while nobody trains."""
+    """Appends rows; `now` is the training clock, which stands still while no worker trains."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+b", buffering=0)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
-                self._file.write(b"\n")  # end the row a crash cut off
+                self._file.write(b"\n")  # terminate a row that a crash cut off
 
     def write(self, kind: str, now: float, **fields: Any) -> int:
-        """One row, on disk when this returns; how many bytes it took."""
+        """Write one row to the file and return its number of bytes."""
         row = json.dumps({"kind": kind, "now": round(now, 6), **fields}).encode() + b"\n"
         self._file.write(row)
         return len(row)
@@ -41,20 +41,20 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows that are whole; one that a crash cut off is passed over."""
+    """Return the complete rows; skip one that a crash cut off."""
     return _whole_rows(path.read_bytes().split(b"\n"))
 
 
 class LineReader:
-    """Reads a file that may still be written: each time the whole lines that have come since."""
+    """Reads a file that may still grow: each call returns the complete lines added since the last."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
         self.rest = b""
-        """Behind the last whole line: being written, or cut off."""
+        """Bytes after the last complete line: still being written, or cut off."""
 
     def read(self) -> Iterator[list[bytes]]:
-        """The lines that are new, many at a time; one that is half there comes another time."""
+        """Yield the new complete lines in batches; a partial line comes with a later call."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -68,19 +68,19 @@ class LineReader:
 
 
 class EventReader:
-    """The rows of a file that may still be written: each time those that have come since."""
+    """Reads events from a file that may still grow: each call returns the rows added since the last."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineReader(path)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The whole rows that are new."""
+        """Yield the new complete rows."""
         for lines in self._lines.read():
             yield from _whole_rows(lines)
 
 
 def read_tail(path: Path, nbytes: int) -> list[dict[str, Any]]:
-    """The whole rows among the last `nbytes` of the file, which may be long and still be written."""
+    """Return the complete rows among the last `nbytes` of a file that may be long and still growing."""
     with path.open("rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - nbytes)
         file.seek(begin)
@@ -89,7 +89,7 @@ def read_tail(path: Path, nbytes: int) -> list[dict[str, Any]]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row that a line holds; None for a line that holds none."""
+    """Return the row in a line, or None if it is not a JSON object."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves, and how to tell a finished one from a half-written one."""
+"""The run folder: the files of a run, its lock, and whether it finished."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.errors import RunFailed, UserError
 
 SCHEMA = 1
 SCRIPT = "script"
-GLANCE_SECONDS = 0.05
+LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"
-"""Reasons for an early end, as the result gives them."""
+"""Reasons for an early end, as the result states them."""
 
 
 class RunFolder:
@@ -50,12 +50,12 @@ class RunFolder:
 
     @property
     def has_log(self) -> bool:
-        """Whether there is anything to go on from."""
+        """Whether the run has a log to resume from."""
         return self.arrivals_file.exists() and self.arrivals_file.stat().st_size > 0
 
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
-        """Make a new folder with the resolved config in it, and its faults; one that exists is never touched."""
+        """Create a new folder with the resolved config and the fault table; refuse one that exists."""
         name = config.name or free_name(config)
         if not name or "/" in name or name in (".", ".."):
             raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
@@ -78,7 +78,7 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """An existing run; anything else is a clear error."""
+        """Open an existing run; raise UserError for any other path."""
         folder = RunFolder(path)
         if not folder.config_file.is_file():
             what = "has no config.toml" if path.is_dir() else "does not exist"
@@ -88,28 +88,28 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other commands from training into this folder meanwhile."""
+        """Lock the folder, so that no other command trains into it."""
         with self.config_file.open("rb") as lock:
-            if not _take(lock, fcntl.LOCK_EX):
-                time.sleep(GLANCE_SECONDS)  # perhaps someone only looked whether it is taken
-                if not _take(lock, fcntl.LOCK_EX):
+            if not _try_lock(lock, fcntl.LOCK_EX):
+                time.sleep(LOCK_RETRY_SECONDS)  # another process may hold it briefly in is_locked
+                if not _try_lock(lock, fcntl.LOCK_EX):
                     raise UserError(f"{self.path} is still being trained by another command: stop that one first")
             yield
 
     def is_locked(self) -> bool:
-        """Whether a command is training into this folder now."""
+        """Return whether a command is training into this folder now."""
         with self.config_file.open("rb") as lock:
-            return not _take(lock, fcntl.LOCK_SH)
+            return not _try_lock(lock, fcntl.LOCK_SH)
 
-    def way_on(self, config: RunConfig) -> str:
-        """What to do after an early end."""
+    def resume_hint(self, config: RunConfig) -> str:
+        """Return how to continue after an early end."""
         if is_simulated(config):
-            return "simulate again: it will come out the same"
+            return "simulate it again: the result is the same"
         verb = "server --resume" if self.served().get("by_hand") else "resume"
-        return f"'paceline {verb} {self.path}' goes on from there"
+        return f"'paceline {verb} {self.path}' continues from there"
 
     def served(self) -> dict[str, Any]:
-        """How the run was served the last time; nothing where it was not."""
+        """Return how the run was last served; empty if it never was."""
         try:
             found: dict[str, Any] = json.loads(self.server_file.read_text())
         except (OSError, ValueError):
@@ -117,18 +117,18 @@ class RunFolder:
         return found
 
     def config(self) -> RunConfig:
-        """The resolved config this run was started with."""
+        """Return the resolved config this run was started with."""
         return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
 
-    def settle_config(self, config: RunConfig) -> None:
-        """Write the config over with what was only learned at the start; in place, since the file is the lock too."""
+    def update_config(self, config: RunConfig) -> None:
+        """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
         heading = "".join(f"# {name} = {json.dumps(text)}\n" for name, text in self.origin().items())
         with self.config_file.open("r+b") as file:
             file.write(_config_text(config, heading))
             file.truncate()
 
     def origin(self) -> dict[str, str]:
-        """When the run was `made` and by which `command`, as far as the head of its config says."""
+        """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
         with self.config_file.open(encoding="utf-8", errors="replace") as file:
             lines = [
                 line[2:].partition(" = ") for line in itertools.takewhile(lambda line: line.startswith("# "), file)
@@ -140,7 +140,7 @@ class RunFolder:
         return found
 
     def result(self) -> dict[str, Any] | None:
-        """The result, or None while there is none."""
+        """Return the result, or None if there is none yet."""
         try:
             loaded: dict[str, Any] = json.loads(self.result_file.read_text())
         except FileNotFoundError:
@@ -150,24 +150,24 @@ class RunFolder:
         return loaded
 
     def require_unfinished(self) -> None:
-        """A run that has ended by itself cannot go on."""
+        """Refuse a run that finished or diverged: it cannot be resumed."""
         result = self.result()
         if result is not None and result["status"] != "stopped":
             how = f"{result['status']} after {result['updates']} updates"
             raise UserError(f"{self.path} is {how}: there is nothing to resume")
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Last of all: a folder with a result is a run that ended."""
+        """Write the result. It is the last file written: a folder with a result is a run that ended."""
         write_atomically(self.result_file, (json.dumps(result, indent=2) + "\n").encode())
 
     def discard_unstarted(self) -> None:
-        """Remove a folder in which nothing has happened yet."""
+        """Remove the folder if nothing has happened in it yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
             self.config_file.unlink(missing_ok=True)
             self.script_file.unlink(missing_ok=True)
             self.frozen_file.unlink(missing_ok=True)
             self.faults_file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something else lies there: it stays
+            with contextlib.suppress(OSError):  # keep a folder that holds other files
                 self.path.rmdir()
                 self.path.parent.rmdir()
 
@@ -177,7 +177,7 @@ def _config_text(config: RunConfig, heading: str) -> bytes:
 
 
 def _heading() -> str:
-    """Comments that say where a run comes from: not settings, so that equal runs have equal ones."""
+    """Return comments that name the origin of a run; not settings, so that equal runs have equal settings."""
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
     command = " ".join([name, *map(shlex.quote, sys.argv[1:])])
@@ -185,8 +185,8 @@ def _heading() -> str:
     return f"# made = {json.dumps(made)}\n# command = {json.dumps(command)}\n"
 
 
-def _take(lock: BinaryIO, how: int) -> bool:
-    """Take a lock that goes when the file is closed, unless someone has it."""
+def _try_lock(lock: BinaryIO, how: int) -> bool:
+    """Take a lock, held until the file is closed; return False if another process holds it."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -195,12 +195,12 @@ def _take(lock: BinaryIO, how: int) -> bool:
 
 
 def is_script(config: RunConfig) -> bool:
-    """Whether the run was a user's own loop, whose pushes only that script can make."""
+    """Return whether the run was a user's training script, which alone can compute its pushes."""
     return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
 def free_name(config: RunConfig) -> str:
-    """strategy-model-workers-time, with a number behind it when that is taken."""
+    """Return strategy-model-workers-time, with a number appended if that name is taken."""
     what = config.model if config.task is None else config.task.rpartition(":")[2]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     base = f"{config.strategy.replace(':', '')}-{what}-{config.workers}w-{stamp}"
@@ -212,7 +212,7 @@ def free_name(config: RunConfig) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary name beside `path`, sync, rename: readers see the old file or the new one."""
+    """Write to a temporary file, sync and rename, so that readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -227,7 +227,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def holding(folder: RunFolder) -> Iterator[None]:
-    """A new folder is ours alone; a run that fails before it starts leaves none behind."""
+    """Lock a new folder; remove it if the run fails before it starts."""
     with folder.locked():
         try:
             yield
@@ -237,6 +237,6 @@ def holding(folder: RunFolder) -> Iterator[None]:
 
 
 def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:
-    """A run that ended because nobody was left is a failure, with a way on."""
+    """Raise RunFailed, with a hint, for a run that ended because no workers were left."""
     if result["status"] == "stopped" and result["reason"] in (ALL_GONE, NOT_COME):
-        raise RunFailed(f"{result['reason']} at update {result['updates']}: {folder.way_on(folder.config())}")
+        raise RunFailed(f"{result['reason']} at update {result['updates']}: {folder.resume_hint(folder.config())}")

@@ -1,4 +1,4 @@
-"""A run executed again from its log: the same Server, fed the same inputs in the same order, gives the same weights."""
+"""Replays a run from its log: the same server, fed the same inputs in the same order, gives the same weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.runs.checkpoint import Cut, restore
 
 
 class Chair(Protocol):
-    """Where pushes are computed again: a Seat in this process, or a script in another."""
+    """Recomputes the pushes of one worker: a `LocalWorker` in this process, or a script in another."""
 
     join: Join
     memory: Memory
@@ -31,12 +31,12 @@ class Chair(Protocol):
     def recall(self, own: Tensor) -> None: ...
 
 
-MakeSeat = Callable[[Join], Chair]
+MakePushSource = Callable[[Join], Chair]
 
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a replay first came out otherwise than the run: at which update, in which push, and in what."""
+    """The first difference between a replay and its run: the update, the push, and the value that differs."""
 
     update: int
     worker: int | None
@@ -46,24 +46,24 @@ class Departure:
     replayed: float | str
 
     def row(self) -> dict[str, Any]:
-        """As JSON values, which know no NaN."""
+        """Return JSON values, with NaN and infinity as strings."""
         numbers = {name: str(value) for name, value in asdict(self).items() if _is_odd(value)}
         return {**asdict(self), **numbers}
 
 
 class Threads(NamedTuple):
-    """How many threads a worker computes on whose join did not say, and how many the server."""
+    """Threads of a worker whose join record states none, and of the server."""
 
     worker: int
     server: int
 
 
 class Departed(RunFailed):
-    """A replay that cannot go on: what the log says next cannot happen here."""
+    """The replay cannot continue: the next record cannot happen here."""
 
-    def __init__(self, text: str, departure: Departure) -> None:
+    def __init__(self, text: str, mismatch: Departure) -> None:
         super().__init__(text)
-        self.departure = departure
+        self.mismatch = mismatch
 
 
 def _is_odd(value: object) -> bool:
@@ -71,7 +71,7 @@ def _is_odd(value: object) -> bool:
 
 
 def same_float32(one: float, other: float) -> bool:
-    """Whether two numbers have the same bits as float32; every NaN is the same.
+    """Return whether two numbers have the same bits as float32; all NaNs are equal.
 
     >>> same_float32(0.1, ctypes.c_float(0.1).value), same_float32(0.0, -0.0)
     (True, False)
@@ -82,69 +82,73 @@ def same_float32(one: float, other: float) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two float32 vectors are the same, NaNs included."""
+    """Return whether two float32 vectors have the same bits, NaNs included."""
     return torch.equal(one.cpu().view(torch.int32), other.cpu().view(torch.int32))
 
 
-class Replay:
-    """Feeds logged inputs to a server; pushes are computed again by `make_seat`'s seats.
+def _ignore(reply: Reply) -> None:
+    """Do nothing: a worker in this process finds its reply in `pending`."""
 
-    The first thing that comes out otherwise is kept in `departure`. `marks` are the run's checkpoints, by the number
-    of records before them. With `threads`, pushes and updates each use as many as in the run: some sums depend on it.
+
+class Replay:
+    """Feeds logged inputs to a server; the sources from `make_source` recompute the pushes.
+
+    `mismatch` holds the first difference. `compare_with` holds the run's checkpoints by the number of records before
+    them. With `threads`, pushes and updates use as many threads as in the run, because some sums depend on it.
     """
 
     def __init__(
         self,
         server: Server,
-        make_seat: MakeSeat,
-        cut: Cut | None = None,
+        make_source: MakePushSource,
+        checkpoint: Cut | None = None,
         threads: Threads | None = None,
-        send: Callable[[Reply], None] = lambda reply: None,  # a worker of this process has it in `pending`
-        marks: Mapping[int, Cut] | None = None,
+        send: Callable[[Reply], None] = _ignore,
+        compare_with: Mapping[int, Cut] | None = None,
     ) -> None:
         self.server = server
-        self.seats: dict[int, Chair] = {}
-        self.departure: Departure | None = None
+        self.sources: dict[int, Chair] = {}
+        self.mismatch: Departure | None = None
         self.fed = 0
-        self._make_seat, self._send = make_seat, send
+        self._make_source, self._send = make_source, send
         self._threads = threads
-        self._marks = marks or {}
-        if cut is not None:
-            restore(server, cut)
-            self._seat_the_living(cut)
+        self._compare_with = compare_with or {}
+        if checkpoint is not None:
+            restore(server, checkpoint)
+            self._restore_sources(checkpoint)
 
-    def _seat_the_living(self, cut: Cut) -> None:
-        """Put every live worker back to where the cut found it: weights, states, its unanswered push."""
-        sent, states, own = cut.group("sent."), cut.group("state."), cut.group("own.")
+    def _restore_sources(self, checkpoint: Cut) -> None:
+        """Restore the source of every live worker: its weights, states and unanswered reply."""
+        sent, states, own = checkpoint.group("sent."), checkpoint.group("state."), checkpoint.group("own.")
         for worker, member in self.server.members.items():
             if not member.live or member.done:
                 continue
-            seat = self._make_seat(Join(worker, member.incarnation, member.quota, member.threads))
-            seat.memory.weights.copy_(sent[str(worker)])
+            source = self._make_source(Join(worker, member.incarnation, member.quota, member.threads))
+            source.memory.weights.copy_(sent[str(worker)])
             if str(worker) in states and member.seq >= 0:
-                seat.memory.state.copy_(states[str(worker)])
+                source.memory.state.copy_(states[str(worker)])
             if str(worker) in own:
-                seat.recall(own[str(worker)])
-            self.seats[worker] = seat
+                source.recall(own[str(worker)])
+            self.sources[worker] = source
             if not member.waiting:
-                seat.pending = self.server.last_answer(worker)
-                self._send(seat.pending)
+                source.pending = self.server.last_answer(worker)
+                self._send(source.pending)
 
     def feed(
         self, records: Iterable[Record], progress: Callable[[int], None] | None = None, until: int | None = None
     ) -> None:
-        """Take the records in order, up to version `until`; what cannot happen as logged is an error that names it."""
+        """Apply the records in order, up to version `until`; raise if one cannot happen as logged."""
         for number, record in enumerate(records):
             if until is not None and self.server.version >= until:
                 return
-            self._take(record, number)
+            self._apply(record, number)
             self.fed += 1
-            if self.fed in self._marks:
-                self._compare(self._marks[self.fed])
+            if self.fed in self._compare_with:
+                self._compare(self._compare_with[self.fed])
             if progress is not None:
                 progress(number)
 
-    def _take(self, record: Record, number: int) -> None:
+    def _apply(self, record: Record, number: int) -> None:
         message: Input
         if record.kind == "push":
             pushed = self._push(record, number)
@@ -159,66 +163,66 @@ class Replay:
         if outcome.verdict != record.verdict:
             was, now = record.verdict.name, outcome.verdict.name
             text = f"worker {record.worker}'s {record.kind} was {was}, is now {now}"
-            raise self._departed(record, number, text, "verdict", was, now, version)
+            raise self._mismatch_error(record, number, text, "verdict", was, now, version)
         if isinstance(message, Join) and outcome.verdict == Verdict.TAKEN:
-            self.seats[record.worker] = self._make_seat(message)
+            self.sources[record.worker] = self._make_source(message)
         self._deliver(outcome)
 
     def _push(self, record: Record, number: int) -> Push | None:
-        """The push of a record, computed again; None for one that changed nothing, then as now."""
-        seat = self.seats.get(record.worker)
-        pending = seat.pending if seat is not None and seat.join.incarnation == record.incarnation else None
+        """Recompute the push of a record; return None for one that changed nothing in the run."""
+        source = self.sources.get(record.worker)
+        pending = source.pending if source is not None and source.join.incarnation == record.incarnation else None
         if pending is None or record.seq < pending.serial:
             if record.verdict in (Verdict.REPEATED, Verdict.REJECTED):
-                return None  # seen before, or from nobody we know
+                return None  # a duplicate, or from an unknown worker
             raise self._no_push(record, number, f"worker {record.worker} had nothing to push")
         if (record.seq, record.reply) != (pending.serial, pending.serial):
-            place = f"for reply {record.reply}, and is at {pending.serial}"
-            raise self._no_push(record, number, f"worker {record.worker} pushed {record.seq} {place}")
-        assert seat is not None
-        self._use_threads(self._threads and (seat.join.threads or self._threads.worker))
-        push = seat.push()
+            what = f"pushed {record.seq} for reply {record.reply}, but its reply is {pending.serial}"
+            raise self._no_push(record, number, f"worker {record.worker} {what}")
+        assert source is not None
+        self._use_threads(self._threads and (source.join.threads or self._threads.worker))
+        push = source.push()
         if push is None:
-            raise self._no_push(record, number, f"worker {record.worker} ended where its push {record.seq} was due")
+            raise self._no_push(record, number, f"worker {record.worker} ended before its push {record.seq}")
         if (push.seq, push.reply) != (record.seq, record.reply):
             raise self._no_push(record, number, f"worker {record.worker} pushed {push.seq}, in the run {record.seq}")
         if push.samples != record.samples:
-            self._note(record, "samples", record.samples, push.samples)
+            self._record_mismatch(record, "samples", record.samples, push.samples)
         if not same_float32(push.loss, record.loss):
-            self._note(record, "loss", record.loss, push.loss)
+            self._record_mismatch(record, "loss", record.loss, push.loss)
         return push
 
-    def _note(self, record: Record, what: str, recorded: float, replayed: float) -> None:
-        if self.departure is None:
-            self.departure = Departure(self.server.version, record.worker, record.seq, what, recorded, replayed)
+    def _record_mismatch(self, record: Record, what: str, recorded: float, replayed: float) -> None:
+        if self.mismatch is None:
+            self.mismatch = Departure(self.server.version, record.worker, record.seq, what, recorded, replayed)
 
     def _no_push(self, record: Record, number: int, text: str) -> Departed:
-        return self._departed(record, number, text, "push", "made", "not to be had", self.server.version)
+        return self._mismatch_error(record, number, text, "push", "made", "missing", self.server.version)
 
-    def _departed(
+    def _mismatch_error(
         self, record: Record, number: int, text: str, what: str, recorded: str, replayed: str, version: int
     ) -> Departed:
         seq = record.seq if record.kind == "push" else None
-        departure = Departure(version, record.worker, seq, what, recorded, replayed)
-        self.departure = self.departure or departure
-        return Departed(f"replay departs from the log at record {number} (update {version}): {text}", departure)
+        mismatch = Departure(version, record.worker, seq, what, recorded, replayed)
+        self.mismatch = self.mismatch or mismatch
+        return Departed(f"replay differs from the log at record {number} (update {version}): {text}", mismatch)
 
-    def _compare(self, cut: Cut) -> None:
-        """Against a checkpoint of the run, when the log has come to where it was taken."""
+    def _compare(self, checkpoint: Cut) -> None:
+        """Compare the server with a checkpoint taken at this point of the log."""
         version = self.server.version
         here = {"weights": self.server.weights, **{f"rule.{k}": t for k, t in self.server.rule_state.items()}}
-        same = cut.version == version and all(
-            name in cut.tensors and same_bits(tensor, cut.tensors[name]) for name, tensor in here.items()
+        same = checkpoint.version == version and all(
+            name in checkpoint.tensors and same_bits(tensor, checkpoint.tensors[name]) for name, tensor in here.items()
         )
-        if self.departure is None and not same:
-            recorded = f"those of checkpoint {cut.version}"
-            self.departure = Departure(version, None, None, "weights", recorded, "others")
+        if self.mismatch is None and not same:
+            recorded = f"those of checkpoint {checkpoint.version}"
+            self.mismatch = Departure(version, None, None, "weights", recorded, "others")
 
     def _deliver(self, outcome: Outcome) -> None:
         for reply in outcome.replies:
-            seat = self.seats[reply.worker]
-            self.server.hand_out(reply, seat.memory)
-            seat.pending = reply
+            source = self.sources[reply.worker]
+            self.server.hand_out(reply, source.memory)
+            source.pending = reply
             self._send(reply)
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Weights kept on the way: at the start, each time so many samples were applied, and at the end.
+"""Snapshots of the weights: at the start, at fixed numbers of samples, and at the end; and the best weights.
 
-`RUN/snapshots/` holds one safetensors file a version, for plain `load_state_dict`, and an index of them.
+`RUN/snapshots/` holds one safetensors file per version, for plain `load_state_dict`, and an index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.settings.stopping import Measure
 
 @dataclass(frozen=True)
 class Entry:
-    """One snapshot in the index; `extra` marks the end of a run where none was due."""
+    """One snapshot in the index; `extra` marks a final one that was not due."""
 
     version: int
     samples: int
@@ -44,9 +44,9 @@ class Entry:
 
 
 class Snapshots:
-    """Takes the snapshots of one run, from where its server is now.
+    """Takes the snapshots of one run, starting at the server's current version.
 
-    One is due after the update at which the samples applied first reach k / `per_epoch` epochs, k = 0, 1, 2, ...
+    One is due after the update at which the applied samples first reach k / `per_epoch` epochs, k = 0, 1, 2, ...
     """
 
     def __init__(self, folder: RunFolder, per_epoch: float, server: Server, model: Trained, writer: Writer) -> None:
@@ -61,21 +61,21 @@ class Snapshots:
         return math.ceil((math.floor(samples * self._rate) + 1) / self._rate)
 
     def is_due(self, server: Server) -> bool:
-        """Whether `look` would take one."""
+        """Return whether `take_if_due` would take a snapshot."""
         return server.samples >= self._due
 
-    def look(self, server: Server) -> None:
-        """After an input: take a snapshot if one is due. It costs one copy; another thread writes it."""
+    def take_if_due(self, server: Server) -> None:
+        """Take a snapshot if one is due: one copy here, written on another thread."""
         if self.is_due(server):
             self._due = self._next_due(server.samples)
-            self._take(server, extra=False)
+            self._save(server, extra=False)
 
-    def end(self, server: Server) -> None:
-        """The weights training ended with, unless they were taken just now."""
+    def take_final(self, server: Server) -> None:
+        """Take a snapshot of the final weights, unless the last one has them."""
         if server.version != self._last:
-            self._take(server, extra=True)
+            self._save(server, extra=True)
 
-    def _take(self, server: Server, extra: bool) -> None:
+    def _save(self, server: Server, extra: bool) -> None:
         version, samples = server.version, server.samples
         tensors = trained_tensors(server, self._model)
         self._last = version
@@ -89,18 +89,18 @@ class Snapshots:
             self._entries = [*self._entries, entry]
             _write_index(self._path, self._entries)
 
-        self._writer.do(f"the snapshot of update {version}", write)
+        self._writer.submit(f"the snapshot of update {version}", write)
 
 
 def snapshots_of(
     config: RunConfig, folder: RunFolder, server: Server, model: Trained, writer: Writer
 ) -> Snapshots | None:
-    """What takes the run's snapshots; None where none are wanted."""
+    """Return the run's `Snapshots`, or None if the config asks for none."""
     return Snapshots(folder, config.snapshots, server, model, writer) if config.snapshots is not None else None
 
 
-def go_back(folder: RunFolder, version: int) -> None:
-    """Forget what is after `version`, and an end that was none: a resumed run makes it again."""
+def drop_snapshots_after(folder: RunFolder, version: int) -> None:
+    """Remove snapshots after `version` and a final one that was not due: a resumed run takes them again."""
     if not folder.snapshots.is_dir():
         return
     kept = [entry for entry in read_index(folder) if entry.version <= version and not entry.extra]
@@ -109,7 +109,7 @@ def go_back(folder: RunFolder, version: int) -> None:
     for path in folder.snapshots.glob("*.safetensors"):
         if path.name not in names:
             path.unlink()
-    for half in folder.snapshots.glob(".*.tmp"):  # whoever wrote it was killed
+    for half in folder.snapshots.glob(".*.tmp"):  # left by a killed writer
         half.unlink()
 
 
@@ -119,7 +119,7 @@ def _write_index(path: Path, entries: list[Entry]) -> None:
 
 
 def read_index(folder: RunFolder) -> list[Entry]:
-    """The run's snapshots, oldest first; none where nothing was written yet."""
+    """Return the run's snapshots, oldest first; empty if none was written yet."""
     path = folder.snapshots / "index.json"
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text())["snapshots"]
@@ -127,33 +127,33 @@ def read_index(folder: RunFolder) -> list[Entry]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): remove {path.parent} to go on without them") from None
+        raise UserError(f"{path} cannot be read ({error}): remove {path.parent} to continue without them") from None
 
 
 def read_snapshot(folder: RunFolder, entry: Entry) -> dict[str, Tensor]:
-    """The named tensors of one snapshot; a file that is not as it was written is a clear error."""
+    """Return the tensors of one snapshot by name; raise UserError if the file has changed."""
     path = folder.snapshots / entry.file_name
     try:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise ValueError("it is not as it was written")
+            raise ValueError("its checksum is wrong")
         return load(content)
     except (OSError, ValueError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"snapshot {path} cannot be read ({why}): remove its line from index.json to go on") from None
+        raise UserError(
+            f"snapshot {path} cannot be read ({why}): remove its line from index.json to continue"
+        ) from None
 
 
 class Best:
-    """Keeps the evaluated weights that are best by `measure`: without one, those with the highest test accuracy, or the
-    lowest loss where nothing is classified.
-    """
+    """Keeps the best evaluated weights: by `measure`, or else by test accuracy, or by test loss without classes."""
 
     def __init__(self, folder: RunFolder, model: Trained, writer: Writer, measure: Measure | None = None) -> None:
         self._folder, self._model, self._writer, self._measure = folder, model, writer, measure
         self.found = read_best(folder)
 
-    def look(self, server: Server, scores: Scores) -> None:
-        """After an evaluation: keep the weights if none before were as good. One copy; another thread writes it."""
+    def save_if_best(self, server: Server, scores: Scores) -> None:
+        """Save the weights if they are the best so far: one copy here, written on another thread."""
         row: dict[str, Any] = {
             "updates": server.version,
             "samples": server.samples,
@@ -170,7 +170,7 @@ class Best:
         self.found = row
         tensors = {name: tensor.clone() for name, tensor in trained_tensors(server, self._model).items()}
         texts = {name: str(value) for name, value in row.items() if value is not None}
-        self._writer.do("the best weights so far", lambda: self._write(save(tensors, texts)))
+        self._writer.submit("the best weights so far", lambda: self._write(save(tensors, texts)))
 
     def _write(self, content: bytes) -> None:
         self._folder.checkpoints.mkdir(exist_ok=True)
@@ -178,7 +178,7 @@ class Best:
 
 
 def _rank(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Higher is better."""
+    """Return a sort key; higher is better."""
     if "measure" in row:
         value = row["value"]
         return -value if row["measure"].startswith("min") else value, 0.0
@@ -186,7 +186,7 @@ def _rank(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def read_best(folder: RunFolder) -> dict[str, Any] | None:
-    """What the best weights kept so far scored, and at which update; None where there are none to be read."""
+    """Return the scores and the update of the best weights so far; None if there are none."""
     try:
         with safe_open(folder.best_file, "pt") as file:
             texts = file.metadata() or {}
@@ -202,8 +202,8 @@ def read_best(folder: RunFolder) -> dict[str, Any] | None:
         return None
 
 
-def forget_best(folder: RunFolder, version: int) -> None:
-    """Weights of an update behind `version`, to which the run went back, were never its own."""
+def drop_best_after(folder: RunFolder, version: int) -> None:
+    """Remove the best weights if they are from an update after `version`, which the run rolled back."""
     found = read_best(folder)
     if found is not None and found["updates"] > version:
         folder.best_file.unlink()

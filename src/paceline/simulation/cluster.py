@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.analysis.step_times import Measured, measured
+from paceline.analysis.step_times import Measured, read_step_times
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.settings.durations import delays_of
@@ -22,7 +22,7 @@ TURNS = 0.08
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
     """The times, links and faults of a simulation."""
-    like = measured(Path(config.like)) if config.like is not None else None
+    like = read_step_times(Path(config.like)) if config.like is not None else None
     link = parse_link(config.link) if config.link is not None else None
     delays = delays_of(config)
 

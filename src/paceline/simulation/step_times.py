@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.analysis.step_times import measured
+from paceline.analysis.step_times import read_step_times
 from paceline.errors import UserError, unknown_name
 from paceline.randomness import rng
 from paceline.settings.notation import seconds
@@ -114,7 +114,7 @@ def _distribution(kind: str, arguments: list[str]) -> Distribution:
     if kind not in takes:
         raise unknown_name("distribution", kind, takes)
     if kind == "measured":
-        found = measured(Path(",".join(arguments)))
+        found = read_step_times(Path(",".join(arguments)))
         return Distribution(kind, found.step_seconds, quantiles=found.quantiles)
     if len(arguments) != takes[kind]:
         raise UserError(f"{kind} takes {takes[kind]} numbers, got {len(arguments)}")

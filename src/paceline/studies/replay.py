@@ -37,10 +37,10 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
     from paceline.assembly.cpu_sharing import server_threads
     from paceline.assembly.run import make_seat, make_server, work_of
     from paceline.assembly.task import make_task, prepare_device
-    from paceline.runs.compare_replay import compare, marks_of
+    from paceline.runs.compare_replay import checkpoints_by_record, compare
     from paceline.runs.replay import Replay, Threads
 
-    marks = marks_of(recording)
+    checkpoints = checkpoints_by_record(recording)
     device = prepare_device(config)
     dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset).to(device)
@@ -52,7 +52,7 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
         make_server(config, task, work),
         lambda join: make_seat(config, make_task(config, dataset).to(device), work, join),
         threads=threads,
-        marks=marks,
+        compare_with=checkpoints,
     )
     return compare(again, recording, task, console.report)
 
@@ -73,9 +73,9 @@ def describe(outcome: dict[str, Any]) -> list[str]:
     lines = [f"{outcome['records']} records, {outcome['updates']} updates, weights {digest[:16]}"]
     if outcome["weights_file"] is not None:
         lines.append(f"weights of update {outcome['updates']} are in {outcome['weights_file']}, sha256 {digest}")
-    departure = outcome["first_departure"]
-    if departure is not None:
-        lines.append(f"DIFFERENT from the run: departs {_where(departure)}")
+    mismatch = outcome["first_departure"]
+    if mismatch is not None:
+        lines.append(f"DIFFERENT from the run: departs {_where(mismatch)}")
         lines += [f"the run was made with {name} {value}" for name, value in outcome["made_with"].items()]
         if outcome["stuck"] is not None:
             lines.append(f"it could not go on: {outcome['stuck']}")
@@ -88,14 +88,14 @@ def describe(outcome: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _where(departure: dict[str, Any]) -> str:
+def _where(mismatch: dict[str, Any]) -> str:
     """Update, push, and what differs there."""
-    recorded, replayed, what = departure["recorded"], departure["replayed"], departure["what"]
+    recorded, replayed, what = mismatch["recorded"], mismatch["replayed"], mismatch["what"]
     if what == "weights":  # somewhere since the last loss that was the same
-        return f"by update {departure['update']}: its weights were {recorded}, are {replayed}"
-    where = f"first at update {departure['update']}"
-    if departure["push"] is not None:
-        where += f", worker {departure['worker']}'s push {departure['push']}"
+        return f"by update {mismatch['update']}: its weights were {recorded}, are {replayed}"
+    where = f"first at update {mismatch['update']}"
+    if mismatch["push"] is not None:
+        where += f", worker {mismatch['worker']}'s push {mismatch['push']}"
     if what == "push":
         return f"{where}: it was made then and is not now"
     if what == "loss":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.reports.charts import Point, Series, draw_lines
-from paceline.reports.tables import Column, fit_table
+from paceline.reports.tables import Column, fit_table, markdown_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.system.terminal import UNLIMITED_WIDTH, fold
@@ -137,7 +137,7 @@ def plain(scaling: Scaling, width: int = UNLIMITED_WIDTH) -> str:
 
 
 def markdown(scaling: Scaling) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in [list(HEAD), ["---"] * len(HEAD), *cells(scaling)]]
+    lines = markdown_table(HEAD, cells(scaling))
     first = scaling.counts[0]
     legend = (
         f"Samples/s: median of the runs. Speed-up and efficiency against {first.workers} worker"

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.analysis.statistics import Several
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
-from paceline.reports.tables import Column, as_csv, fit_table
+from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
 from paceline.studies.sweep_file import Grid, in_words, shown
 from paceline.system.terminal import UNLIMITED_WIDTH
 
@@ -105,8 +105,7 @@ def cells(swept: Swept) -> tuple[list[str], list[list[str]]]:
 
 def markdown(swept: Swept) -> str:
     head, rows = cells(swept)
-    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-    return "\n".join([*lines, "", verdict(swept), ""])
+    return "\n".join([*markdown_table(head, rows), "", verdict(swept), ""])
 
 
 LEAVING = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}

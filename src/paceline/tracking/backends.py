@@ -1,4 +1,4 @@
-"""`--track csv`: progress and evaluations as `metrics.csv` in the run's folder; the shortest example of a tracker."""
+"""The built-in trackers: CSV file, TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.tracking.tracker import HAPPENINGS, final_scalars, in_words, scalars
+from paceline.tracking.tracker import TEXT_EVENTS, fields_text, final_scalars, scalars
 
 FIGURES = ("loss", "rate", "staleness", "live", "lr", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
 
 
 class CsvFile:
-    """A line for each row of progress and each evaluation."""
+    """Writes progress and evaluations to `metrics.csv` in the run folder; the shortest example of a tracker."""
 
     def started(self, settings: dict[str, Any], folder: Path) -> None:
         self._file = (folder / "metrics.csv").open("w", newline="", buffering=1)
@@ -30,7 +30,7 @@ class CsvFile:
 
 
 class TensorBoard:
-    """Scalars by update, happenings and settings as text. Written anew from the run's start, whoever wrote before."""
+    """Writes scalars by update, and events and settings as text; replaces files of an earlier tracker."""
 
     def started(self, settings: dict[str, Any], folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
@@ -47,13 +47,13 @@ class TensorBoard:
 
     def row(self, kind: str, fields: dict[str, Any]) -> None:
         step, now = fields["updates"], fields["now"]
-        if kind == "run_resumed" and step < self._last:  # what came after this was taken back
+        if kind == "run_resumed" and step < self._last:  # later rows were undone
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._writer.add_event(self._event.Event(wall_time=self._began + now, step=step, session_log=start))
         self._last = step
         values = [self._scalar(name, value) for name, value in scalars(kind, fields).items()]
-        if kind in HAPPENINGS:
-            values.append(self._text(f"events/{kind}", in_words(fields) or kind))
+        if kind in TEXT_EVENTS:
+            values.append(self._text(f"events/{kind}", fields_text(fields) or kind))
         self._add(step, now, values)
 
     def finished(self, result: dict[str, Any] | None) -> None:
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """Settings as parameters, numbers as metrics by update, how it ended as the status."""
+    """Logs settings as parameters, numbers as metrics by update, and the final status."""
 
     def started(self, settings: dict[str, Any], folder: Path) -> None:
         import mlflow
@@ -101,7 +101,7 @@ class MLflow:
 
 
 class Wandb:
-    """Settings as the config, numbers over updates, the result as the summary."""
+    """Logs settings as the config, numbers over updates, and the result as the summary."""
 
     def started(self, settings: dict[str, Any], folder: Path) -> None:
         import wandb
@@ -109,7 +109,7 @@ class Wandb:
         project = os.environ.get("WANDB_PROJECT", "paceline")
         self._run = wandb.init(project=project, name=folder.name, config=settings, dir=str(folder))
         self._run.define_metric("updates")
-        self._run.define_metric("*", step_metric="updates")  # a resumed run may step back, which their own step may not
+        self._run.define_metric("*", step_metric="updates")  # a resumed run may step back; wandb's own step may not
 
     def row(self, kind: str, fields: dict[str, Any]) -> None:
         values = scalars(kind, fields)

@@ -1,6 +1,6 @@
-"""From a run's folder to a tracker: the one way, for runs that are over and for those that go on.
+"""Feeds a run folder to a tracker, whether the run is over or still running.
 
-The event file is the queue: a tracker that is slow falls behind and misses nothing.
+The event file is the queue: a slow tracker falls behind and misses nothing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from paceline.runs.folder import RunFolder
 from paceline.settings.imports import in_a_line
 from paceline.tracking.tracker import Tracker
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 AXES = ("updates", "samples")
 
 
-def feed(folder: RunFolder, name: str, tracker: Tracker, goes_on: Callable[[], bool] = lambda: False) -> int:
-    """Tell the tracker of the whole run, and of what is still written while it `goes_on`; returns how many rows."""
+def feed(folder: RunFolder, name: str, tracker: Tracker, is_running: Callable[[], bool] = lambda: False) -> int:
+    """Pass all rows of the run to the tracker, and new ones while `is_running`; return the number of rows."""
     reader, fed = EventReader(folder.events_file), 0
     known: dict[str, Any] = {"now": 0.0, **dict.fromkeys(AXES, 0)}
     config = folder.config()
     try:
         tracker.started(to_dict(config), folder.path)
         while True:
-            more = goes_on()  # asked first: what was written before the end is read after it
+            more = is_running()  # checked first, so that rows written before the end are read after it
             for row in reader.read():
                 kind = str(row.pop("kind", "unknown"))
                 known |= {axis: row[axis] for axis in known if axis in row}
@@ -36,10 +36,10 @@ def feed(folder: RunFolder, name: str, tracker: Tracker, goes_on: Callable[[], b
                 fed += 1
             if not more:
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         tracker.finished(folder.result())
     except KeyboardInterrupt:
-        tracker.finished(None)  # so that what it has is kept
+        tracker.finished(None)  # keep what it has
         raise
     except Exception as error:
         raise RunFailed(f"tracker {name} failed after {fed} rows of {folder.path}: {in_a_line(error)}") from error

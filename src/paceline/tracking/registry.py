@@ -1,4 +1,4 @@
-"""Trackers by name: those that are built in, and a user's own."""
+"""Creates trackers by name: built-in ones, and custom ones as MODULE:NAME."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METHODS = ("started", "row", "finished")
 
 
 def make_tracker(name: str) -> Tracker:
-    """A new one, which has heard of nothing yet."""
+    """Create the tracker of this name; refuse one without the tracker methods."""
     check_tracker(name)
     if ":" not in name:
         module, _, attribute = TRACKERS[name].home.partition(":")
@@ -22,7 +22,7 @@ def make_tracker(name: str) -> Tracker:
     missing = [method for method in METHODS if not callable(getattr(tracker, method, None))]
     if missing:
         raise UserError(
-            f"tracker '{name}' makes a {type(tracker).__name__} without {' and '.join(missing)}: a tracker has "
+            f"tracker '{name}' creates a {type(tracker).__name__} without {' and '.join(missing)}: define "
             "started(settings, folder), row(kind, fields) and finished(result)"
         )
     return cast(Tracker, tracker)

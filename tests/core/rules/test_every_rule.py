@@ -16,7 +16,12 @@ from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.errors import UserError
 from paceline.interfaces import Rule, State
-from paceline.runs.checkpoint import read_cut, restore, take_cut, write_cut
+from paceline.runs.checkpoint import (
+    read_checkpoint,
+    restore,
+    take_checkpoint,
+    write_checkpoint,
+)
 from tests.support.courses import Walk, course, walk_together
 from tests.support.every_rule import RULES
 
@@ -42,9 +47,9 @@ def through_a_checkpoint(walk: Walk, folder: Path, fresh: Rule) -> tuple[torch.T
     """Written and read back, into the state of a rule that has seen nothing."""
     before = server_with(fresh, walk.weights)
     before.rule_state = walk.state
-    path = write_cut(folder, take_cut(before, {}, 0, 0.0))
+    path = write_checkpoint(folder, take_checkpoint(before, {}, 0, 0.0))
     after = server_with(fresh, torch.zeros_like(walk.weights))
-    restore(after, read_cut(path))
+    restore(after, read_checkpoint(path))
     return after.weights, after.rule_state
 
 
@@ -88,21 +93,23 @@ OTHERS = [("foresight", "dana"), ("averaged", "foresight"), ("plain", "damped"),
 
 @pytest.mark.parametrize(("then", "now"), OTHERS)
 def test_a_checkpoint_of_another_rule_is_refused_naming_both(then: str, now: str) -> None:
-    cut = take_cut(server_with(RULES[then](3), torch.ones(4)), {}, 0, 0.0)
+    checkpoint = take_checkpoint(server_with(RULES[then](3), torch.ones(4)), {}, 0, 0.0)
     server = server_with(RULES[now](3), torch.zeros(4))
     with pytest.raises(UserError) as error:
-        restore(server, cut)
+        restore(server, checkpoint)
     text = str(error.value)
-    assert f"made by rule {RULES[then](3).name} (" in text and f"this run has rule {RULES[now](3).name} (" in text
+    assert f"made by rule {RULES[then](3).name} (" in text and f"this run uses rule {RULES[now](3).name} (" in text
     assert "\n" not in text
     assert not server.weights.any(), "nothing was restored"
 
 
 def test_a_checkpoint_of_another_size_is_refused_naming_both() -> None:
-    cut = take_cut(server_with(Foresight(0.9, 3), torch.ones(4)), {}, 0, 0.0)
+    checkpoint = take_checkpoint(server_with(Foresight(0.9, 3), torch.ones(4)), {}, 0, 0.0)
     with pytest.raises(UserError, match=r"cache \[3, 4\].*cache \[4, 4\]"):
-        restore(server_with(Foresight(0.9, 4), torch.ones(4)), cut)
+        restore(server_with(Foresight(0.9, 4), torch.ones(4)), checkpoint)
     with pytest.raises(UserError, match=r"weights \[4\].*weights \[6\]"):
-        restore(server_with(Foresight(0.9, 3), torch.ones(6)), cut)
-    unnamed = dataclasses.replace(cut, facts={key: value for key, value in cut.facts.items() if key != "rule"})
+        restore(server_with(Foresight(0.9, 3), torch.ones(6)), checkpoint)
+    unnamed = dataclasses.replace(
+        checkpoint, facts={key: value for key, value in checkpoint.facts.items() if key != "rule"}
+    )
     restore(server_with(Foresight(0.9, 3), torch.zeros(4)), unnamed)  # as written before rules had names

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.analysis.status import RunStatus, WorkerStatus
-from paceline.reports.watch.prometheus import MOST_WORKERS, exposition
+from paceline.reports.watch.prometheus import MAX_WORKERS, exposition
 from tests.support.prometheus_text import parse
 from tests.support.statuses import RUNS
 
@@ -49,4 +49,4 @@ def test_workers_are_told_one_by_one_unless_there_are_many() -> None:
     for found in (few, many):
         assert ("paceline_straggler", {"run": "runs/a", "worker": "0", "cause": "compute"}, 1.0) in found
     assert ("paceline_workers", {"run": "runs/a", "state": "live"}, 10_000.0) in many
-    assert len(many) < 2 * MOST_WORKERS
+    assert len(many) < 2 * MAX_WORKERS

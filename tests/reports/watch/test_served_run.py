@@ -41,12 +41,12 @@ class Copy:
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Copy:
     monkeypatch.setattr(watched, "IDLE_SECONDS", 0.0)
-    monkeypatch.setattr(served_run, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(served_run, "RETRY_SECONDS", 0.0)
     return Copy(whole_run(tmp_path, "copy", end=False))
 
 
 def look(run: ServedRun) -> dict[str, Any]:
-    (found,) = run.look().values()
+    (found,) = run.poll().values()
     assert found is not None
     return found
 
@@ -56,8 +56,8 @@ def test_it_goes_by_its_own_name(copy: Copy, tmp_path: Path) -> None:
     found = look(run)
     assert (found["id"], found["name"], found["status"]) == ("runs/far at 10.0.0.1:29500", "far", "running")
     assert str(tmp_path / "copy") not in json.dumps(found)
-    (standing,) = run.standings()
-    assert (standing.status.run, standing.status.status) == (run.title, "running")
+    (snapshot,) = run.run_snapshots()
+    assert (snapshot.status.run, snapshot.status.status) == (run.title, "running")
 
 
 def test_a_server_that_is_gone_and_back(copy: Copy) -> None:
@@ -67,7 +67,7 @@ def test_a_server_that_is_gone_and_back(copy: Copy) -> None:
     lost = look(run)
     assert (lost["status"], lost["going_on"]) == ("unreachable", False)
     assert lost["notes"] == ["10.0.0.1:29500 answers no more"] and lost["figures"]["samples"] == 1280
-    assert run.standings()[0].status.status == "unreachable"
+    assert run.run_snapshots()[0].status.status == "unreachable"
     copy.reachable = True
     log_events(copy.folder, progress(5.0, 1600, 0.6))
     back = look(run)
@@ -79,15 +79,15 @@ def test_a_run_that_has_ended_is_not_missed(copy: Copy) -> None:
     look(run)
     copy.folder.write_result(result_of(copy.folder))
     copy.reachable = False
-    assert (look(run)["status"], run.standings()[0].status.status) == ("finished", "finished")
+    assert (look(run)["status"], run.run_snapshots()[0].status.status) == ("finished", "finished")
 
 
 def test_a_server_that_is_gone_is_not_asked_all_the_time(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_run, "AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr(served_run, "RETRY_SECONDS", 3600.0)
     run = ServedRun(cast(Mirror, copy))
     copy.reachable = False
     asked = copy.asked
     for _ in range(5):
-        run.look()
-        run.standings()
+        run.poll()
+        run.run_snapshots()
     assert copy.asked == asked + 1

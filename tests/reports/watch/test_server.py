@@ -18,7 +18,7 @@ from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.reports.watch import server as live
 from paceline.reports.watch import sources as watched
-from paceline.reports.watch.server import LiveServer, open_server, pass_for
+from paceline.reports.watch.server import LiveServer, cookie_value, open_server
 from paceline.reports.watch.sources import FolderSource, Follower
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import log_events, progress, result_of, whole_run
@@ -30,10 +30,10 @@ Answer = tuple[int, dict[str, str], str]
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("IDLE_SECONDS", "LOOK_SECONDS", "LATEST_SECONDS"):
+    for name in ("IDLE_SECONDS", "MIN_POLL_SECONDS", "MAX_POLL_SECONDS"):
         monkeypatch.setattr(watched, name, 0.001)
-    monkeypatch.setattr(watched, "MOST_SHARE", 1000.0)
-    monkeypatch.setattr(live, "GUESS_SECONDS", 0.0)
+    monkeypatch.setattr(watched, "MAX_CPU_SHARE", 1000.0)
+    monkeypatch.setattr(live, "WRONG_TOKEN_SECONDS", 0.0)
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def test_without_a_token_only_this_machine_by_its_own_name_may_ask(tmp_path: Pat
         for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1", ""):
             for path in ("/", "/events", "/metrics"):
                 status, _, text = ask(server, path, Host=host)
-                assert status == 403 and text.startswith("this page is for its own machine")
+                assert status == 403 and text.startswith("this page is local")
 
 
 def test_with_a_token_nobody_enters_without_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -158,12 +158,12 @@ def test_with_a_token_nobody_enters_without_it(tmp_path: Path, capfd: pytest.Cap
             ("/", {"Cookie": "\x07=;"}),
         ):
             status, _, text = ask(server, path, **headers)
-            assert status == 401 and "needs its token" in text, path
+            assert status == 401 and "missing token" in text, path
         status, headers, _ = ask(server, "/?token=secret")
         assert (status, headers["location"]) == (303, "/"), "the token leaves the address bar"
         assert "HttpOnly" in headers["set-cookie"] and "secret" not in headers["set-cookie"]
         status, _, page = ask(server, "/", Cookie=headers["set-cookie"].partition(";")[0])
-        assert status == 200 and "secret" not in page and pass_for("secret") not in page
+        assert status == 200 and "secret" not in page and cookie_value("secret") not in page
         assert ask(server, "/metrics", Authorization="Bearer secret")[0] == 200
     assert "secret" not in "".join(capfd.readouterr())
 
@@ -189,11 +189,11 @@ def test_metrics_and_what_is_not_there(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as stranger:
             stranger.sendall(b"GET http://[::1 HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
             assert stranger.recv(100).startswith(b"HTTP/1.0 404 ")
-        assert ask(server, f"/events?after={server.follower.life}-{'9' * 5000}", Host="x")[0] == 403
+        assert ask(server, f"/events?after={server.follower.instance}-{'9' * 5000}", Host="x")[0] == 403
 
 
 def test_so_many_browsers_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(live, "MAX_CONNECTIONS", 2)
     with serving(whole_run(tmp_path)) as server:
         streams = [Stream(server, "/events") for _ in range(2)]
         with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
@@ -207,7 +207,7 @@ def test_so_many_browsers_and_no_more(tmp_path: Path, monkeypatch: pytest.Monkey
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere does not exist: give a run folder as in runs/NAME"),
-        (["."], ". is no run folder and holds none: give runs/NAME, or a folder of runs"),
+        (["."], ". is not a run folder and contains none: give runs/NAME, or a folder of runs"),
         (["run", "--listen", "7223"], "address '7223': write HOST:PORT"),
         (["run", "--terminal", "--open"], "--open is for the page, which --terminal does without"),
         (["run", "--page-token", "nowhere"], "token file nowhere cannot be read"),

@@ -14,7 +14,7 @@ import pytest
 from paceline.analysis.status import Standing
 from paceline.errors import UserError
 from paceline.reports.watch import sources as watched
-from paceline.reports.watch.sources import GONE, FolderSource, Follower
+from paceline.reports.watch.sources import FOLDER_REMOVED, FolderSource, Follower
 from tests.support.made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
 from tests.support.waiting import until
 
@@ -29,11 +29,11 @@ class Counting:
     def __init__(self) -> None:
         self.looks = 0
 
-    def look(self) -> dict[str, dict[str, Any] | None]:
+    def poll(self) -> dict[str, dict[str, Any] | None]:
         self.looks += 1
         return {"runs/a": {"look": self.looks}}
 
-    def standings(self) -> list[Standing]:
+    def run_snapshots(self) -> list[Standing]:
         return []
 
 
@@ -47,32 +47,32 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_growing_run_is_told_of_when_it_grows(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     source = FolderSource(folder.path)
-    (first,) = source.look().values()
+    (first,) = source.poll().values()
     assert first is not None and first["status"] == "killed"
-    assert source.look() == {}
+    assert source.poll() == {}
     with folder.locked():
         log_events(folder, started(), progress(1.0, 320, 0.25))
-        (running,) = source.look().values()
+        (running,) = source.poll().values()
         assert running is not None and running["going_on"] and running["figures"]["samples"] == 320
         with folder.events_file.open("ab") as file:
             file.write(b'{"kind": "progress", "now": 2.0, "upd')
-        assert [digest["figures"]["samples"] for digest in source.look().values() if digest] == [320]
+        assert [digest["figures"]["samples"] for digest in source.poll().values() if digest] == [320]
     folder.write_result(result_of(folder))
-    (ended,) = source.look().values()
+    (ended,) = source.poll().values()
     assert ended is not None and ended["status"] == "finished" and not ended["going_on"]
-    assert source.look() == {}
+    assert source.poll() == {}
 
 
 def test_a_removed_run_is_kept_as_last_seen_and_one_that_comes_back_is_read_anew(tmp_path: Path) -> None:
     folder = whole_run(tmp_path)
     source = FolderSource(folder.path)
-    source.look()
+    source.poll()
     shutil.rmtree(folder.path)
-    (gone,) = source.look().values()
-    assert gone is not None and gone["notes"] == [GONE] and gone["figures"]["samples"] == 1280
-    assert source.look() == {} and source.standings() == []
+    (gone,) = source.poll().values()
+    assert gone is not None and gone["notes"] == [FOLDER_REMOVED] and gone["figures"]["samples"] == 1280
+    assert source.poll() == {} and source.run_snapshots() == []
     make_folder(tmp_path)
-    (back,) = source.look().values()
+    (back,) = source.poll().values()
     assert back is not None and back["figures"]["samples"] is None
 
 
@@ -80,34 +80,34 @@ def test_a_run_removed_while_it_went_on_is_not_going_on(tmp_path: Path) -> None:
     folder = whole_run(tmp_path, end=False)
     source = FolderSource(folder.path)
     with folder.locked():
-        source.look()
+        source.poll()
         shutil.rmtree(folder.path)
-        (gone,) = source.look().values()
+        (gone,) = source.poll().values()
     assert gone is not None and (gone["status"], gone["going_on"]) == ("removed", False)
 
 
 def test_new_runs_of_a_folder_are_found_and_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "MOST_RUNS", 2)
+    monkeypatch.setattr(watched, "MAX_RUNS", 2)
     for number, name in enumerate(("old", "middle")):
         folder = whole_run(tmp_path, name)
         os.utime(folder.config_file, (number, number))
         os.utime(folder.events_file, (number, number))
     source = FolderSource(tmp_path)
-    assert [Path(run).name for run in source.look()] == ["middle", "old"]
+    assert [Path(run).name for run in source.poll()] == ["middle", "old"]
     whole_run(tmp_path / "sweep", "new")
-    found = source.look()
+    found = source.poll()
     assert {Path(run).name: digest is not None for run, digest in found.items()} == {"new": True, "old": False}
-    assert [Path(standing.status.run).name for standing in source.standings()] == ["new", "middle"]
+    assert [Path(snapshot.status.run).name for snapshot in source.run_snapshots()] == ["new", "middle"]
 
 
 def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
     whole_run(tmp_path, "good")
     whole_run(tmp_path, "bad").config_file.write_text("schema = [")
     source = FolderSource(tmp_path)
-    assert {Path(run).name for run in source.look()} == {"good", "bad"}
-    assert [Path(standing.status.run).name for standing in source.standings()] == ["good"]
+    assert {Path(run).name for run in source.poll()} == {"good", "bad"}
+    assert [Path(snapshot.status.run).name for snapshot in source.run_snapshots()] == ["good"]
 
 
 @pytest.mark.parametrize("make", [False, True])
@@ -115,7 +115,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, make: bool) -> None:
     path = tmp_path / "somewhere"
     if make:
         path.mkdir()
-    with pytest.raises(UserError, match="is no run folder and holds none" if make else "does not exist"):
+    with pytest.raises(UserError, match="is not a run folder and contains none" if make else "does not exist"):
         FolderSource(path)
 
 
@@ -136,15 +136,15 @@ def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_only_what_changed_since_is_handed_out() -> None:
     class Two(Counting):
-        def look(self) -> dict[str, dict[str, Any] | None]:
+        def poll(self) -> dict[str, dict[str, Any] | None]:
             self.looks += 1
             return [{"a": {"a": 1}, "b": {"b": 1}}, {"b": {"b": 2}}, {"a": None}][self.looks - 1]
 
     follower = Follower(Two())
-    follower.look()
+    follower.poll()
     assert follower.now() == (1, b'[{"a":1},{"b":1}]')
-    follower.look()
+    follower.poll()
     assert follower.after(1, 0.0) == (2, b'[{"b":2}]')
-    follower.look()
+    follower.poll()
     assert follower.now() == (3, b'[{"b":2}]')
     follower.close()

@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.analysis.status import RunStatus, Standing, read_standing
+from paceline.analysis.status import RunStatus, Standing, read_run_snapshot
 from paceline.cli.main import main
 from paceline.reports.watch.sources import FolderSource
-from paceline.reports.watch.terminal import MOST_LOSSES, History, chosen, other_runs, sentences, sparkline, view
+from paceline.reports.watch.terminal import (
+    MAX_LOSSES,
+    History,
+    other_runs,
+    select_run,
+    sentences,
+    sparkline,
+    view,
+)
 from tests.support.made_up_runs import accounts, log_events, make_folder, progress, result_of, started, whole_run
 from tests.support.statuses import RUNS
 
@@ -33,10 +41,10 @@ def test_how_far_the_loss_the_workers_and_what_happened_last(tmp_path: Path) -> 
     rows = [started(), progress(1.0, 320, 0.25), progress(2.0, 640, 0.5), accounts(2.0, [1.0, 1.0, 1.0], states)]
     lost = {"kind": "worker_lost", "now": 2.5, "worker": 2, "pushes": 9, "live": 2}
     log_events(folder, *rows, lost, {"kind": "evaluation", "now": 2.5, "test_accuracy": 61.5})
-    standing, history = read_standing(folder.path), History()
-    history.add(standing.events)
-    history.add(standing.events)
-    text = "\n".join(line.text for line in view(standing, history, 60, 40))
+    snapshot, history = read_run_snapshot(folder.path), History()
+    history.add(snapshot.events)
+    history.add(snapshot.events)
+    text = "\n".join(line.text for line in view(snapshot, history, 60, 40))
     assert "━━━" in text and " 50 %" in text
     assert "loss 0.6667 █▁" in text, "each row counts once"
     assert "worker 2 is paused" in text
@@ -54,18 +62,18 @@ def test_a_history_of_any_length_stays_short_and_keeps_its_course() -> None:
     rows = [{"kind": "progress", "now": float(at), "loss": 10_000.0 - at} for at in range(10_000)]
     for row in rows:
         history.add([row])
-    assert len(history.losses) < MOST_LOSSES
+    assert len(history.losses) < MAX_LOSSES
     assert sparkline(history.losses, 8) == "█▇▆▅▄▃▂▁"
 
 
 def test_the_run_under_way_is_shown_in_full_and_the_others_in_a_line() -> None:
     names = {"a": "finished", "b": "running", "c": "killed"}
-    standings = [
+    run_snapshots = [
         Standing(RunStatus(name, "async", "cnn", 2, status, fraction=0.5), []) for name, status in names.items()
     ]
-    shown = chosen(standings)
+    shown = select_run(run_snapshots)
     assert shown.status.run == "b"
-    assert [line.text.split() for line in other_runs(standings, shown, 40)] == [
+    assert [line.text.split() for line in other_runs(run_snapshots, shown, 40)] == [
         ["50", "%", "finished", "a"],
         ["50", "%", "killed", "c"],
     ]

@@ -15,9 +15,9 @@ import pytest
 from paceline.analysis.status import read_status
 from paceline.config import RunConfig
 from paceline.errors import RunFailed, UserError
-from paceline.reports.status_table import describe
+from paceline.reports.status_table import format_status
 from paceline.reports.watch.mirror import GROWING, Mirror
-from paceline.reports.watch.remote import is_served, looking_at, mirrored
+from paceline.reports.watch.remote import is_served, mirrored, status_reader
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.server.file_service import MOST_OBSERVERS, Observers
@@ -100,7 +100,7 @@ def test_a_copy_grows_with_the_run_and_stands_as_it_does(served: Served, mirror:
     assert mirror.refresh() and read_status(mirror.folder.path).status == "stopped"
     served.folder.result_file.unlink()  # the run goes on
     assert mirror.refresh() and read_status(mirror.folder.path).status == "running"
-    served.folder.settle_config(dataclasses.replace(served.folder.config(), workers=3))
+    served.folder.update_config(dataclasses.replace(served.folder.config(), workers=3))
     assert mirror.refresh() and mirror.folder.config().workers == 3
 
 
@@ -126,7 +126,7 @@ def test_of_a_long_run_the_status_fetches_the_last_events_alone(served: Served, 
 def test_the_status_of_a_served_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", TOKEN.decode())
     served.write({"kind": "run_started", "now": 0.0}, progress(10.0))
-    with looking_at(served.address) as look:
+    with status_reader(served.address) as look:
         found = look()
     assert (found.run, found.status, found.updates) == (f"{served.folder.path} at {served.address}", "running", 10)
     assert is_served(served.address) and not is_served(str(served.folder.path)) and not is_served("nowhere")
@@ -167,7 +167,7 @@ def test_another_run_at_the_same_address_is_not_mixed_in(served: Served, mirror:
     assert not mirror.refresh()  # the same run, found again
     mirror._observer._connection.shut_down()
     mirror.run = "runs/before"
-    with pytest.raises(RunFailed, match="is served there now"):
+    with pytest.raises(RunFailed, match="it now serves"):
         mirror.refresh()
 
 
@@ -182,7 +182,7 @@ def test_only_so_many_look_at_once(served: Served) -> None:
 def test_who_cannot_look_is_told_why(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "wrong")
     with pytest.raises(UserError, match="does not accept our token: give the one that it showed"):
-        with looking_at(served.address):
+        with status_reader(served.address):
             pass
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -193,10 +193,10 @@ def test_who_cannot_look_is_told_why(served: Served, tmp_path: Path, monkeypatch
                 pass
         greeting.join()
     with pytest.raises(UserError, match=r"cannot be reached \(Connection refused\)"):
-        with looking_at(address):
+        with status_reader(address):
             pass
     with pytest.raises(UserError, match="is a folder"):
-        with looking_at(str(tmp_path), tls=True):
+        with status_reader(str(tmp_path), tls=True):
             pass
 
 
@@ -210,4 +210,4 @@ def test_a_row_says_how_often_data_was_dealt(served: Served) -> None:
     served.write({"kind": "run_started", "now": 0.0}, {"kind": "workers", "now": 1.0, "deal": 2, **workers})
     found = read_status(served.folder.path)
     assert found.deals == 2 and found.workers[0].state == "draining"
-    assert "data dealt anew 2 times" in describe(found, 200)
+    assert "data reassigned 2 times" in format_status(found, 200)

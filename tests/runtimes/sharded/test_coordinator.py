@@ -120,7 +120,7 @@ def test_a_server_that_falls_silent_ends_the_run_in_one_line(make: Callable[...,
     first.thread.join(20)
     assert isinstance(first.error, ServerLost)
     assert "server 1 of floats 64 to 128 at 127.0.0.1:1 has said nothing for 0.3 s at update 0" in str(first.error)
-    assert f"'paceline server --resume {first.run.folder.path}' goes on from there" in str(first.error)
+    assert f"'paceline server --resume {first.run.folder.path}' continues from there" in str(first.error)
 
 
 def test_beats_are_signs_of_life(make: Callable[..., First]) -> None:
@@ -141,9 +141,9 @@ def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_ov
     first.service.wait_seconds = 0.2
     first.thread.join(20)
     assert (first.run.host.stop_reason, first.error) == (NOT_COME, None)
-    assert first.run.folder.way_on(first.run.config).startswith("'paceline resume")
+    assert first.run.folder.resume_hint(first.run.config).startswith("'paceline resume")
     first.run.folder.server_file.write_text('{"by_hand": true}')
-    assert first.run.folder.way_on(first.run.config).startswith("'paceline server --resume")
+    assert first.run.folder.resume_hint(first.run.config).startswith("'paceline server --resume")
 
 
 def test_a_worker_on_a_gpu_needs_a_server_that_never_computes_again(make: Callable[..., First]) -> None:

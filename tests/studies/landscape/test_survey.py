@@ -109,7 +109,7 @@ def test_damaged_snapshots_are_one_clear_line(run: Path, capsys: pytest.CaptureF
     second = sorted(run.glob("snapshots/*.safetensors"))[1]
     whole = second.read_bytes()
     second.write_bytes(whole[:-3])
-    assert f"{second} cannot be read (it is not as it was written)" in said(capsys, str(run))
+    assert f"{second} cannot be read (its checksum is wrong)" in said(capsys, str(run))
     second.unlink()
     assert "No such file" in said(capsys, str(run))
     Path("task.py").write_text(TASK.replace("width=4", "width=6"))

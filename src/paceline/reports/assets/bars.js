@@ -1,4 +1,4 @@
-// Bars: a histogram, one bar a class, or one dot a run and class.
+// Bar charts: a histogram, one bar per class, or one dot per run and class.
 
 class Histogram extends Figure {
   draw(spec, width, height) {
@@ -57,7 +57,7 @@ class Histogram extends Figure {
 
 const ROW = 22;
 
-// Rows with a name each, and one mark a series in it; with one series a bar.
+// Named rows with one mark per series; a bar if there is one series.
 class Rows extends Figure {
   heightOf(spec) { return spec.rows.length * ROW + 40; }
 

@@ -37,7 +37,7 @@ class Figure {
     if (spec) schedule(this);
   }
 
-  // What changes every second is drawn only where somebody sees it.
+  // Draw live updates only while the chart is visible.
   sight(seen) {
     this.seen = seen;
     if (seen && this.undrawn) schedule(this);
@@ -85,7 +85,7 @@ class Figure {
 
 const waiting = new Set();
 
-// All that changed is drawn once, in the next frame.
+// Draw everything that changed once, in the next frame.
 function schedule(figure) {
   if (!waiting.size) requestAnimationFrame(drawWaiting);
   waiting.add(figure);
@@ -222,7 +222,7 @@ class LineChart extends Figure {
 
 LineChart.number = 0;
 
-// From where to where an axis goes: all values, and a little room above.
+// Return the limits of an axis: all values, and a margin above.
 function spanOf(columns, { floor, ceiling, zero, tight, kind, log }) {
   let low = Infinity;
   let high = -Infinity;

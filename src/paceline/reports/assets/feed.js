@@ -1,15 +1,15 @@
-// The feed of a live page: digests that changed, as server-sent events; come back to after any loss.
+// The feed of a live page: changed runs as server-sent events; reconnects after a loss.
 
 const AGAIN_MILLISECONDS = 2000;
-const MOST_FOLLOWED = 60;
+const MAX_FOLLOWED = 60;
 
-// Digests that come faster than frames are drawn once, and while nobody sees the page not at all.
+// Draw updates at most once per frame, and not while the page is hidden.
 let undrawn = false;
 
 function take(digests, whole) {
   if (whole) runs.clear();
   for (const digest of digests) runs.set(digest.id, digest);
-  for (const [id, run] of runs) if (runs.size > MOST_FOLLOWED && !run.going_on && id !== page.chosen) runs.delete(id);
+  for (const [id, run] of runs) if (runs.size > MAX_FOLLOWED && !run.going_on && id !== page.chosen) runs.delete(id);
   if (undrawn) return;
   undrawn = true;
   requestAnimationFrame(() => {
@@ -38,7 +38,7 @@ function follow(address) {
   source.addEventListener("all", hear(true));
   source.onerror = () => {
     if (!page.live.classList.contains("off")) page.feed(`connection lost at ${new Date().toLocaleTimeString("en-GB")}, trying again`, "off");
-    // An answer that is no feed (another token, no room) ends a source for good.
+    // A response that is not a feed (wrong token, too many connections) closes the source for good.
     if (source.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MILLISECONDS, last ? `/events?after=${last}` : address);
   };
 }

@@ -1,4 +1,4 @@
-// Numbers as one reads them, ticks where one expects them, and elements.
+// Readable numbers, axis ticks, and DOM elements.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -28,7 +28,7 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// To so many significant digits, without an exponent where that is readable.
+// Round to significant digits, without an exponent if that is readable.
 function digits(value, count = 3) {
   if (!known(value)) return "–";
   if (value === 0) return "0";
@@ -73,7 +73,7 @@ const KINDS = {
   seconds: clock,
 };
 
-// A scale for a kind of number: what its axis says, and how large one unit on it is.
+// Return the unit of an axis for a kind of number, and its size.
 function unitOf(kind, most) {
   if (kind === "seconds") return clockUnit(most);
   if (kind === "bytes") {
@@ -89,7 +89,7 @@ function unitOf(kind, most) {
   return { size: 1, name: "" };
 }
 
-// Round numbers that cover most of a span: at most `count` of them.
+// Return at most `count` round numbers within a span.
 function ticks(low, high, count) {
   if (!(high > low)) return [low];
   const raw = (high - low) / Math.max(1, count);
@@ -108,7 +108,7 @@ function logTicks(low, high) {
   return found.length > 1 ? found : [low, high];
 }
 
-// Weighted means over neighbours, forth and back, so that nothing is shifted.
+// Smooth by weighted means, forward and backward, so that nothing is shifted.
 function smooth(values, weights) {
   const places = values.map((_, place) => place).filter((place) => known(values[place]));
   const keep = Math.exp(-1 / Math.max(1, places.length / 60));
@@ -135,7 +135,7 @@ function colourOf(number) {
   return `var(--c${number % COLOURS})`;
 }
 
-// How a legend shows a line.
+// Return the legend sample of a line.
 function stroke(colour, dash = "") {
   const kind = !dash ? "solid" : dash.startsWith("2") ? "dotted" : "dashed";
   return `height:0;width:18px;border-radius:0;border-top:3px ${kind} ${colour}`;

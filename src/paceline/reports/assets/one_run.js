@@ -1,4 +1,4 @@
-// All about one run. Built once; `update` puts another digest into it.
+// The report on one run. Built once; `update` shows new data.
 
 class OneRun {
   constructor(parent, headingId) {
@@ -47,13 +47,13 @@ class OneRun {
   }
 
   telling(parent, id) {
-    this.told = section(parent, "What happened", `${id}-told`);
-    this.toldList = el("ol", { class: "told" });
-    this.told.append(this.toldList);
+    this.events = section(parent, "Events", `${id}-events`);
+    this.eventList = el("ol", { class: "events" });
+    this.events.append(this.eventList);
   }
 
   making(parent, id) {
-    const made = section(parent, "How it was made", `${id}-made`);
+    const made = section(parent, "Provenance", `${id}-made`);
     this.command = el("pre", { class: "command" });
     this.closing = el("pre", { class: "closing" });
     this.machine = el("dl", { class: "facts" });
@@ -75,11 +75,11 @@ class OneRun {
     drawOnce(this.notes, run.notes, () => this.notes.replaceChildren(...run.notes.map((text) => el("li", {}, text))));
     this.updateLearning(run);
     this.updatePace(run);
-    const told = run.happenings;
-    this.told.hidden = !told.length;
+    const listed = run.happenings;
+    this.events.hidden = !listed.length;
     const left = run.happenings_left_out ? [el("li", { class: "quiet" }, `${run.happenings_left_out.toLocaleString("en-US")} more, between these, are left out`)] : [];
-    drawOnce(this.toldList, [told, run.happenings_left_out], () =>
-      this.toldList.replaceChildren(...told.map((one) => el("li", {}, el("time", {}, clock(one.t)), ` ${one.text}`)), ...left));
+    drawOnce(this.eventList, [listed, run.happenings_left_out], () =>
+      this.eventList.replaceChildren(...listed.map((one) => el("li", {}, el("time", {}, clock(one.t)), ` ${one.text}`)), ...left));
     setText(this.command, run.command || "not known: this run was made before commands were kept");
     this.ended.hidden = !run.closing.length;
     setText(this.closing, run.closing.join("\n"));
@@ -160,8 +160,8 @@ function timeLabel(run) {
 }
 
 function marksOf(run) {
-  const told = run.happenings.filter((one) => ["worker_lost", "run_resumed", "fault"].includes(one.kind));
-  return told.slice(0, 40).map((one) => ({ x: one.t, text: `${clock(one.t)}: ${one.text}` }));
+  const listed = run.happenings.filter((one) => ["worker_lost", "run_resumed", "fault"].includes(one.kind));
+  return listed.slice(0, 40).map((one) => ({ x: one.t, text: `${clock(one.t)}: ${one.text}` }));
 }
 
 function tilesOf(run) {

@@ -1,4 +1,4 @@
-// The page: one run, or several and one of them in full. A live one is fed digests that changed, and redraws those.
+// The page: one run, or several and one of them in full. A live page redraws runs that changed.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const runs = new Map(facts.runs.map((run) => [run.id, run]));
@@ -57,7 +57,7 @@ class Page {
     this.one = new OneRun(box, "one");
   }
 
-  // One of several, by its name: the address keeps it, so that it can be linked to.
+  // The selected run is kept in the URL, so that it can be linked to.
   open(name) {
     const run = [...runs.values()].find((one) => one.name === name);
     if (!run || !this.several) return;
@@ -88,7 +88,7 @@ class Page {
   }
 }
 
-// Runs of one name are told apart by the folder above.
+// Runs of the same name get the name of their parent folder.
 function tellApart(all) {
   const counts = new Map();
   for (const run of all) counts.set(run.name, (counts.get(run.name) || 0) + 1);

@@ -1,4 +1,4 @@
-// Several runs beside each other: a table, curves, scaling, classes, and what differs in their settings.
+// Several runs side by side: a table, curves, scaling, classes, and mismatched_keys settings.
 
 const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
@@ -12,19 +12,19 @@ class SeveralRuns {
     top.append(this.verdict, this.notes);
     const all = section(top, "All runs", "all-runs");
     this.table = new SortedTable(all, [], { caption: "Runs", sortBy: facts.live ? null : "test", falling: true });
-    const curves = section(parent, "How they learned", "curves");
+    const curves = section(parent, "Training curves", "curves");
     this.metric = new Choice(curves, "what is drawn", METRICS, () => this.update(this.runs));
     const grid = el("div", { class: "grid" });
     curves.append(grid);
     this.overTime = new LineChart(grid, "Over time", { height: 280 });
     this.overSamples = new LineChart(grid, "Over samples", { height: 280 });
-    const more = section(parent, "Beside each other", "beside");
+    const more = section(parent, "Comparison", "comparison");
     const pair = this.pair = el("div", { class: "grid" });
     more.append(pair);
     this.scaling = new LineChart(pair, "Scaling", { height: 260 });
     this.classes = new Rows(pair, "Test accuracy by class");
     this.more = more;
-    this.changed = section(parent, "What differs in their settings", "differs");
+    this.changed = section(parent, "Differing settings", "differs");
     this.changedList = el("dl", { class: "differs" });
     this.changed.append(this.changedList);
     this.chosen = false;
@@ -39,8 +39,8 @@ class SeveralRuns {
     const shown = notes.slice(0, 12);
     if (notes.length > shown.length) shown.push(`and ${notes.length - shown.length} more notes; each run's own are below`);
     this.notes.replaceChildren(...shown.map((text) => el("li", {}, text)));
-    const differing = differences(runs);
-    this.updateTable(runs, differing);
+    const mismatched_keys = differences(runs);
+    this.updateTable(runs, mismatched_keys);
     const seen = runs.map((run, number) => ({ run, number })).filter(({ run }) => !this.hidden.has(run.id));
     const labels = [...new Set(runs.map(timeLabel))];
     const label = labels.length > 1 ? "training or virtual time" : labels[0];
@@ -50,21 +50,21 @@ class SeveralRuns {
     this.classes.update(classesSpec(seen));
     settle(this.pair);
     this.more.hidden = this.scaling.figure.hidden && this.classes.figure.hidden;
-    this.changed.hidden = !differing.length;
-    this.changedList.replaceChildren(...differing.map(([name, groups]) => el("div", {},
+    this.changed.hidden = !mismatched_keys.length;
+    this.changedList.replaceChildren(...mismatched_keys.map(([name, groups]) => el("div", {},
       el("dt", { title: facts.help[name] || null }, name.replaceAll("_", "-")),
       el("dd", {}, ...valuesOf(groups, runs)))));
   }
 
-  // The first measure that any run has a curve of.
+  // Return the first metric for which any run has a curve.
   firstMetric(runs) {
     this.chosen = true;
     const has = (name) => runs.some((run) => run.scores[name].filter(known).length > 1);
     this.metric.set(has("test_accuracy") ? "test_accuracy" : has("test_loss") ? "test_loss" : "train");
   }
 
-  updateTable(runs, differing) {
-    const named = differing.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
+  updateTable(runs, mismatched_keys) {
+    const named = mismatched_keys.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
     const rows = runs.map((run, number) => ({ run, number, key: run.id, state: this.hidden.has(run.id), className: this.hidden.has(run.id) ? "off" : null }));
     const columns = [
       { name: "run", title: "run", value: (row) => row.run.name, cell: (row) => this.nameCell(row) },
@@ -98,7 +98,7 @@ class SeveralRuns {
   }
 }
 
-// Each value with its runs; of many values only what they are, since the table has whose.
+// Return each value with its runs; if there are many values, only the values.
 function valuesOf(groups, runs) {
   if (groups.size <= 8) {
     return [...groups].map(([value, members]) => el("div", {}, el("b", {}, value), ` ${namesOf(members, runs)}`));
@@ -139,7 +139,7 @@ function overall(runs) {
   return sentences.join(" ");
 }
 
-// Each setting that is not the same in all: its values, and which runs have them.
+// Return each setting that differs: its values, and the runs that have them.
 function differences(runs) {
   const found = [];
   for (const name of Object.keys(facts.groups)) {
@@ -176,7 +176,7 @@ function curvesSpec(seen, metric, axis, x) {
 
 const ALIKE = new Set([...NOT_SETTINGS, "workers", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
 
-// Samples a second by workers; runs that differ in other settings than these are lines of their own.
+// Samples per second by number of workers; one line per combination of the other settings.
 function scalingSpec(runs) {
   const lines = new Map();
   for (const run of runs) {
@@ -195,7 +195,7 @@ function scalingSpec(runs) {
     return { name, x: sizes, y: mean, colour: colourOf(number), dash: dashOf(number) };
   });
   const ideal = series.map((one) => ({ ...one, name: `${one.name}, ideal`, y: one.x.map((size) => (one.y[0] * size) / one.x[0]), dash: "2 4", dots: 0, faint: true }));
-  const legend = [...series.map((one) => [one.name, stroke(one.colour, one.dash)]), ["ideal: as many times faster as workers", stroke("currentColor", "2 4")]];
+  const legend = [...series.map((one) => [one.name, stroke(one.colour, one.dash)]), ["ideal: linear speedup", stroke("currentColor", "2 4")]];
   return { x: { label: "workers", kind: "count", tight: true }, y: { label: "samples/s", kind: "rate", zero: true }, series: [...ideal, ...series], legend, exact: true };
 }
 

@@ -1,4 +1,4 @@
-// From a digest to what a chart draws.
+// Chart specifications from report data.
 
 const MARKED = ["a worker lost, a fault or a resume", "background:repeating-linear-gradient(0deg,var(--away) 0 2px,transparent 2px 5px);width:2px"];
 
@@ -29,7 +29,7 @@ function lossSpec(run, axis, x, marks) {
   return { x, y: { label: "loss, mean over samples", kind: "number", zero, log }, series, legend, marks, summary };
 }
 
-// Without the rarest extremes, which would flatten all others.
+// Drop the rarest extremes, which would flatten the rest.
 function spread(values) {
   const sorted = values.filter(known).sort((a, b) => a - b);
   return sorted.length ? [sorted[Math.floor(0.02 * sorted.length)], sorted[Math.ceil(0.98 * sorted.length) - 1]] : [];

@@ -1,6 +1,6 @@
-// Tables that sort, lists of facts, and buttons of which one is pressed.
+// Sortable tables, lists of facts, and button groups.
 
-// Columns: {name, title, number, value(row) -> what is sorted by, cell(row) -> text or element}.
+// Columns: {name, title, number, value(row) -> sort key, cell(row) -> text or element}.
 class SortedTable {
   constructor(parent, columns, { caption, sortBy = null, falling = false } = {}) {
     this.columns = columns;
@@ -42,7 +42,7 @@ class SortedTable {
   }
 }
 
-// What is not known comes last, whichever way it is sorted.
+// Unknown values come last in either order.
 function order(a, b, falling) {
   const [emptyA, emptyB] = [a, b].map((value) => value === null || value === undefined || value === "");
   if (emptyA || emptyB) return emptyA - emptyB;
@@ -64,7 +64,7 @@ class Choice {
   }
 }
 
-// Calls `draw` unless `value` is what the element was last drawn from.
+// Call `draw` unless `value` is unchanged since the element was last drawn.
 function drawOnce(element, value, draw) {
   const text = JSON.stringify(value);
   if (element.drawnFrom === text) return;
@@ -78,7 +78,7 @@ function factList(parent, pairs, boxed = false) {
   parent.replaceChildren(...(boxed ? facts.map((pair) => el("div", {}, ...pair)) : facts.flat()));
 }
 
-// With an odd number of charts in two columns, the last has both.
+// If an odd number of charts fills two columns, the last one spans both.
 function settle(grid) {
   const shown = [...grid.children].filter((one) => !one.hidden);
   shown.forEach((one, place) => one.classList.toggle("both", place === shown.length - 1 && shown.length % 2 === 1));

@@ -1,4 +1,4 @@
-// The timeline of workers: a lane each (or one for many), what its time went into, and when nobody was there.
+// The worker timeline: a lane per worker or group, with its use of time and absences.
 
 const PART_NAMES = { computing: "computing", sending: "sending", waiting: "waiting", server: "at the server", away: "dead or away" };
 
@@ -42,7 +42,7 @@ class Timeline extends Figure {
     this.svg.append(this.rule);
   }
 
-  // Where it was here, and from its first coming on where it was not.
+  // Presence, and absence after the first join.
   stays(lane, paths, spec, top, size, end) {
     let last = null;
     for (const [begin, until] of lane.here) {
@@ -69,7 +69,7 @@ class Timeline extends Figure {
     }
   }
 
-  // The part of a segment in which a lane's one worker was here.
+  // The part of a segment in which the lane's only worker was present.
   within(lane, spec, begin, until) {
     if (spec.grouped || !lane.here.length) return [[begin, until]];
     return lane.here.map(([from, to]) => [Math.max(from, begin), Math.min(to, until)]).filter(([from, to]) => to > from);

@@ -1,0 +1,1 @@
+"""Live views of runs: HTTP server, terminal, Prometheus, and remote sources."""

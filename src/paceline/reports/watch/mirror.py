@@ -1,6 +1,6 @@
-"""A served run's folder, copied over the network as it grows: what reads run folders reads this one too.
+"""Mirrors the folder of a served run over the network, so that code for run folders can read it.
 
-It is locked, as a folder is into which somebody trains, for as long as the server answers.
+The copy is locked, like the folder of a run in training, as long as the server answers.
 """
 
 from __future__ import annotations
@@ -16,58 +16,58 @@ from paceline.runs.folder import RunFolder, write_atomically
 from paceline.transports.file_client import Observer, Piece
 
 GROWING = ("arrivals.log", "events.jsonl")
-"""The events last: a server that has ended waits until they were seen."""
+"""Append-only files; events last, because a server that has ended waits until they were read."""
 
 
 class Mirror:
-    """Keeps the copy in `path`, an empty folder, in step with the run; of growing files the last `tail` bytes at first.
+    """Keeps a copy of the run in `path`, an empty folder; of append-only files first the last `tail` bytes.
 
-    `refresh` asks for what is new. A server that is gone is looked for once more, as it may have been started anew.
+    `refresh` fetches what is new. If the connection fails, it reconnects once: the server may have restarted.
     """
 
     def __init__(
         self,
-        reach: Callable[[], Observer],
+        connect: Callable[[], Observer],
         path: Path,
         tail: int | None = None,
         growing: Sequence[str] = GROWING,
     ) -> None:
-        self._reach, self._tail, self._growing = reach, tail, growing
+        self._connect, self._tail, self._growing = connect, tail, growing
         self.folder = RunFolder(path)
-        self._observer = reach()
+        self._observer = connect()
         self.address, self.run = self._observer.address, self._observer.run
         self._offsets: dict[str, int] = {}
         self._held = contextlib.ExitStack()
 
     def refresh(self) -> bool:
-        """Whether anything has changed. RunFailed when the server is gone, and the lock with it."""
+        """Fetch new data; return whether anything changed. If the server is gone, unlock and raise RunFailed."""
         try:
-            return self._look()
+            return self._sync()
         except ConnectionError:
             self._observer.close()
         try:
-            self._observer = self._reach()
+            self._observer = self._connect()
             if self._observer.run != self.run:
-                raise ConnectionError(f"{self._observer.run} is served there now")
-            return self._look()
+                raise ConnectionError(f"it now serves {self._observer.run}")
+            return self._sync()
         except Exception as error:
             self.close()
             raise RunFailed(
-                f"{self.address} answers no more ({error}): {self.run} has ended there, or its server was killed; "
-                f"'paceline status {self.run}' on that machine tells which"
+                f"{self.address} no longer answers ({error}): {self.run} has ended there, or its server was killed; "
+                f"run 'paceline status {self.run}' on that machine"
             ) from None
 
-    def _look(self) -> bool:
+    def _sync(self) -> bool:
         changed = self._store("config.toml", self._observer.read("config.toml"))
         if not self.folder.is_locked():
             self._held.enter_context(self.folder.locked())
-        result = self._observer.read("result.json")  # asked for first: where there is one, the rest is complete
+        result = self._observer.read("result.json")  # read first: if there is one, the other files are complete
         for name in self._growing:
             changed |= self._follow(name)
         return changed | self._store("result.json", result)
 
     def _store(self, name: str, piece: Piece | None) -> bool:
-        """A small file, whole."""
+        """Store a small file as a whole; return whether it changed."""
         path, found = self.folder.path / name, piece.data if piece is not None else None
         before = path.read_bytes() if path.exists() else None
         if found is None:
@@ -75,14 +75,14 @@ class Mirror:
         elif found != before:
             if before is None or name != "config.toml":
                 write_atomically(path, found)
-            else:  # in place, since it is the lock too
+            else:  # in place, because the file is also the lock
                 with path.open("r+b") as file:
                     file.write(found)
                     file.truncate()
         return found != before
 
     def _follow(self, name: str) -> bool:
-        """What a file has grown by; one that has become shorter is begun anew."""
+        """Append what a file has grown by; fetch a file that became shorter from its start."""
         path, begun = self.folder.path / name, self._offsets.get(name)
         offset = begun if begun is not None else -self._tail if self._tail is not None else 0
         piece = self._observer.read(name, offset)
@@ -101,6 +101,6 @@ class Mirror:
         return self._offsets[name] != begun
 
     def close(self) -> None:
-        """Hang up; what was copied stays."""
+        """Disconnect and unlock; the copy stays."""
         self._held.close()
         self._observer.close()

@@ -1,4 +1,4 @@
-"""`/metrics`: how runs stand in the text format that Prometheus scrapes. Pure: statuses in, text out."""
+"""`/metrics`: the status of runs in the Prometheus text format. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline.analysis.status import ENDED, PARTS, UNDER_WAY, RunStatus
 from paceline.analysis.stragglers import stragglers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_WORKERS = 64
-"""That get samples of their own; of a larger run only the counts and the stragglers do."""
+MAX_WORKERS = 64
+"""Largest run with samples per worker; a larger one has only counts and stragglers."""
 STATES = (*UNDER_WAY, *ENDED, "killed", "unreachable")
 
 Labels = dict[str, str]
@@ -20,7 +20,7 @@ Sample = tuple[Labels, float | None]
 
 
 class Family(NamedTuple):
-    """One metric: its samples all stand together."""
+    """One metric with all its samples."""
 
     name: str
     kind: str
@@ -29,25 +29,25 @@ class Family(NamedTuple):
 
 
 def exposition(runs: Sequence[RunStatus]) -> str:
-    """All metrics of all runs; what is not known has no sample."""
+    """Return all metrics of all runs; unknown values have no sample."""
     return "".join(_text(family) for family in _families(runs))
 
 
 def _families(runs: Sequence[RunStatus]) -> Iterator[Family]:
     info = [({**_of(run), "strategy": run.strategy, "model": run.model}, 1.0) for run in runs]
-    yield Family("paceline_run_info", "gauge", "What the run is.", info)
+    yield Family("paceline_run_info", "gauge", "Strategy and model of the run.", info)
     status = [({**_of(run), "status": one}, float(run.status == one)) for run in runs for one in STATES]
-    yield Family("paceline_run_status", "gauge", "1 for how the run stands, 0 for the others.", status)
+    yield Family("paceline_run_status", "gauge", "1 for the status of the run, 0 for the others.", status)
     yield _gauge(runs, "progress_ratio", "Share of the budget spent.", "fraction")
     yield _counter(runs, "updates_total", "Updates applied.", "updates")
     yield _counter(runs, "samples_total", "Samples applied.", "samples")
     yield _counter(runs, "train_seconds_total", "Seconds of training, by the run's own clock.", "seconds")
-    yield _gauge(runs, "samples_per_second", "Samples applied a second, lately.", "rate")
+    yield _gauge(runs, "samples_per_second", "Samples applied per second, lately.", "rate")
     yield _gauge(runs, "loss", "Mean training loss of the latest pushes.", "loss")
     yield _gauge(runs, "staleness", "Mean staleness of all pushes.", "staleness")
-    yield _gauge(runs, "test_accuracy_percent", "Test accuracy as last scored.", "test_accuracy")
-    yield _gauge(runs, "quiet_seconds", "Seconds since the run wrote anything down.", "quiet_seconds")
-    yield _gauge(runs, "workers_expected", "Workers that the run was started for.", "num_workers")
+    yield _gauge(runs, "test_accuracy_percent", "Test accuracy at the last evaluation.", "test_accuracy")
+    yield _gauge(runs, "quiet_seconds", "Seconds since the run last wrote an event.", "quiet_seconds")
+    yield _gauge(runs, "workers_expected", "Workers the run was started for.", "num_workers")
     counts = [
         ({**_of(run), "state": state}, float(count))
         for run in runs
@@ -57,18 +57,18 @@ def _families(runs: Sequence[RunStatus]) -> Iterator[Family]:
     slow = [
         ({**_of(run), "worker": str(found.worker), "cause": found.cause}, 1.0)
         for run in runs
-        for found in stragglers(run.workers)[:MOST_WORKERS]
+        for found in stragglers(run.workers)[:MAX_WORKERS]
     ]
-    yield Family("paceline_straggler", "gauge", "1 for each worker that holds the others up, with the cause.", slow)
-    yield from _of_workers([run for run in runs if len(run.workers) <= MOST_WORKERS])
+    yield Family("paceline_straggler", "gauge", "1 for each straggler, with the cause.", slow)
+    yield from _of_workers([run for run in runs if len(run.workers) <= MAX_WORKERS])
 
 
 def _of_workers(runs: Sequence[RunStatus]) -> Iterator[Family]:
     each = [({**_of(run), "worker": str(worker.worker)}, worker) for run in runs for worker in run.workers]
     shares = [({**labels, "part": part}, worker.shares.get(part)) for labels, worker in each for part in PARTS]
-    yield Family("paceline_worker_share_ratio", "gauge", "Share of the worker's time by what it goes into.", shares)
+    yield Family("paceline_worker_share_ratio", "gauge", "Share of the worker's time by activity.", shares)
     steps: list[Sample] = [(labels, worker.step_seconds) for labels, worker in each]
-    yield Family("paceline_worker_step_seconds", "gauge", "Seconds that a step takes the worker.", steps)
+    yield Family("paceline_worker_step_seconds", "gauge", "Seconds per step of the worker.", steps)
     pushes: list[Sample] = [(labels, worker.pushes) for labels, worker in each]
     yield Family("paceline_worker_pushes_total", "counter", "Pushes of the worker.", pushes)
 

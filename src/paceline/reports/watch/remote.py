@@ -1,4 +1,4 @@
-"""A run that somebody looks at: its folder here, or a copy of it that is fetched from where the run is served."""
+"""Opens a run for reading: a local folder, or a mirror of a run that a server serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.transports.file_client import Observer
 
 
 def is_served(target: str) -> bool:
-    """Whether it is HOST:PORT and no folder.
+    """Return whether the target is HOST:PORT and not a folder.
 
     >>> is_served("10.0.0.1:29500"), is_served("runs/async"), is_served("runs:7/x")
     (True, False, False)
@@ -31,36 +31,36 @@ def is_served(target: str) -> bool:
 
 
 @contextlib.contextmanager
-def mirrored(visitor: ConnectOptions, tail: int | None = None) -> Iterator[Mirror]:
-    """A copy of the folder of a run that is served there, to be refreshed; `tail`: of its events only the last bytes.
+def mirrored(options: ConnectOptions, tail: int | None = None) -> Iterator[Mirror]:
+    """Yield a mirror of the served run's folder; with `tail`, of its events only the last bytes.
 
     >>> with mirrored(ConnectOptions("127.0.0.1:1")) as mirror:
     ...     mirror.refresh()
     Traceback (most recent call last):
     paceline.errors.UserError: 127.0.0.1:1 cannot be reached (Connection refused): is a 'paceline server' running there?
     """
-    token, tls = token_of(visitor), tls_of(visitor)
+    token, tls = token_of(options), tls_of(options)
     with tempfile.TemporaryDirectory(prefix="paceline-") as path, contextlib.ExitStack() as stack:
         growing = GROWING if tail is None else GROWING[-1:]
-        mirror = Mirror(lambda: Observer(visitor.connect, token, tls), Path(path), tail, growing)
+        mirror = Mirror(lambda: Observer(options.connect, token, tls), Path(path), tail, growing)
         stack.callback(mirror.close)
         yield mirror
 
 
 @contextlib.contextmanager
-def looking_at(
+def status_reader(
     target: str, token_file: str | None = None, tls: bool = False, fingerprint: str | None = None, ca: str | None = None
 ) -> Iterator[Callable[[], RunStatus]]:
-    """How the run stands each time that one asks."""
+    """Yield a function that returns the current status of the run."""
     if not is_served(target):
         if token_file or tls or fingerprint or ca:
-            raise UserError(f"{target} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
+            raise UserError(f"{target} is a folder: --token-file, --tls, --fingerprint and --ca need HOST:PORT")
         yield lambda: read_status(Path(target))
         return
     with mirrored(ConnectOptions(target, token_file, tls, fingerprint, ca), TAIL_BYTES) as mirror:
 
-        def look() -> RunStatus:
+        def status() -> RunStatus:
             mirror.refresh()
             return dataclasses.replace(read_status(mirror.folder.path), run=f"{mirror.run} at {mirror.address}")
 
-        yield look
+        yield status

@@ -1,6 +1,6 @@
-"""Follows runs while somebody looks: what has changed in their folders, encoded once for all who watch.
+"""Follows runs for all watchers: reads what changed in their folders, and encodes it once.
 
-A source knows where runs lie; the follower asks it at most twice a second, and seldom enough to stay unnoticed.
+A source finds and reads runs; the follower polls it at most twice a second and limits its CPU use.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.analysis.listing import newest_folders
-from paceline.analysis.status import RunStatus, Standing, read_standing
+from paceline.analysis.status import RunStatus, Standing, read_run_snapshot
 from paceline.errors import PacelineError, UserError
 from paceline.reports.report_data import RunReader
 from paceline.reports.watch.mirror import Mirror
 
-LOOK_SECONDS, LATEST_SECONDS = 0.5, 1.0
-"""Between two looks: at least, and at most unless looking itself takes long."""
-LIGHT_SHARE, MOST_SHARE = 0.005, 0.05
-"""Of one core, that looking takes where a second between looks allows it; and that it never exceeds."""
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 1.0
+"""Pause between polls: at least, and at most unless a poll itself takes long."""
+TARGET_CPU_SHARE, MAX_CPU_SHARE = 0.005, 0.05
+"""Share of one core for polling: aimed at if MAX_POLL_SECONDS allows it, and never exceeded."""
 SCAN_SECONDS = 10.0
-"""How often a folder is searched for new runs when its own date says nothing; just after it changed, at every look."""
+"""Interval of searches for new runs while the folder's date is unchanged; after a change, every poll."""
 SETTLING_SECONDS = 3.0
 IDLE_SECONDS = 2.0
-"""How often a run that has ended is looked at: somebody may resume it."""
-MOST_RUNS = 30
-"""Of a folder that are followed, the newest."""
-GONE = "the run folder was removed: this is what was last read"
+"""Interval of polls of a run that has ended: it may be resumed."""
+MAX_RUNS = 30
+"""Runs of a folder that are followed, the newest."""
+FOLDER_REMOVED = "the run folder was removed: these are the last data read"
 
 
 class Source(Protocol):
-    """Where runs are looked for: a run folder, a folder of them, or a server on another machine."""
+    """Runs to watch: a run folder, a folder of runs, or a server on another machine."""
 
     title: str
     one: bool
-    """Whether a single run was asked for."""
+    """Whether it is a single run."""
 
-    def look(self) -> dict[str, dict[str, Any] | None]:
-        """The digests that have changed since the last look, by the run's name; None for one not followed any more."""
+    def poll(self) -> dict[str, dict[str, Any] | None]:
+        """Return the report data that changed since the last poll, by run; None for a run no longer followed."""
         ...
 
-    def standings(self) -> list[Standing]:
-        """How every run stands now, the newest first."""
+    def run_snapshots(self) -> list[Standing]:
+        """Return the status and latest events of every run, the newest first."""
         ...
 
 
 class _Followed:
-    """One run folder, from its first look to its removal and perhaps its return."""
+    """One run folder, which may be removed and come back."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,17 +61,17 @@ class _Followed:
         self._digest: dict[str, Any] = {}
         self._next = 0.0
 
-    def look(self, now: float) -> dict[str, Any] | None:
-        """Its digest, if that has changed."""
+    def poll(self, now: float) -> dict[str, Any] | None:
+        """Return the report data if it changed."""
         if now < self._next:
             return None
         try:
             return self._read(now)
         except (OSError, UserError):
             if (self.path / "config.toml").exists():
-                return None  # read while it was being removed or made: the next look will tell
+                return None  # read while it was being created or removed: the next poll decides
             was_there, self._reader = self._reader is not None, None
-            return {**self._digest, **_ended(self._digest)} if was_there and self._digest else None
+            return {**self._digest, **_removed(self._digest)} if was_there and self._digest else None
 
     def _read(self, now: float) -> dict[str, Any] | None:
         if self._reader is None:
@@ -84,14 +84,14 @@ class _Followed:
         return self._digest
 
 
-def _ended(digest: dict[str, Any]) -> dict[str, Any]:
-    """What is to be said otherwise of a run whose folder is gone; one that comes back is read anew."""
+def _removed(digest: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that change when the folder of a run is removed; a new folder is read from its start."""
     status = "removed" if digest["going_on"] else digest["status"]
-    return {"notes": [*digest["notes"], GONE], "going_on": False, "status": status}
+    return {"notes": [*digest["notes"], FOLDER_REMOVED], "going_on": False, "status": status}
 
 
 class FolderSource:
-    """A run folder, or all runs below a folder with the newest first."""
+    """A run folder, or all runs below a folder, the newest first."""
 
     def __init__(self, path: Path) -> None:
         self.title = str(path)
@@ -102,22 +102,22 @@ class FolderSource:
         if not self._followed:
             raise UserError(_no_run(path))
 
-    def look(self) -> dict[str, dict[str, Any] | None]:
+    def poll(self) -> dict[str, dict[str, Any] | None]:
         now = time.monotonic()
-        left = [] if self.one else self._search(now)
-        looks = {str(path): followed.look(now) for path, followed in self._followed.items()}
+        left = [] if self.one else self._find_new(now)
+        looks = {str(path): followed.poll(now) for path, followed in self._followed.items()}
         changed = {run: digest for run, digest in looks.items() if digest is not None}
         return {**changed, **{str(path): None for path in left}}
 
-    def standings(self) -> list[Standing]:
+    def run_snapshots(self) -> list[Standing]:
         found = []
         for path in self._find():
             with contextlib.suppress(UserError, OSError):  # damaged, or removed since
-                found.append(read_standing(path))
+                found.append(read_run_snapshot(path))
         return found
 
     def _find(self) -> list[Path]:
-        return [self._path] if self.one else newest_folders(self._path)[:MOST_RUNS]
+        return [self._path] if self.one else newest_folders(self._path)[:MAX_RUNS]
 
     def _date(self) -> float:
         try:
@@ -125,10 +125,10 @@ class FolderSource:
         except OSError:
             return 0.0
 
-    def _search(self, now: float) -> list[Path]:
-        """Follow new runs, as soon as the folder's date says that something came, else now and then (in folders below).
+    def _find_new(self, now: float) -> list[Path]:
+        """Follow new runs: at once if the folder's date changed, else at intervals (for subfolders).
 
-        Returns those that newer ones have crowded out; one that was removed stays, as it was last seen.
+        Returns the runs that newer ones replaced; a removed run stays, as last read.
         """
         if (date := self._date()) != self._changed:
             self._changed, self._settled = date, now + SETTLING_SECONDS
@@ -137,7 +137,7 @@ class FolderSource:
         self._scanned, found = now, self._find()
         for path in found:
             self._followed.setdefault(path, _Followed(path))
-        left = [path for path in self._followed if path not in found][: max(0, len(self._followed) - MOST_RUNS)]
+        left = [path for path in self._followed if path not in found][: max(0, len(self._followed) - MAX_RUNS)]
         for path in left:
             del self._followed[path]
         return left
@@ -145,29 +145,29 @@ class FolderSource:
 
 def _no_run(path: Path) -> str:
     if path.is_dir():
-        return f"{path} is no run folder and holds none: give runs/NAME, or a folder of runs"
+        return f"{path} is not a run folder and contains none: give runs/NAME, or a folder of runs"
     return f"{path} does not exist: give a run folder as in runs/NAME, a folder of runs, or HOST:PORT of a server"
 
 
 class Follower:
-    """Keeps the latest digest of every run as JSON, each with the number of the look that brought it."""
+    """Keeps the latest report data of every run as JSON, with the number of the poll that brought it."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.life = secrets.token_hex(4)
-        """Told apart from an earlier follower's numbers by whoever comes back."""
+        self.instance = secrets.token_hex(4)
+        """Distinguishes event numbers of this follower from those of an earlier one."""
         self._latest: dict[str, tuple[int, bytes]] = {}
         self._number = 0
         self._watchers = 0
         self._closed = False
-        self._looking = threading.Lock()
+        self._polling = threading.Lock()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While this is open, the source is looked at."""
+        """Poll the source while this context is open."""
         with self._changed:
             self._watchers += 1
             self._changed.notify_all()
@@ -186,11 +186,11 @@ class Follower:
     def closed(self) -> bool:
         return self._closed
 
-    def look(self) -> float:
-        """Look once; the seconds of one core that it took."""
-        with self._looking:
+    def poll(self) -> float:
+        """Poll the source once; return the CPU seconds it took."""
+        with self._polling:
             began = time.thread_time()
-            found = {run: encode(digest) if digest else b"" for run, digest in self.source.look().items()}
+            found = {run: encode(digest) if digest else b"" for run, digest in self.source.poll().items()}
             spent = time.thread_time() - began
         if found:
             with self._changed:
@@ -201,12 +201,12 @@ class Follower:
         return spent
 
     def now(self) -> tuple[int, bytes]:
-        """The number of the latest look that brought something, and all digests as a JSON list."""
+        """Return the number of the latest poll with changes, and the data of all runs as a JSON list."""
         with self._changed:
             return self._number, self._list(0)
 
     def after(self, number: int, seconds: float) -> tuple[int, bytes] | None:
-        """What has come since look `number`, waited for so long; None when nothing did, or when all is over."""
+        """Wait at most `seconds` for changes after poll `number`; None if there are none or the follower is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._number > number or self._closed, seconds)
             return (self._number, self._list(number)) if self._number > number and not self._closed else None
@@ -220,22 +220,22 @@ class Follower:
                 self._changed.wait_for(lambda: self._watchers > 0 or self._closed)
             if self._closed:
                 return
-            pause = pause_after(self.look())
+            pause = pause_after(self.poll())
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause)
 
 
 def pause_after(spent: float) -> float:
-    """How long not to look after a look that took so many seconds of a core.
+    """Return the pause after a poll that took this many CPU seconds.
 
     >>> [round(pause_after(spent), 3) for spent in (0.001, 0.004, 0.02, 0.15)]
     [0.5, 0.8, 1.0, 3.0]
     """
-    return max(min(max(LOOK_SECONDS, spent / LIGHT_SHARE), LATEST_SECONDS), spent / MOST_SHARE)
+    return max(min(max(MIN_POLL_SECONDS, spent / TARGET_CPU_SHARE), MAX_POLL_SECONDS), spent / MAX_CPU_SHARE)
 
 
 def encode(value: Any) -> bytes:
-    """JSON that any browser reads: on one line, and null for what is no number.
+    """Return one line of JSON, with null for NaN and infinity.
 
     >>> encode({"loss": [0.5, float("nan")]})
     b'{"loss":[0.5,null]}'
@@ -254,15 +254,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-AGAIN_SECONDS = 3.0
-"""How often a server that answers no more is looked for."""
+RETRY_SECONDS = 3.0
+"""Interval of attempts to reach a server that no longer answers."""
 
 
-LOST = "unreachable"
+UNREACHABLE = "unreachable"
 
 
 class ServedRun:
-    """Keeps the copy in step whenever somebody looks; a server that is gone is said, and what was last seen stays."""
+    """A run on another machine, mirrored at each poll; if its server is gone, the last data stay, with a note."""
 
     one = True
 
@@ -274,38 +274,38 @@ class ServedRun:
         self._next = 0.0
         self._loss: str | None = None
 
-    def look(self) -> dict[str, dict[str, Any] | None]:
+    def poll(self) -> dict[str, dict[str, Any] | None]:
         with self._lock:
             self._refresh()
-            found = list(self._copy.look().values())
-        return {self.title: self._told(found[0])} if found and found[0] is not None else {}
+            found = list(self._copy.poll().values())
+        return {self.title: self._with_origin(found[0])} if found and found[0] is not None else {}
 
-    def standings(self) -> list[Standing]:
+    def run_snapshots(self) -> list[Standing]:
         with self._lock:
             self._refresh()
-            return [Standing(self._stood(status), events) for status, events in self._copy.standings()]
+            return [Standing(self._with_title(status), events) for status, events in self._copy.run_snapshots()]
 
     def _refresh(self) -> None:
-        """Ask for what is new, of a server that is gone only now and then; the copy's lock goes with it."""
+        """Update the mirror, at intervals if the server is gone."""
         if time.monotonic() < self._next:
             return
         try:
             self._mirror.refresh()
             self._loss = None
         except (PacelineError, OSError) as error:
-            self._next = time.monotonic() + AGAIN_SECONDS
+            self._next = time.monotonic() + RETRY_SECONDS
             self._loss = None if self._mirror.folder.result_file.exists() else str(error)
 
-    def _told(self, digest: dict[str, Any]) -> dict[str, Any]:
-        """With the run's own folder wherever the copy's is named."""
+    def _with_origin(self, digest: dict[str, Any]) -> dict[str, Any]:
+        """Return the data with the run's own folder in place of the mirror's."""
         text = json.dumps(digest).replace(
             json.dumps(str(self._mirror.folder.path))[1:-1], json.dumps(self._mirror.run)[1:-1]
         )
-        told: dict[str, Any] = {**json.loads(text), "id": self.title, "name": Path(self._mirror.run).name}
+        found: dict[str, Any] = {**json.loads(text), "id": self.title, "name": Path(self._mirror.run).name}
         if self._loss is not None:
-            told |= {"status": LOST, "going_on": False, "notes": [*told["notes"], self._loss]}
-        return told
+            found |= {"status": UNREACHABLE, "going_on": False, "notes": [*found["notes"], self._loss]}
+        return found
 
-    def _stood(self, status: RunStatus) -> RunStatus:
+    def _with_title(self, status: RunStatus) -> RunStatus:
         named = dataclasses.replace(status, run=self.title)
-        return named if self._loss is None else dataclasses.replace(named, status=LOST, reason=self._loss)
+        return named if self._loss is None else dataclasses.replace(named, status=UNREACHABLE, reason=self._loss)

@@ -1,4 +1,4 @@
-"""`paceline watch --terminal`: runs as they go on, drawn in place; plain lines where nothing can be drawn over."""
+"""`paceline watch --terminal`: redraws running runs in place; prints plain lines if not on a terminal."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TextIO
 
 from paceline.analysis.status import UNDER_WAY, RunStatus, Standing
-from paceline.reports.sentences import happening
-from paceline.reports.status_table import MOST_WORKERS, describe_run, describe_workers, seconds_text
+from paceline.reports.sentences import event_sentence
+from paceline.reports.status_table import MAX_WORKERS, format_run, format_workers, seconds_text
 from paceline.reports.watch.sources import Source, pause_after
 
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"
-MOST_EVENTS = 5
-MOST_LOSSES = 400
-"""That are kept of a run; at so many every second one goes."""
-LEAST_WIDTH = 20
+MAX_EVENTS = 5
+MAX_LOSSES = 400
+"""Losses kept per run; at this number, every second one is dropped."""
+MIN_WIDTH = 20
 COLORS = {"running": "green", "evaluating": "green", "diverged": "red", "killed": "red", "stopped": "yellow"}
 
 
 class Line(NamedTuple):
-    """One line of the view, and how it is coloured."""
+    """One line of the view, and its style."""
 
     text: str
     style: str = ""
 
 
 class History:
-    """What a view remembers of one run: its losses, few enough to draw, and which events were told."""
+    """What the view keeps of one run: its losses, thinned, and the last event shown."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -39,7 +39,7 @@ class History:
         self._told: dict[str, Any] = {}
 
     def add(self, events: Sequence[dict[str, Any]]) -> None:
-        """The losses of rows that were not seen before."""
+        """Add the losses of rows not seen before."""
         for row in events:
             if row.get("kind") == "progress" and row["now"] > self._until and row.get("loss") is not None:
                 self._until = row["now"]
@@ -47,18 +47,18 @@ class History:
                 if self._skipped >= self._every:
                     self._skipped = 0
                     self.losses.append(row["loss"])
-                if len(self.losses) >= MOST_LOSSES:
+                if len(self.losses) >= MAX_LOSSES:
                     self.losses, self._every = self.losses[::2], 2 * self._every
 
-    def untold(self, events: Sequence[dict[str, Any]]) -> list[str]:
-        """Sentences about events that came since this was last asked."""
+    def new_sentences(self, events: Sequence[dict[str, Any]]) -> list[str]:
+        """Return sentences about events since the last call."""
         begin = next((place for place in range(len(events), 0, -1) if events[place - 1] == self._told), 0)
         self._told = events[-1] if events else self._told
         return [text for _, text in sentences(events[begin:])]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of values in one line of blocks, the mean of each stretch.
+    """Return the values as one line of blocks, each the mean of an interval.
 
     >>> sparkline([1, 1, 3, 5, 8, 8], 3)
     '▁▄█'
@@ -83,7 +83,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sentences(events: Sequence[dict[str, Any]]) -> list[tuple[float, str]]:
-    """When, and what happened; workers that came one after another as one sentence.
+    """Return the time and text of each event; several joins in a row become one sentence.
 
     >>> sentences([{"kind": "worker_joined", "now": 0.0, "worker": worker} for worker in range(3)])
     [(0.0, '3 workers joined')]
@@ -93,9 +93,9 @@ def sentences(events: Sequence[dict[str, Any]]) -> list[tuple[float, str]]:
     for (kind, again), rows in groupby(whole, lambda row: (row["kind"], bool(row.get("incarnation")))):
         same = list(rows)
         if kind == "worker_joined" and len(same) > 1:
-            found.append((same[-1]["now"], f"{len(same):,} workers {'are back' if again else 'joined'}"))
+            found.append((same[-1]["now"], f"{len(same):,} workers {'joined again' if again else 'joined'}"))
             continue
-        found += [(row["now"], text) for row in same if (text := happening(row) or _score(row)) is not None]
+        found += [(row["now"], text) for row in same if (text := event_sentence(row) or _score(row)) is not None]
     return found
 
 
@@ -106,11 +106,11 @@ def _score(row: dict[str, Any]) -> str | None:
     return f"Test loss {loss:.4f}" if loss is not None else None
 
 
-def view(standing: Standing, history: History, width: int, height: int) -> list[Line]:
-    """One run in at most `height` lines of `width`: how far, how fast, the loss, who works, what happened last."""
-    status, events = standing
+def view(snapshot: Standing, history: History, width: int, height: int) -> list[Line]:
+    """Return one run in at most `height` lines of `width`: progress, loss, workers, latest events."""
+    status, events = snapshot
     style = COLORS.get(status.status, "bold")
-    lines = [Line(text, style) for text in describe_run(status, width).splitlines()]
+    lines = [Line(text, style) for text in format_run(status, width).splitlines()]
     if status.fraction is not None:
         lines.append(Line(f"{bar(status.fraction, width - 6)} {100 * status.fraction:3.0f} %", style))
     if history.losses:
@@ -123,44 +123,44 @@ def view(standing: Standing, history: History, width: int, height: int) -> list[
 
 
 def _latest(events: Sequence[dict[str, Any]], width: int) -> list[Line]:
-    told = reversed(sentences(events)[-MOST_EVENTS:])
-    return [Line(_cut(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in told]
+    latest = reversed(sentences(events)[-MAX_EVENTS:])
+    return [Line(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in latest]
 
 
 def _worker_lines(status: RunStatus, width: int, room: int) -> list[Line]:
-    """As many workers as there is room for, and always who is slow."""
-    for most in (MOST_WORKERS, 16, 8, 4, 2, 1):
-        parts = describe_workers(status, width, most)
+    """Return as many workers as fit, and always the stragglers."""
+    for max_workers in (MAX_WORKERS, 16, 8, 4, 2, 1):
+        parts = format_workers(status, width, max_workers)
         lines = [line for part in parts for line in part.splitlines()]
         if len(lines) <= room:
             break
-    slow = ("slow, by its", "is paused", "is lost")
+    slow = ("is slow (", "is paused", "is lost")
     return [Line(line, "yellow" if any(words in line for words in slow) else "") for line in lines]
 
 
-def _cut(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def chosen(standings: Sequence[Standing]) -> Standing:
-    """The run that is shown in full: the newest under way, else the newest."""
-    return next((one for one in standings if one.status.status in UNDER_WAY), standings[0])
+def select_run(run_snapshots: Sequence[Standing]) -> Standing:
+    """Return the run to show in full: the newest that is active, else the newest."""
+    return next((one for one in run_snapshots if one.status.status in UNDER_WAY), run_snapshots[0])
 
 
-def other_runs(standings: Sequence[Standing], shown: Standing, width: int) -> list[Line]:
-    """A line for each of the others."""
+def other_runs(run_snapshots: Sequence[Standing], shown: Standing, width: int) -> list[Line]:
+    """Return a line for each of the other runs."""
     lines = []
-    for status, _ in standings:
+    for status, _ in run_snapshots:
         if status is not shown.status:
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
-            accuracy = f"  {status.test_accuracy:.1f} % right" if status.test_accuracy is not None else ""
+            accuracy = f"  {status.test_accuracy:.1f} % accuracy" if status.test_accuracy is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{accuracy}"
-            lines.append(Line(_cut(text, width), COLORS.get(status.status, "")))
+            lines.append(Line(_shorten(text, width), COLORS.get(status.status, "")))
     return lines
 
 
 def plain_line(status: RunStatus, history: History) -> str:
-    """One line for a log file."""
+    """Return one line for a log file."""
     parts = [f"{status.run}: {status.status}"]
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} %")
@@ -174,20 +174,20 @@ def plain_line(status: RunStatus, history: History) -> str:
 
 
 def watch_in_terminal(source: Source, stream: TextIO) -> None:
-    """Until the run ends (where one was asked for) or Ctrl-C."""
+    """Show the source until its single run ends, or until Ctrl-C."""
     if stream.isatty():
         _draw(source, stream)
     else:
-        _tell(source, stream)
+        _print_lines(source, stream)
 
 
-def _looks(source: Source) -> Iterator[tuple[list[Standing], bool]]:
-    """What there is to see, again and again; and whether this was the last."""
+def _poll(source: Source) -> Iterator[tuple[list[Standing], bool]]:
+    """Yield the current runs repeatedly, and whether this is the last time."""
     while True:
         began = time.thread_time()
-        standings = source.standings()
-        over = source.one and not any(one.status.status in UNDER_WAY for one in standings)
-        yield standings, over
+        run_snapshots = source.run_snapshots()
+        over = source.one and not any(one.status.status in UNDER_WAY for one in run_snapshots)
+        yield run_snapshots, over
         if over:
             return
         time.sleep(pause_after(time.thread_time() - began))
@@ -201,31 +201,31 @@ def _draw(source: Source, stream: TextIO) -> None:
     histories: dict[str, History] = {}
     console = Console(file=stream)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        for standings, _ in _looks(source):
-            if not standings:
-                live.update(Text(f"{source.title} is gone", "red"), refresh=True)
+        for run_snapshots, _ in _poll(source):
+            if not run_snapshots:
+                live.update(Text(f"{source.title} was removed", "red"), refresh=True)
                 continue
             size = shutil.get_terminal_size((80, 24))
-            width, height = max(LEAST_WIDTH, size.columns), max(4, size.lines - 1)
-            shown = chosen(standings)
+            width, height = max(MIN_WIDTH, size.columns), max(4, size.lines - 1)
+            shown = select_run(run_snapshots)
             history = histories.setdefault(shown.status.run, History())
             history.add(shown.events)
-            others = other_runs(standings, shown, width)
+            others = other_runs(run_snapshots, shown, width)
             lines = view(shown, history, width, height - min(2, len(others)))
             lines += others[: height - len(lines)]
             texts = [Text(line.text, line.style, no_wrap=True, overflow="crop") for line in lines]
             live.update(Group(*texts), refresh=True)
 
 
-def _tell(source: Source, stream: TextIO) -> None:
-    """A line now and then, one for each event, and one at the end."""
+def _print_lines(source: Source, stream: TextIO) -> None:
+    """Print a line now and then, one per event, and one at the end."""
     histories: dict[str, History] = {}
     due: dict[str, float] = {}
-    for standings, over in _looks(source):
-        for status, events in standings:
+    for run_snapshots, over in _poll(source):
+        for status, events in run_snapshots:
             history = histories.setdefault(status.run, History())
             history.add(events)
-            for text in history.untold(events):
+            for text in history.new_sentences(events):
                 print(f"{status.run}: {text}", file=stream)
             now, ended = time.monotonic(), status.status not in UNDER_WAY
             if over or now >= due.get(status.run, 0.0):

@@ -155,7 +155,7 @@ def _keep_serving(order: _Order) -> dict[str, Any]:
             _serve(dataclasses.replace(order, entrance=door, tell=None, resume=order.resume or again))
 
     def lost(what: str) -> ServerLost | None:
-        return ServerLost(what, folder.way_on(config)) if folder.has_log else None
+        return ServerLost(what, folder.resume_hint(config)) if folder.has_log else None
 
     for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
         console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")

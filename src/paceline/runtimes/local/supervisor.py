@@ -22,7 +22,7 @@ from paceline.data.datasets import Location
 from paceline.data.shared import SharedDataset
 from paceline.errors import Reported, RunFailed, ServerLost, UserError
 from paceline.interfaces import Report
-from paceline.runs.arrival_log import next_life
+from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, require_survivors
 from paceline.runtimes.local.fault_injection import Injector
 from paceline.runtimes.local.fork_server import ForkServer, request
@@ -209,7 +209,7 @@ class Supervisor:
     def _failure(self, what: str) -> RunFailed:
         if not self._folder.has_log:
             return RunFailed(f"{what} before training began: see the lines above")
-        return ServerLost(what, self._folder.way_on(self._config))
+        return ServerLost(what, self._folder.resume_hint(self._config))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -268,7 +268,7 @@ def run_local(
         except ServerLost as lost:
             if restart > config.restart or not forks.clear():
                 raise
-            processes = processes.again(*next_life(folder.arrivals_file, config))
+            processes = processes.again(*next_incarnation(folder.arrivals_file, config))
             where = "its newest checkpoint" + (" and its log" if config.recovery == "log" else "")
             text = f"{lost.what}: going on from {where} (restart {restart} of {config.restart})"
             report({"kind": "note", "text": text})

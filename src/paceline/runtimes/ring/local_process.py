@@ -20,8 +20,8 @@ from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.data.datasets import Dataset
 from paceline.data.shared import attach
-from paceline.errors import ProtocolError, UserError, differing
-from paceline.runs.checkpoint import newest_cut, restore
+from paceline.errors import ProtocolError, UserError, mismatched_keys
+from paceline.runs.checkpoint import newest_checkpoint, restore
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.ring.replica import Inbox, Place, Replica
@@ -92,7 +92,7 @@ class Gathering:
             self.missing.append(worker)
 
     def _admit(self, worker: int, facts: dict[str, Any]) -> None:
-        wrong = differing(identity_of(self.place.task), facts)
+        wrong = mismatched_keys(identity_of(self.place.task), facts)
         if wrong:
             raise UserError(f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data")
         self._hellos.add(worker)
@@ -190,7 +190,7 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
 
 def _catch_up(server: Server, folder: RunFolder) -> None:
     """Load the checkpoint that worker 0 has just written."""
-    cut, _ = newest_cut(folder.checkpoints)
+    cut, _ = newest_checkpoint(folder.checkpoints)
     if cut is None:
         raise ProtocolError(f"{folder.checkpoints} holds no checkpoint, though worker 0 has just written one")
     restore(server, cut)

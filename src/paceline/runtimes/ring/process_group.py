@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.messages import Push
-from paceline.errors import RunFailed, UserError, differing
+from paceline.errors import RunFailed, UserError, mismatched_keys
 from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, Round, facts_of, push_from, timing_from
 from paceline.settings.ranks import Rank
 from paceline.transports.protocol import Timing
@@ -57,7 +57,7 @@ class Meeting:
         self.store.set(f"looked/{self.rank.number}", "")
         self._call_the_roll("looked")  # before a rank leaves and closes the store
         for number, theirs in enumerate(there):
-            wrong = differing(identity, theirs)
+            wrong = mismatched_keys(identity, theirs)
             if wrong:
                 raise UserError(
                     f"rank {number} differs from rank {self.rank.number} in {' and '.join(wrong)}: give all ranks the "

@@ -10,7 +10,7 @@ from paceline.assembly.preflight import facts_of
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.arrival_log import next_life
+from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import SCRIPT, RunFolder, holding, require_survivors
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
@@ -49,7 +49,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
     call = ScriptCall.load(folder)
     if call.changed:
         console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
-    incarnation, _ = next_life(folder.arrivals_file, config)
+    incarnation, _ = next_incarnation(folder.arrivals_file, config)
     spec = {"facts": facts_of(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
     with ForkServer() as forks:
         processes = Processes(spec, [], incarnation, server_role="script server", worker_role="script")

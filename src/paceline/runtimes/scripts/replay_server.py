@@ -17,7 +17,7 @@ from paceline.core.buffers import Memory
 from paceline.core.messages import Join, Push, Rate, Reply
 from paceline.errors import ProtocolError, RunFailed
 from paceline.runs.arrival_log import Record
-from paceline.runs.compare_replay import compare, marks_of
+from paceline.runs.compare_replay import checkpoints_by_record, compare
 from paceline.runs.recording import open_recording
 from paceline.runs.replay import Replay
 from paceline.runtimes.scripts.server import learn
@@ -143,14 +143,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: Control) -> None:
         output = Path(spec["output"]) if spec["output"] is not None else None
         recording = open_recording(Path(spec["folder"]), spec["until"], output)
-        records = recording.standing
+        records = recording.log.effective_records
         starters = _starters(records)
         scripts = Scripts(control, records)
         if not starters:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
         first = scripts.hello(starters[0])
         _, model, server = learn(recording.config, first, len(starters), recording.folder)
-        again = Replay(server, scripts.seat, send=scripts.answer, marks=marks_of(recording))
+        again = Replay(server, scripts.seat, send=scripts.answer, compare_with=checkpoints_by_record(recording))
 
         def passed(record: Record) -> None:
             if record.kind == "leave":

@@ -43,7 +43,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         folder = RunFolder(Path(spec["folder"]))
         resolved, model, server = learn(config, first, num_fitting, folder)
         if not spec.get("resume"):
-            folder.settle_config(resolved)
+            folder.update_config(resolved)
         peers: Peers[SharedMemoryPeer] = Peers()
         host = _make_host(spec, server, model, resolved, folder, control, peers)
         service = Service(host, peers, control, expected, patient=True)

@@ -13,7 +13,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.background_writer import Writer
-from paceline.runs.checkpoint import Cut, Room, kinds_of, take_cut, write_cut
+from paceline.runs.checkpoint import Cut, Room, take_checkpoint, tensor_kinds, write_checkpoint
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
 
@@ -51,16 +51,16 @@ class Checkpoints:
     def _make_room(self, memories: dict[int, Memory]) -> None:
         """Allocate the buffers on the other thread, so that the first checkpoint's pause is no longer than others."""
         self._next_room, self.next_due = math.inf, self.next_checkpoint
-        kinds = kinds_of(self._server, memories)
-        self.writer.do("room for checkpoints", lambda: self._room.make(kinds))
+        kinds = tensor_kinds(self._server, memories)
+        self.writer.submit("room for checkpoints", lambda: self._room.make(kinds))
 
     def take(self, now: float, memories: dict[int, Memory], gather: Callable[[], None]) -> None:
         """Copy a checkpoint now and write it on another thread; report it if an earlier one failed."""
         began = time.perf_counter()
         gather()
-        cut = take_cut(self._server, memories, self._log.nbytes, now, self._room)
+        cut = take_checkpoint(self._server, memories, self._log.nbytes, now, self._room)
         pause = {} if self._virtual else {"pause_seconds": round(time.perf_counter() - began, 6)}
-        self.writer.do("a checkpoint", lambda: self._write(cut))
+        self.writer.submit("a checkpoint", lambda: self._write(cut))
         self._events.write("checkpoint", now, updates=self._server.version, **pause)
         self.next_checkpoint = now + self._config.checkpoint_every
         self.next_due = min(self.next_checkpoint, self._next_room)
@@ -69,13 +69,13 @@ class Checkpoints:
     def take_and_wait(self, now: float, memories: dict[int, Memory], gather: Callable[[], None]) -> None:
         """Write a checkpoint in this thread; it is on disk when this returns."""
         gather()
-        self._write(take_cut(self._server, memories, self._log.nbytes, now))
+        self._write(take_checkpoint(self._server, memories, self._log.nbytes, now))
 
     def _write(self, cut: Cut) -> None:
         """Write the log first: a checkpoint never covers more than the log, even after a power failure."""
         self._log.sync()
-        write_cut(self._folder.checkpoints, cut, self._config.keep)
-        self._room.take_back(cut)
+        write_checkpoint(self._folder.checkpoints, cut, self._config.keep)
+        self._room.recycle(cut)
 
     def complain(self, now: float) -> None:
         """Report what could not be written, and what can be written again."""

@@ -62,7 +62,7 @@ class Evaluator:
         seconds = {} if is_simulated(self._config) else {"test_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None, "an evaluation is only due if there is test data"
         if self._best is not None:
-            self._best.look(server, scores)
+            self._best.save_if_best(server, scores)
         found = _columns("test", scores)
         if self._config.eval_train and (train := self._score("train")) is not None:
             found |= _columns("train", train)
@@ -82,7 +82,7 @@ class Evaluator:
             self._report({"kind": "scoring", "which": which})
             scores[which] = self._score(which)
         if self._best is not None and (last := scores.get("test")) is not None:
-            self._best.look(self._server, last)
+            self._best.save_if_best(self._server, last)
         return scores
 
     def _final_parts(self, diverged: bool, stop_reason: str | None) -> Iterator[str]:

@@ -19,7 +19,7 @@ from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
-from paceline.runs.control_files import take_requests
+from paceline.runs.control_files import pop_requests
 from paceline.runs.events import EventLog
 from paceline.runs.folder import TIME_IS_UP, RunFolder
 from paceline.runs.recovery import Rebuilt
@@ -182,14 +182,14 @@ class Host:
         assert self._snapshots is not None
         if self.server.over or self._snapshots.is_due(self.server):
             self._runtime.gather()
-        self._snapshots.look(self.server)
+        self._snapshots.take_if_due(self.server)
         if self.server.over:
-            self._snapshots.end(self.server)
+            self._snapshots.take_final(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "no space is left" if is_full else f"writing failed ({error.strerror})"
-        way_on = self.folder.way_on(self.config)
+        way_on = self.folder.resume_hint(self.config)
         return UserError(f"{what} in {self.folder.path} at update {self.server.version}: make room, then {way_on}")
 
     @property
@@ -203,7 +203,7 @@ class Host:
 
     def look_for_requests(self) -> None:
         """Carry out the requests in the run's folder, as of `paceline drain`."""
-        for request in take_requests(self.folder):
+        for request in pop_requests(self.folder):
             refused = {worker: self.drain(worker) for worker in request.drain}
             request.answer({worker: why for worker, why in refused.items() if why is not None})
 
@@ -251,7 +251,7 @@ class Host:
         self._progress.tell(self.clock.now(), with_norm=not self._runtime.is_sharded)
         if not self._is_virtual:
             self.look_for_requests()
-        self._trackers.look()
+        self._trackers.poll()
         self._account_rows.write_if_due(self._progress.next_share)
 
     def checkpoint(self) -> None:

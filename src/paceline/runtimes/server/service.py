@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.messages import Leave, Push, Rate
 from paceline.core.step_balancing import Pacing
-from paceline.errors import ProtocolError, differing
+from paceline.errors import ProtocolError, mismatched_keys
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers
@@ -83,7 +83,7 @@ class Dispatcher:
 
         `capacities` are the most bytes of an encoded push and of an encoded reply.
         """
-        wrong = differing(self._expected, hello.facts)
+        wrong = mismatched_keys(self._expected, hello.facts)
         if hello.slot.sizes[0] != self._host.server.weights.numel():
             wrong.append("size")
         if hello.slot.sizes[2:4] != capacities:

@@ -157,7 +157,7 @@ class Shards:
             f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how} "
             f"at update {self._host.server.version}"
         )
-        return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' goes on from there")
+        return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' continues from there")
 
     def require_signs(self) -> None:
         """Raise ServerLost if a server has been silent for too long, though all that came has been read."""

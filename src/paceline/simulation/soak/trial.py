@@ -15,7 +15,7 @@ from paceline.core.schedules import Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.core.worker import Seat
 from paceline.runs.arrival_log import Record
-from paceline.runs.checkpoint import Cut, take_cut
+from paceline.runs.checkpoint import Cut, take_checkpoint
 from paceline.runs.replay import Replay
 from paceline.settings.fault_table import Fault
 from paceline.simulation.event_queue import Action, Agenda
@@ -102,8 +102,8 @@ class Stage:
             cut = replace(cut, facts=json.loads(json.dumps(cut.facts)))  # as from a file
         replay = Replay(server, self.trial.make_seat, cut)
         replay.feed(self.records[cut.log_offset if cut is not None else 0 :])
-        if replay.departure is not None:
-            raise Broken("kept", f"a replay departs: {replay.departure}")
+        if replay.mismatch is not None:
+            raise Broken("kept", f"a replay departs: {replay.mismatch}")
         return server
 
     def handle(self, message: Input) -> None:
@@ -117,7 +117,7 @@ class Stage:
                 self.witness.sent(reply.worker, self.memories[reply.worker].weights)
             self.send(reply)
         if self.trial.cuts and self.server.can_be_cut and self._chance.random() < self.trial.cuts:
-            self._cut = take_cut(self.server, self.memories, len(self.records), self.agenda.now)
+            self._cut = take_checkpoint(self.server, self.memories, len(self.records), self.agenda.now)
 
 
 def _record(message: Input, verdict: Verdict, now: float) -> Record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.reports.tables import formatted, markdown_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.studies.published.distml import DistmlRow
@@ -63,14 +64,8 @@ def _events(one: Made[DistmlRow]) -> list[dict[str, Any]]:
 
 
 def markdown(made: Rows) -> str:
-    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     forms = ("", "", ".2f", ",.2f", ".2f", ".2f", ".2f", ".2f", ".2f", ".1f", ".2f", "")
-    for values in rows_of(made):
-        cells = [
-            "" if value is None else format(value, form) for value, form in zip(values.values(), forms, strict=True)
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", NOTES, ""])
+    return "\n".join([*markdown_table(HEAD, formatted(rows_of(made), forms)), "", NOTES, ""])
 
 
 def log(made: Rows) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.reports.tables import formatted, markdown_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.studies.published.mxnet import MxnetRow
@@ -77,10 +78,4 @@ def _here(one: Made[MxnetRow], mine: Epoch | None) -> str:
 
 
 def markdown(made: Rows) -> str:
-    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
-    for values in rows_of(made):
-        cells = [
-            "" if value is None else format(value, form) for value, form in zip(values.values(), FORMS, strict=True)
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", NOTES, ""])
+    return "\n".join([*markdown_table(HEAD, formatted(rows_of(made), FORMS)), "", NOTES, ""])

@@ -11,6 +11,7 @@ from paceline.analysis.statistics import Several
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
+from paceline.reports.tables import markdown_table
 from paceline.studies.batch_runs import note_sample, result_of, run_missing, settle
 from paceline.studies.published.optml import PublishedRow, automatic, published_rows
 
@@ -70,7 +71,7 @@ HEAD = (
 
 def markdown(found: list[Reproduced]) -> str:
     """The table: theirs, ours, and the difference in test accuracy."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    rows = []
     for one in found:
         theirs = one.published
         cells = [
@@ -88,8 +89,8 @@ def markdown(found: list[Reproduced]) -> str:
             _cell(theirs.seconds, ",.0f"),
             f"{one.lab_seconds:,.0f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return "\n".join(markdown_table(HEAD, rows)) + "\n"
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:

@@ -1,4 +1,4 @@
-"""What the rows and records of a run add up to, taken in as they come: all that a digest is made of."""
+"""Aggregates the events and log records of a run as they arrive: the input of the report data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.analysis.status import STARTS, WINDOW_SECONDS, WorkerStatus, is_whole, workers_of
 from paceline.analysis.tail import Records
-from paceline.reports.sentences import happening
+from paceline.reports.sentences import event_sentence
 from paceline.reports.time_series import Column, Course
 from paceline.reports.worker_lanes import Lanes
 from paceline.runs.arrival_log import PUSH_KIND
@@ -17,13 +17,13 @@ from paceline.runs.arrival_log import PUSH_KIND
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
 SCORES = ("samples", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
 TAKEN = 0
-"""The verdict on a push that counts."""
-FIRST_TOLD, LAST_TOLD = 40, 160
-"""Happenings that are told one by one; those between are counted."""
+"""Verdict of an accepted push."""
+MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160
+"""Events listed one by one, at the start and at the end; those between are counted."""
 
 
 class Tally:
-    """One run, so far."""
+    """Aggregates of one run so far."""
 
     def __init__(self, places: int) -> None:
         self.pushes = Course("samples", "loss")
@@ -32,19 +32,19 @@ class Tally:
         self.scores = Course(*SCORES)
         self.lanes = Lanes(places)
         self.latest: deque[dict[str, Any]] = deque(maxlen=64)
-        """Progress rows of the server that serves now."""
+        """Progress rows of the current server."""
         self.started = False
         self.last_kind: str | None = None
         self.now = 0.0
         self.counts: dict[str, int] = {}
         self.stale: list[list[int]] | None = None
         self._accounts: deque[dict[str, Any]] = deque()
-        self._first_told: list[dict[str, Any]] = []
-        self._last_told: deque[dict[str, Any]] = deque(maxlen=LAST_TOLD)
-        self._num_told = 0
+        self._first_events: list[dict[str, Any]] = []
+        self._last_events: deque[dict[str, Any]] = deque(maxlen=MAX_LAST_EVENTS)
+        self._num_events = 0
 
-    def take_pushes(self, records: Records) -> None:
-        """New records of the log."""
+    def add_pushes(self, records: Records) -> None:
+        """Add new records of the log."""
         kept = records[(records["kind"] == PUSH_KIND) & (records["verdict"] == TAKEN)]
         self.num_pushes += len(kept)
         values = {"samples": kept["samples"].astype(float), "loss": kept["loss"].astype(float)}
@@ -52,12 +52,12 @@ class Tally:
         if len(records):
             self.now = max(self.now, float(np.nanmax(records["now"])))
 
-    def forget_pushes(self) -> None:
-        """What was taken no longer stands: all of it comes again."""
+    def reset_pushes(self) -> None:
+        """Drop all pushes: a resume undid some, and all effective ones are added again."""
         self.pushes, self.num_pushes = Course("samples", "loss"), 0
 
-    def take_rows(self, rows: list[dict[str, Any]]) -> None:
-        """New rows of events."""
+    def add_events(self, rows: list[dict[str, Any]]) -> None:
+        """Add new event rows."""
         progress, scores = [], []
         for row in rows:
             kind = row["kind"]
@@ -86,9 +86,9 @@ class Tally:
             self.lanes.joined(worker, now)
         elif kind in ("worker_lost", "worker_left") and isinstance(worker, int):
             self.lanes.left(worker, now)
-        text = happening(row)
+        text = event_sentence(row)
         if text is not None:
-            self._tell({"t": round(now, 3), "kind": kind, "text": text, "worker": worker})
+            self._list_event({"t": round(now, 3), "kind": kind, "text": text, "worker": worker})
 
     def _account(self, row: dict[str, Any]) -> None:
         if not is_whole(row):
@@ -102,7 +102,7 @@ class Tally:
             del self._accounts[len(self._accounts) // 2]
 
     def workers(self, whole: bool) -> tuple[list[WorkerStatus], float | None]:
-        """Each worker since the server began, or lately; and how long that is."""
+        """Return each worker since the server started (`whole`) or lately, and the seconds covered."""
         if not self._accounts:
             return [], None
         last, first = self._accounts[-1], self._accounts[0]
@@ -110,17 +110,17 @@ class Tally:
             return workers_of(last), None
         return workers_of(last, first), round(last["now"] - first["now"], 3)
 
-    def _tell(self, told: dict[str, Any]) -> None:
-        self._num_told += 1
-        if len(self._first_told) < FIRST_TOLD:
-            self._first_told.append(told)
+    def _list_event(self, event: dict[str, Any]) -> None:
+        self._num_events += 1
+        if len(self._first_events) < MAX_FIRST_EVENTS:
+            self._first_events.append(event)
         else:
-            self._last_told.append(told)
+            self._last_events.append(event)
 
-    def told(self) -> tuple[list[dict[str, Any]], int]:
-        """What happened, and how much of it is left out."""
-        found = [*self._first_told, *self._last_told]
-        return found, self._num_told - len(found)
+    def listed_events(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the listed events, and the number left out."""
+        found = [*self._first_events, *self._last_events]
+        return found, self._num_events - len(found)
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> Column:
