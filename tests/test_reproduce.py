@@ -52,7 +52,8 @@ def test_rows_are_chosen_by_number_and_by_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("56", "rows 1 to 55"), ("asink", "did you mean"), ("classic cnn", "no row has all of these")]
+    ("text", "words"),
+    [("56", "rows 1 to 55"), ("asink", "did you mean"), ("classic cnn", "no row.s name has all")],
 )
 def test_rows_that_do_not_exist_are_named(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -151,7 +152,7 @@ def test_a_folder_that_is_no_run_is_not_touched(tmp_path: Path, capsys: pytest.C
     strange.mkdir()
     (strange / "notes").write_text("keep me")
     assert main([*flags(tmp_path), "--rows", "1"]) == 2
-    assert "is in the way and is no run folder" in capsys.readouterr().err
+    assert "exists and is not a run folder" in capsys.readouterr().err
     assert (strange / "notes").read_text() == "keep me"
 
 
