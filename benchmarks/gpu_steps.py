@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--steps", choices=("captured", "compiled"), action="append", help="ours, of speed [both]")
     parser.add_argument("--rounds", type=int, default=3, help="turns each side takes [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="of one turn, about [%(default)s]")
-    parser.add_argument("--limit", type=float, default=460.0, help="no new part begins after so many seconds")
+    parser.add_argument("--limit", type=float, default=460.0, help="start no part later than this [%(default)s s]")
     parser.add_argument("--epochs", type=float, default=30.0, help="of inception, at most [%(default)s]")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script [%(default)s]")
     parser.add_argument("--json", metavar="FILE", help="write what was found")

@@ -1,7 +1,7 @@
 """Speed of push and pull of 11 M floats over TCP, compared with Gloo's send and recv between the same processes.
 
     python benchmarks/wire.py [--floats N] [--tls]
-    python benchmarks/wire.py --hosts [--rate 1gbit]      # over a link between two test hosts, beside iperf3 too
+    python benchmarks/wire.py --hosts [--rate 1gbit]      # over a link between two test hosts; also runs iperf3
 
 A server process and a worker process have a TCP transport and a process group, and exchange over one of them on
 request. A push and its reply alternate, as in training, without computation. `--hosts` needs root and iperf3.

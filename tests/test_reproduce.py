@@ -97,9 +97,7 @@ def test_what_was_interrupted_goes_on(
     runs = tmp_path / "optml"
     assert main(flags(runs)) == 130
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        said == f"paceline: interrupted: 1 of 3 runs are done and kept in {runs}; the same command goes on from there"
-    )
+    assert said == f"paceline: interrupted: 1 of 3 runs are done and kept in {runs}; run the same command to continue"
     half_made = runs / "02-sync-2-full-lenet5-sgd-seed0"
     half_made.mkdir()
     shutil.copy(runs / str(made[0]) / "config.toml", half_made)

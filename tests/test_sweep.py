@@ -94,7 +94,7 @@ def test_what_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: p
     write(SETTINGS + "[grid]\nseed = [0, 1]\n")
     monkeypatch.setattr(many_runs, "run_rows", never_the_second)
     assert main(["sweep", "try.toml"]) == 130
-    said = "interrupted: 1 of 2 runs are done and kept in runs/try; the same command goes on from there"
+    said = "interrupted: 1 of 2 runs are done and kept in runs/try; run the same command to continue"
     assert capsys.readouterr().err.splitlines()[-1] == f"paceline: {said}"
     monkeypatch.setattr(many_runs, "run_rows", run_rows)
     assert main(["sweep", "try.toml"]) == 0

@@ -149,7 +149,7 @@ def page(cells: Cells) -> str:
 
     def found(strategy: str, workers: int, gbits: int, condition: str = "even") -> Found:
         one = cells[Cell(strategy, workers, gbits, condition)]
-        assert one is not None, "the text speaks of cells that come to something"
+        assert one is not None, "the template names only cells with figures"
         return one
 
     def seconds(*place: Any) -> str:

@@ -1,6 +1,6 @@
 """Count the functions on the path of one gradient, and the modules from a command to its first process.
 
-    python tools/walk.py                 # the package beside this file
+    python tools/walk.py                 # this checkout's src
     python tools/walk.py --source DIR    # another checkout's src
 
 It traces a short real run (async, one worker, shared memory). Every process records the functions of the package that

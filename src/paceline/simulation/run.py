@@ -151,10 +151,10 @@ def _training_parts(config: RunConfig, location: Location | None, console: Conso
     task = make_task(config, dataset)
     work = work_of(task, config)
 
-    def seat(join: Join) -> Seat:
+    def worker(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    return Crew(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), seat)
+    return Crew(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), worker)
 
 
 def _timing_parts(config: RunConfig) -> Crew:

@@ -145,7 +145,7 @@ def _run_locked(configs: list[RunConfig], device: str, console: Console) -> None
         num_done = len(configs) - len(todo) + progress.num_done
         raise Interrupted(
             f"interrupted: {num_done} of {len(configs)} runs are done and kept in {configs[0].runs}; "
-            "the same command goes on from there"
+            "run the same command to continue"
         ) from None
 
 
@@ -289,6 +289,6 @@ def train_missing(configs: list[RunConfig], console: Console) -> None:
             if stopped:
                 num_done = len(configs) - len(todo) + progress.num_done
                 raise Interrupted(
-                    f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; the same "
-                    "command goes on from there"
+                    f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; "
+                    "run the same command to continue"
                 )

@@ -95,7 +95,7 @@ def run_name(settings: dict[str, Any], fold: str | None) -> str:
 
 
 def _as_file_name(text: str) -> str:
-    """Remove characters unfit for a file name; add a checksum if any besides colons were removed."""
+    """Remove characters unfit for a file name; add a checksum if any except colons were removed."""
     plain = re.sub(r"[^A-Za-z0-9.,+-]", "", text)
     return plain if plain == text.replace(":", "") else f"{plain[-24:]}-{zlib.crc32(text.encode()):08x}"
 
@@ -132,7 +132,7 @@ def _table(path: Path, raw: dict[str, Any], title: str) -> dict[str, Any]:
     """Return one table of the file, with dashes in names replaced by underscores."""
     table = raw.get(title, {})
     if not isinstance(table, dict):
-        raise UserError(f"{path}: {title} = {table!r}: write [{title}] on a line of its own, settings below it")
+        raise UserError(f"{path}: {title} = {table!r}: write [{title}] on a separate line, settings below it")
     settings = {}
     for key, value in table.items():
         name = key.replace("-", "_")
