@@ -1,9 +1,8 @@
-"""Test accuracy on all of Fashion-MNIST beside the published figures: 6 epochs, each worker over its own data.
+"""Compare test accuracy on the full Fashion-MNIST with published figures: 6 epochs per worker over its own data.
 
     python benchmarks/accuracy.py --data-dir DIR [--seeds N] [--quick] [--json] [--strict]
 
-LeNet5, batch 32, SGD with lr .005 and momentum .9. With --quick it trains one epoch, which proves that it works and
-nothing else.
+LeNet5, batch 32, SGD with lr .005 and momentum .9. With --quick it trains one epoch, only to test the script.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PATIENCE_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the published table and the band we hold ourselves to."""
+    """A row of the published table and the range that our accuracy must reach."""
 
     strategy: str
     workers: int
@@ -47,7 +46,7 @@ PUBLISHED_RULE = ["--rule", "plain"]
 
 
 def trained(row: Published, data_dir: str | None, epochs: int, seed: int) -> float:
-    """Test accuracy of one run, in percent."""
+    """Train once and return the test accuracy in percent."""
     with tempfile.TemporaryDirectory() as runs:
         words = ["--strategy", row.strategy, "--workers", str(row.workers), "--epochs", str(epochs)]
         place = ["--data-dir", data_dir] if data_dir is not None else []
@@ -105,7 +104,7 @@ def main() -> int:
 
 
 def judged(published: Published, found: list[float], by: pairs.Disturbance, epochs: int) -> pairs.Row:
-    """One row; missed when every seed lies outside the band on the same side. One epoch is not judged."""
+    """Return one row; missed if every seed is outside the range on the same side. One epoch is not judged."""
     low, high = published.bar - published.tolerance, published.bar + published.tolerance
     seen = pairs.estimate(found)
     verdict = pairs.judge(seen, at_least=low, at_most=high) if epochs == 6 else "not judged"

@@ -1,9 +1,9 @@
-"""Predicted against real throughput: `simulate --like` a 2-worker async run, for settings that run has not seen.
+"""Compare predicted with real throughput: `simulate --like` a 2-worker async run, for other settings than its own.
 
     python benchmarks/calibration.py [--pairs N] [--quick] [--json] [--strict] [--model NAME]
 
-In each round the run that is fitted comes first, then every other setting for real, beside what that fit predicts.
-slow: one worker (the last) sleeps 10 ms before each push.
+Each round first trains the run to fit, then every other setting, and compares with the prediction of that fit.
+slow: the last worker sleeps 10 ms before each push.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def result_of(verb: str, folder: Path, name: str, flags: tuple[str, ...]) -> dic
 
 
 def one_round(model: str, settings: tuple[Setting, ...]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(predicted, real) for each setting."""
+    """Return (predicted, real) for each setting."""
     epochs = str(SAMPLES.get(model, 20_000) / 12_000)
     common = ("--dataset", "fashion-mnist-sample", "--model", model, "--threads", "1", "--epochs", epochs)
     found = []

@@ -1,4 +1,4 @@
-"""Many lab runs as one table: an entry a line, a cell a column, mean and spread over seeds in each."""
+"""Many lab runs as one table: a line per entry, a column per cell, each with mean and spread over seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.simulation.lab.run import Spent, run_rows
 
 @dataclass(frozen=True)
 class Wanted:
-    """One run, and where its figure belongs."""
+    """One run and its place in the table."""
 
     entry: str
     cell: str
@@ -28,14 +28,14 @@ class Wanted:
 
 
 class Cells:
-    """Accuracies by entry and cell; a run that diverged is None."""
+    """Accuracies by entry and cell; None for a run that diverged."""
 
     def __init__(self, file: Path | None) -> None:
         self.found: dict[tuple[str, str], list[float | None]] = defaultdict(list)
         self._file = file
 
     def run(self, wanted: Sequence[Wanted], data_dir: str, device: str, part: str) -> None:
-        """Run all at once; every result goes to the file as soon as it is there."""
+        """Run all at once; append every result to the file as soon as its run ends."""
         dataset = load(locate("fashion-mnist", Path(data_dir)))
         names = {f"{number}": one for number, one in enumerate(wanted)}
         configs = [resolve(replace(one.config, name=name)) for name, one in names.items()]
@@ -55,14 +55,14 @@ class Cells:
             csv.writer(stream).writerow([one.entry, one.cell, one.config.seed, part, "" if value is None else value])
 
     def read(self, file: Path, part: str) -> None:
-        """What an earlier run appended to a file."""
+        """Read the results of an earlier call from a file."""
         with file.open(newline="") as stream:
             for entry, cell, _, of, value in csv.reader(stream):
                 if of == part:
                     self.found[entry, cell].append(float(value) if value else None)
 
     def draw(self, wanted: Sequence[Wanted], path: Path, title: str) -> str | None:
-        """An entry a line, a cell a series; returns why not where there is no figure."""
+        """Draw a line per entry and a series per cell; return why no figure was drawn, or None."""
         entries, cells = (
             list(dict.fromkeys(names)) for names in zip(*((w.entry, w.cell) for w in wanted), strict=True)
         )
@@ -78,7 +78,7 @@ class Cells:
         return draw_rows(path, title, "test accuracy, %", entries, series)
 
     def show(self, wanted: Sequence[Wanted]) -> None:
-        """The table, in Markdown."""
+        """Print the table in Markdown."""
         cells = list(dict.fromkeys(one.cell for one in wanted))
         print("| | " + " | ".join(cells) + " |\n" + "|---" * (len(cells) + 1) + "|")
         for entry in dict.fromkeys(one.entry for one in wanted):
@@ -86,7 +86,7 @@ class Cells:
 
 
 def cell_text(values: list[float | None]) -> str:
-    """Mean, spread, and how many diverged.
+    """Return mean, spread and the number of diverged runs as text.
 
     >>> cell_text([90.0, 91.0, None]), cell_text([]), cell_text([None])
     ('90.50 ± 0.71, 1 of 3 NaN', '', 'NaN')

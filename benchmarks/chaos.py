@@ -1,11 +1,11 @@
-"""Real processes under random misfortune: workers and server killed, stopped and restarted, the link cut and healed.
+"""Real processes under random faults: workers and server are killed, stopped and restarted, connections broken.
 
     python benchmarks/chaos.py [--seconds 1800] [--workers 3] [--accuracy 80] [--seed 0] [-- flags of the servers]
 
-One run after another, each with other flags, until so many seconds have passed; each must end with the accuracy asked
-for. Then it is replayed from its log: every push that was acknowledged counts once, or the weights would differ. All on
-loopback, through a proxy that can cut every connection. With `--max-workers` workers join and are drained too; with
-`--restart` it is the server's inner process that is killed.
+Runs follow each other with different flags until `--seconds` have passed; each must reach `--accuracy`. Then each is
+replayed from its log: if any acknowledged push were lost or applied twice, the weights would differ. All traffic is on
+loopback, through a proxy that can break every connection. With `--max-workers`, workers also join and are drained; with
+`--restart`, the server's inner process is killed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 from processes import ended
 
 PADDING = 600.0
-"""Seconds that training may last when nothing happens to it any more."""
+"""Maximum seconds of training after the last fault."""
 QUIET_SECONDS = (0.5, 3.0)
 ENDING_SECONDS = 3.0
 CEILING_SECONDS = 60.0
-"""The longest that an adaptive deadline can be: nobody may be waited for longer."""
+"""Maximum adaptive deadline: the server may wait no longer for any worker."""
 COMMON = ["--dataset", "fashion-mnist-sample", "--split", "iid", "--epochs", "2000", "--eval-every", "2",
           "--score", "test", "--checkpoint-every", "5", "--threads", "1", "--lr", "0.001"]  # fmt: skip
 RUNS = [
@@ -45,11 +45,11 @@ RUNS = [
     ("--strategy async --max-workers 8 --codec int8 --average on --recovery checkpoint", 1),
     ("--strategy async-local:4 --codec int8", 0),
 ]
-"""Flags of the server, and how many further workers each worker process is: one run after another takes the next."""
+"""Server flags and `--overlap` of the worker processes, one entry per run in turn."""
 
 
 class Link:
-    """A proxy on loopback; while it is cut, every connection is, and nobody gets through."""
+    """A proxy on loopback; while it is cut, it breaks and refuses every connection."""
 
     def __init__(self, target: int) -> None:
         self._target, self._is_cut = target, False
@@ -78,7 +78,7 @@ class Link:
             thread.start()
 
     def _carry(self, near: socket.socket, far: socket.socket) -> None:
-        """Both ways until one end is gone, then neither way."""
+        """Forward both directions until one end closes, then close both."""
         self._pairs.add((near, far))
         back = threading.Thread(target=_pour, args=(far, near), daemon=True)
         back.start()
@@ -89,7 +89,7 @@ class Link:
         far.close()
 
     def cut(self) -> None:
-        """Break all connections, in the middle of whatever they carry."""
+        """Break all connections, even in the middle of a message."""
         self._is_cut = True
         for pair in list(self._pairs):
             _break(*pair)
@@ -98,7 +98,7 @@ class Link:
         self._is_cut = False
 
     def close(self) -> None:
-        """Let nobody through any more, and be gone."""
+        """Refuse new connections and close the proxy."""
         _break(self._listener)
         self.cut()
         for thread in self._threads:
@@ -107,7 +107,7 @@ class Link:
 
 
 def _pour(one: socket.socket, other: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # cut, or an end died
+    with contextlib.suppress(OSError):  # cut, or one end closed
         while piece := one.recv(1 << 16):
             other.sendall(piece)
     _break(one, other)
@@ -115,20 +115,20 @@ def _pour(one: socket.socket, other: socket.socket) -> None:
 
 def _break(*ends: socket.socket) -> None:
     for end in ends:
-        with contextlib.suppress(OSError):  # it is broken already
+        with contextlib.suppress(OSError):  # already broken
             end.shutdown(socket.SHUT_RDWR)
 
 
 class Cluster:
-    """A server and its workers as processes of their own."""
+    """A server and its workers, each in its own process."""
 
     def __init__(self, folder: Path, workers: int, words: list[str], overlap: int = 0) -> None:
         self.folder, self._overlap = folder, overlap
         self.most = int(words[words.index("--max-workers") + 1]) if "--max-workers" in words else None
-        """Workers that there may be, where they come and go."""
+        """Maximum number of workers of an elastic run."""
         self._is_kept = "--restart" in words
         self.killed_after_the_end = False
-        """Then it had ended already, or is told that there is nothing to resume, with exit code 2."""
+        """Whether the server was killed after training: its restart may exit with code 2, with nothing to resume."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = int(free.getsockname()[1])
         self.link = Link(self._port)
@@ -150,7 +150,7 @@ class Cluster:
         return self._start(["worker", *words, "--overlap", str(self._overlap)])
 
     def restart_server(self) -> None:
-        """Kill the server; whoever keeps it starts another, or we do."""
+        """Kill the server; its supervisor restarts it, or this process does."""
         if self._is_kept:
             for pid in children(self.server.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -163,7 +163,7 @@ class Cluster:
             self.server = self._start(["server", "--resume", str(self.folder / "run")])
 
     def see_off(self) -> list[int | None]:
-        """What the workers ended with, once the server has; None: cut off at the end, it knocks there still."""
+        """Wait for the server and return the workers' exit codes; None for one still trying to reconnect."""
         deadline = time.monotonic() + ENDING_SECONDS
         while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -173,11 +173,11 @@ class Cluster:
         return codes
 
     def drain(self, worker: int) -> None:
-        """Ask that a worker leaves; nobody of that number may be there, and that is said."""
+        """Drain a worker; the command may report that no such worker exists."""
         self._start(["drain", str(self.folder / "run"), str(worker)])
 
     def server_use(self) -> tuple[int, float] | None:
-        """Descriptors and megabytes of the process that serves; None while there is none."""
+        """Return the open descriptors and megabytes of the serving process, or None if none runs."""
         for pid in children(self.server.pid) if self._is_kept else [self.server.pid]:
             with contextlib.suppress(OSError, StopIteration):
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -190,14 +190,14 @@ class Cluster:
 
 
 def children(parent: int) -> list[int]:
-    """The processes that a process has started."""
+    """Return the child processes of a process."""
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return []
 
 
 def left_behind(folder: Path) -> list[int]:
-    """Processes whose command names the run."""
+    """Return the processes whose command line names the run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -207,7 +207,7 @@ def left_behind(folder: Path) -> list[int]:
 
 
 class Misfortune:
-    """One random event after another, by a seed."""
+    """Injects random faults, one after another, from a seed."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self._cluster, self._random = cluster, random.Random(seed)
@@ -217,7 +217,7 @@ class Misfortune:
             self._kinds |= {"worker drained": 2, "worker joined": 2}
 
     def strike(self) -> None:
-        """One event, and how long it lasts."""
+        """Inject one fault and wait until it is over."""
         kinds = self._kinds
         kind = self._random.choices(list(kinds), list(kinds.values()))[0]
         self.happened[kind] += 1
@@ -240,7 +240,7 @@ class Misfortune:
         elif kind == "worker drained":
             cluster.drain(self._random.randrange(cluster.most or 1))
         elif kind == "worker joined":
-            cluster.workers.append(cluster.start_worker())  # where there is no place it is sent away
+            cluster.workers.append(cluster.start_worker())  # the server refuses it if the run is full
         else:
             cluster.restart_server()
 
@@ -249,7 +249,7 @@ class Misfortune:
 
 
 def largest_gap(run: Path) -> float:
-    """The longest time between two inputs of the server, by the training clock."""
+    """Return the longest time between two inputs of the server, by the training clock."""
     from paceline.runs.arrival_log import read_arrivals
     from paceline.runs.folder import RunFolder
 
@@ -261,7 +261,7 @@ def largest_gap(run: Path) -> float:
 def live_through(
     folder: Path, seconds: float, workers: int, seed: int, words: list[str], overlap: int = 0
 ) -> dict[str, Any]:
-    """Train under misfortune, then in peace to the end; what happened, and whether the log gives the same weights."""
+    """Train under faults, then to the end without; return the counts and whether a replay gives the same weights."""
     cluster = Cluster(folder, workers, words, overlap)
     misfortune = Misfortune(cluster, seed)
     uses: list[tuple[int, float]] = []
@@ -331,7 +331,7 @@ def main() -> int:
 
 
 def is_good(found: dict[str, Any], accuracy: float) -> bool:
-    """Whether training ended well, nothing was lost or doubled, nobody was waited for too long, and nothing is left."""
+    """Return whether training finished, the replay is identical, no wait was too long and no process is left."""
     codes = (0, 2) if found["killed_after_the_end"] else (0,)
     ended_well = found["exit_code"] in codes and found["status"] == "finished" and found["identical"] is True
     reached = found["test_accuracy"] is not None and found["test_accuracy"] >= accuracy

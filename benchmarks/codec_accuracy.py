@@ -1,11 +1,11 @@
-"""What codecs save and what that costs in accuracy: simulated runs of 5 workers, beside the same runs without one.
+"""Bytes that codecs save and accuracy that they cost: simulated runs of 5 workers, with and without a codec.
 
     python benchmarks/codec_accuracy.py [--data-dir DIR] [--dataset NAME] [--models lenet5,cnn]
                                         [--codecs int8,lowrank:4] [--both] [--strategy async]
                                         [--epochs 6] [--seeds N] [--quick] [--json]
 
-Bytes are those that crossed. With --both, replies are encoded too. With --quick it trains a tenth of an epoch on the
-built-in sample, which proves that it works and nothing else.
+Bytes are those sent. With --both, replies are encoded too. With --quick it trains a tenth of an epoch on the built-in
+sample, only to test the script.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from paceline.reports.tables import table
 from paceline.simulation.run import simulate
 
 WORKERS, MOST_LOST = 5, 0.5
-"""Points of test accuracy that `int8` and `lowrank:4` may lose."""
+"""Number of workers, and the points of test accuracy that `int8` and `lowrank:4` may lose."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model with one codec: accuracies by seed, and bytes of one run."""
+    """One model with one codec: accuracies by seed, bytes of one run."""
 
     model: str
     codec: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def trained(config: RunConfig, seeds: int) -> Row:
-    """The same run with several seeds."""
+    """Train the same config with several seeds."""
     found: list[dict[str, Any]] = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as runs:
@@ -59,7 +59,7 @@ def trained(config: RunConfig, seeds: int) -> Row:
 
 
 def cells(row: Row, plain: Row) -> list[str]:
-    """A line of the table, beside the run without a codec."""
+    """Return a line of the table, relative to the run without a codec."""
     lost = [one - other for one, other in zip(plain.accuracies, row.accuracies, strict=True)]
     both = row.bytes_pushed + row.bytes_pulled
     spread = f"{min(lost):+.2f}..{max(lost):+.2f}" if len(lost) > 1 else ""
@@ -79,7 +79,7 @@ def cells(row: Row, plain: Row) -> list[str]:
 
 
 def tell(row: Row) -> None:
-    """How far it is."""
+    """Print the accuracy of a finished row."""
     print(f"{row.model}, codec {row.codec}, pull codec {row.pull_codec}: {row.accuracy:.2f} %", file=sys.stderr)
 
 

@@ -1,11 +1,11 @@
-"""What a codec costs and saves: encode and decode 11 M floats (the layers of a ResNet18) beside one copy of them.
+"""Time of each codec: encode and decode 11 M floats (the layers of a ResNet18), compared with one copy of them.
 
     python benchmarks/codecs.py [--rounds N] [--threads N] [--quick] [--json]
 
-Private memory, one thread unless told. Each round times a copy, then every codec's encode and decode on the next of
-several updates; the median of the rounds is printed. A link's seconds are bytes x 8 / 1e9; `saved` is what a push by
-this codec saves of the seconds that one by `none` takes, encode and decode counted on both sides; `up to` is the link,
-in Gbit/s, above which it would cost more than it saves.
+Private memory, one thread by default. Each round times a copy, then every codec's encode and decode on the next of
+several updates; it prints the median of the rounds. A link takes bytes x 8 / 1e9 seconds; `saved` is the seconds that a
+push saves compared with codec `none`, encode and decode included; `up to` is the link speed in Gbit/s above which the
+codec costs more time than it saves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINK = 1e9
 
 
 def resnet18() -> Layout:
-    """The parameters of a ResNet18 for 10 classes, by their shapes."""
+    """Return the parameter shapes of a ResNet18 for 10 classes."""
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3)]
     before = 64
     for width in (64, 128, 256, 512):
@@ -42,7 +42,7 @@ def resnet18() -> Layout:
 
 
 def milliseconds(action: Callable[[], object]) -> float:
-    """Of this thread and its helpers: wall clock."""
+    """Return the wall time of an action."""
     began = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - began)
@@ -77,12 +77,12 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """A push from update to update over the link."""
+        """Seconds of a push over the link, encode and decode included."""
         return (self.encode + self.decode) / 1000 + 8 * self.nbytes / LINK
 
 
 def line(row: Measured, plain: Measured, copy: float) -> dict[str, float | str]:
-    """One row of the table, as numbers."""
+    """Return one row of the table as numbers."""
     dearer = (row.encode + row.decode - plain.encode - plain.decode) / 1000
     fewer = plain.nbytes - row.nbytes
     return {
@@ -99,7 +99,7 @@ def line(row: Measured, plain: Measured, copy: float) -> dict[str, float | str]:
 
 
 def table(lines: list[dict[str, float | str]]) -> str:
-    """The rows under a heading."""
+    """Format the rows as a table."""
     heads = ("codec", "encode ms", "decode ms", "copies", "MB", "times fewer", "saved s", "up to Gbit/s")
     text = [f"{heads[0]:<11}" + "".join(f"{head:>13}" for head in heads[1:])]
     for row in lines:
@@ -141,7 +141,7 @@ def main() -> int:
         for row in measured:
             row.round(update)
     for times in (copies, *(row.encodes for row in measured), *(row.decodes for row in measured)):
-        del times[0]  # memory is touched for the first time
+        del times[0]  # the first round touches memory for the first time
     copy = statistics.median(copies)
     lines = [line(row, measured[0], copy) for row in measured]
     print(f"{layout.num_parameters:,} floats, {parsed.threads} thread(s); one copy takes {copy:.1f} ms")

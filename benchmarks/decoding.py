@@ -1,9 +1,9 @@
-"""How fast images are decoded, prepared and trained on, so that one sees what a run waits for.
+"""Speed of decoding, augmenting and training on images, to see which of them a run waits for.
 
     python benchmarks/decoding.py [--data-dir DIR] [--models NAME ...] [--quick] [--json]
 
-DIR is a folder of class folders, as --dataset imagenet takes it; without one, pictures of 500x375 are drawn. A set is
-decoded once, before training, and its batches are cut and mirrored as they are drawn.
+DIR is a folder of class folders, as for --dataset imagenet; without it, the script makes images of 500x375. A data set
+is decoded once, before training; its batches are cropped and mirrored when they are drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LARGE_SHAPE = (3, 224, 224)
 
 
 def draw_pictures(folder: Path, count: int) -> None:
-    """Smooth colours with some noise: they take about the bytes of a photograph."""
+    """Make images of smooth colours with some noise, about as large as photographs."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
@@ -48,7 +48,7 @@ def draw_pictures(folder: Path, count: int) -> None:
 
 
 def decode_rates(location: Location, wanted: int) -> dict[str, float]:
-    """Images a second: of processor time, and by all cores, their start included."""
+    """Return decoded images per second: of one core's CPU time, and of all cores, process start included."""
     listing = image_folder.list_images(location.path)
     images = (listing.train * (1 + wanted // len(listing.train)))[:wanted]
     side = Reading().stored_size
@@ -61,7 +61,7 @@ def decode_rates(location: Location, wanted: int) -> dict[str, float]:
 
 
 def median_ms(action: Callable[[int], Any], rounds: int) -> float:
-    """Of processor time, which others on the machine disturb least; all of it is on one thread."""
+    """Return CPU seconds of one thread, which other programs disturb least."""
     action(0)
     times = []
     for number in range(rounds):
@@ -72,7 +72,7 @@ def median_ms(action: Callable[[int], Any], rounds: int) -> float:
 
 
 def step_costs(model: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of one core for a training step, and for what is done to its batch."""
+    """Return the milliseconds of one core for a training step, and for augmenting and normalising its batch."""
     shape = SMALL.get(model, LARGE_SHAPE)
     padding, kept = (4, 32) if model in SMALL else (0, Reading().stored_size)
     pixels = torch.randint(0, 256, (BATCH_SIZE, 3, kept, kept), dtype=torch.uint8)

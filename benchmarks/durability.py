@@ -1,9 +1,9 @@
-"""What safety costs: `--durable`, the pause of a checkpoint, and the time from a killed server to the next push.
+"""Cost of durability: `--durable`, the pause of a checkpoint, and the time from a killed server to the next push.
 
     python benchmarks/durability.py [--pairs N] [--quick] [--json] [--strict]
 
-Rates are of LeNet5, `async`, 2 workers, with the flag and without it in turn. Pauses are the ones that runs report;
-a recovery is seen in arrivals.log, looked at every 2 ms, from SIGKILL of the server on.
+Rates are of LeNet5, `async`, 2 workers, with and without the flag in turn. Pauses are those that runs report; a
+recovery lasts from the SIGKILL of the server until the next push in arrivals.log, polled every 2 ms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAUSED = {"lenet5": 6.0, "cnn": 6.0, "resnet18": 25.0}
 
 
 def rate(seconds: float, *flags: str) -> float:
-    """Samples a second."""
+    """Return the samples per second of a run."""
     with ours.running("async", "lenet5", 2, 1, [*ours.ENDLESS, *flags]) as run:
         run.wait_for_pushes(1)
         time.sleep(seconds)
@@ -40,7 +40,7 @@ def rate(seconds: float, *flags: str) -> float:
 
 
 def sync_milliseconds(number: int = 200) -> float:
-    """The median of one record appended and synced, with nothing else going on."""
+    """Return the median time to append and sync one record on an idle machine."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         times = []
@@ -54,7 +54,7 @@ def sync_milliseconds(number: int = 200) -> float:
 
 
 def pauses(model: str, seconds: float) -> tuple[int, float, float]:
-    """How many checkpoints a run took, and the median and the longest of their pauses in milliseconds."""
+    """Return the number of checkpoints of a run, and the median and maximum of their pauses in milliseconds."""
     flags = [*ours.ENDLESS, "--checkpoint-every", str(seconds / 12)]
     with ours.running("async", model, 2, 1, flags, rule="foresight") as run:
         run.wait_for_pushes(1)
@@ -65,7 +65,7 @@ def pauses(model: str, seconds: float) -> tuple[int, float, float]:
 
 
 def server_of(supervisor: int) -> int:
-    """The server's process: the first that the fork server, the supervisor's only child, forked."""
+    """Return the server's process: the first child of the fork server, the supervisor's only child."""
     (forks,) = _children(supervisor)
     return min(_children(forks))
 
@@ -75,7 +75,7 @@ def _children(parent: int) -> list[int]:
 
 
 def recovery(pushes: int, *flags: str) -> tuple[float, float]:
-    """Seconds from a killed server to the next push, and those of them that went into being back where it was."""
+    """Return the seconds from a killed server to the next push, and the part of them spent on recovery."""
     every = "100000" if pushes else "0.2"
     words = [*ours.ENDLESS, "--checkpoint-every", every, "--restart", "1", *flags]
     with ours.running("async", "lenet5", 2, 1, words) as run:

@@ -1,12 +1,12 @@
-"""One GPU: our steps beside eager PyTorch by hand, and the published figures beside both.
+"""Speed of our training steps on one GPU, compared with eager PyTorch and with published figures.
 
-    PYTHONPATH=src python benchmarks/gpu_steps.py --data-dir DIR                all of it, under 8 minutes
+    PYTHONPATH=src python benchmarks/gpu_steps.py --data-dir DIR                all parts, under 8 minutes
     PYTHONPATH=src python benchmarks/gpu_steps.py --data-dir DIR --only speed --models resnet18 --seconds 5
-    PYTHONPATH=src python benchmarks/gpu_steps.py --device cpu --only check    whether the script itself works; slow
+    PYTHONPATH=src python benchmarks/gpu_steps.py --device cpu --only check    tests the script itself; slow
 
 DIR holds MNIST and CIFAR-10. `check`: gradients of every kind of step against eager fp32. `speed`: ResNets on MNIST,
 batch 128: eager PyTorch (fp32 with torch's defaults, torch.optim.Adam, images on the device) and a whole
-`paceline train`, taking turns. `inception`: seconds of training until 90 % of CIFAR-10's test images are right.
+`paceline train`, taking turns. `inception`: seconds of training until 90 % test accuracy on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KINDS = {
     "bf16, channels last, compiled, captured": StepSettings("bf16", True, True, True),
 }
 WITHIN = {"fp32": (1e-3, 0.05), "bf16": (0.03, 0.6)}
-"""Loss and gradient may be off by so much, relative; a residual net on images of one pixel magnifies rounding."""
+"""Relative tolerance of loss and gradient; a residual network on images of one pixel amplifies rounding errors."""
 Eager = Callable[[int], float]
 
 
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--steps", choices=("captured", "compiled"), action="append", help="ours, of speed [both]")
     parser.add_argument("--rounds", type=int, default=3, help="turns each side takes [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="of one turn, about [%(default)s]")
-    parser.add_argument("--limit", type=float, default=460.0, help="no new part begins after so many seconds")
+    parser.add_argument("--limit", type=float, default=460.0, help="start no part later than this [%(default)s s]")
     parser.add_argument("--epochs", type=float, default=30.0, help="of inception, at most [%(default)s]")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script [%(default)s]")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
@@ -72,7 +72,7 @@ def main() -> int:
             "gpu_steps: no CUDA device that torch can use: --device cpu --only check tries the script", file=sys.stderr
         )
         return 2
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as our runs set it, before the first product
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the value of our runs, set before the first product
     deadline = time.monotonic() + parsed.limit
     what = torch.cuda.get_device_name() if parsed.device == "cuda" else "CPU"
     print(f"{what}, torch {torch.__version__}", flush=True)
@@ -95,13 +95,13 @@ def main() -> int:
 
 
 def plainly() -> None:
-    """Torch as a user finds it: a run of ours asks for kernels that sum in a fixed order."""
+    """Reset torch to its defaults: our runs select deterministic kernels."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = False
 
 
 def checked(device: str) -> list[dict[str, Any]]:
-    """Loss and gradient of three batches by each kind of step, against eager fp32."""
+    """Compare loss and gradient of three batches by each kind of step with eager fp32."""
     plainly()
     torch.manual_seed(0)
     images, labels = torch.randn(BATCH, 1, 28, 28).to(device), torch.randint(0, 10, (BATCH,)).to(device)
@@ -112,7 +112,7 @@ def checked(device: str) -> list[dict[str, Any]]:
             if device == "cpu":
                 settings = replace(settings, capture=False)
             if settings.accumulate > 1 and model != "cnn":
-                continue  # batch norm sees the parts
+                continue  # batch norm depends on the accumulated parts
             began = time.perf_counter()
             found = gradients(model, settings, images, labels)
             off = [
@@ -130,7 +130,7 @@ def checked(device: str) -> list[dict[str, Any]]:
 
 
 def gradients(model: str, settings: StepSettings, images: Tensor, labels: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-    """Loss, gradient and running statistics of three batches."""
+    """Return loss, gradient and running statistics of three batches."""
     torch.manual_seed(0)
     task = SupervisedTask(make_model(model, (1, 28, 28)), F.nll_loss, (images, labels)).to(images.device)
     task.configure_step(settings)
@@ -144,14 +144,14 @@ def gradients(model: str, settings: StepSettings, images: Tensor, labels: Tensor
 
 
 def distances(found: tuple[float, Tensor, Tensor], exact: tuple[float, Tensor, Tensor]) -> tuple[float, float]:
-    """How far loss (or statistics) and gradient are off, relative."""
+    """Return the relative errors of loss (or statistics) and gradient."""
     loss = abs(found[0] - exact[0]) / abs(exact[0])
     statistic = ((found[2] - exact[2]).norm() / exact[2].norm()).item() if exact[2].numel() else 0.0
     return max(loss, statistic), ((found[1] - exact[1]).norm() / exact[1].norm()).item()
 
 
 def eager_loop(model_name: str, dataset: Dataset, device: str) -> Eager:
-    """What a good PyTorch user writes; call it with a number of steps, and get samples a second."""
+    """Return a plain PyTorch training loop that takes a number of steps and returns samples per second."""
     torch.manual_seed(0)
     model = make_model(model_name, (1, 28, 28)).to(device)
     normalise = Normalise(dataset.info.mean, dataset.info.std)
@@ -182,7 +182,7 @@ def wait(device: str) -> None:
 
 
 def ours(model: str, steps: int, compiled: bool, parsed: argparse.Namespace, runs: str) -> dict[str, Any]:
-    """A whole run: loader, step, server, rule, log; compiling and capturing come before its clock."""
+    """Train a complete run (loader, step, server, rule, log); compiling and capturing are not timed."""
     return paceline.train(
         dataset="mnist", data_dir=parsed.data_dir, model=model, strategy="classic", optimizer="adam", lr=LR,
         batch_size=BATCH, steps=steps, device=parsed.device, precision="bf16", capture=parsed.device == "cuda",
@@ -191,7 +191,7 @@ def ours(model: str, steps: int, compiled: bool, parsed: argparse.Namespace, run
 
 
 def published(model: str) -> float | None:
-    """Data/sec of one GPU there, the faster of their two machines."""
+    """Return the published data/sec of one GPU, on the faster of the two machines."""
     with PUBLISHED.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model and row["gpus"] == "1"]
     return max((float(row["samples_per_second"]) for row in rows), default=None)
@@ -206,7 +206,7 @@ def speeds(parsed: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
                 print(f"{model}, {kind}: left out, --limit is reached", flush=True)
                 continue
             eager = eager_loop(model, dataset, parsed.device)
-            eager(20)  # warms up
+            eager(20)  # warm-up
             steps = max(5, int(eager(20) * parsed.seconds / BATCH))
             theirs, mine = [], []
             with tempfile.TemporaryDirectory() as runs:
@@ -244,7 +244,7 @@ def speeds(parsed: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
 
 
 def inception(parsed: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
-    """Seconds until 90 % of the test images are right, tested once an epoch."""
+    """Measure the seconds until 90 % test accuracy, tested once per epoch."""
     if time.monotonic() > deadline:
         print("inception: left out, --limit is reached", flush=True)
         return None

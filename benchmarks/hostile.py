@@ -1,12 +1,12 @@
-"""Hostile frames at a thousand a second against a server at work, beside the same generator sending into a sink.
+"""Attack a training server with a thousand hostile frames per second, compared with the same frames to a sink.
 
     python benchmarks/hostile.py [--frames N] [--rate N] [--floats N]
 
-One process serves, one honest worker exchanges pushes for weights with the arithmetic of LeNet5 in between, one sends:
-fuzzed headers and sizes, truncations, replays of a recorded conversation, no token, a wrong one, fuzz behind a right
-one, bytes that drip, and connections that say nothing. In turns it sends to the server and to a sink that answers
-alike. Shown: the honest worker's rate with one over its rate with the other, what the server applied beyond the honest
-pushes (nothing), and its memory before and after. All traffic stays on loopback; at most `--frames` are sent in all.
+One process serves, one honest worker pushes and computes about as much as LeNet5 in between, one attacks: fuzzed
+headers and sizes, truncated frames, replays of a recorded session, no token, a wrong token, fuzz after a right token,
+slow single bytes, silent connections. The attacker alternates between the server and a sink that answers alike. The
+benchmark prints the ratio of the honest worker's rates, the pushes applied beyond the honest ones (must be 0), and the
+server's memory before and after. All traffic stays on loopback; it sends at most `--frames`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ MOST_GROWTH_MIB = 8.0
 MOST_IDLE = 1000
 MOST_DRIPPING = 50
 ARITHMETIC = 600
-"""Passes over its weights that the honest worker makes for each push: about what a step of LeNet5 takes."""
+"""Passes over the weights per push of the honest worker: about the time of a LeNet5 step."""
 
 
 def memory_mib() -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Service:
-    """The server's process: it applies every push it gets, and says on request what came of it all."""
+    """The server's process: applies every push and reports its counts on request."""
 
     def __init__(self, floats: int) -> None:
         import torch
@@ -64,7 +64,7 @@ class Service:
         print(self.listener.address, flush=True)
 
     def run(self) -> None:
-        """Until nobody asks any more."""
+        """Serve until standard input is closed."""
         while True:
             for line, _ in self.poll.poll(1.0):
                 if line in self.doors:
@@ -116,7 +116,7 @@ class Service:
 
 
 def work(address: str, floats: int) -> None:
-    """The honest worker's process: for every line of standard input, how many exchanges it has made so far."""
+    """Run the honest worker; print its number of exchanges for every line of standard input."""
     import torch
 
     from paceline.core.buffers import Memory, Sizes
@@ -146,7 +146,7 @@ def work(address: str, floats: int) -> None:
 
 
 def sink() -> None:
-    """Somewhere for frames to go: everybody is sent a challenge, and the oldest connections are closed."""
+    """Run the sink: send every connection a challenge and close the oldest ones."""
     from paceline.transports.auth import Gatekeeper
 
     challenge = Gatekeeper(b"").challenge
@@ -163,7 +163,7 @@ def sink() -> None:
 
 
 class Attacker:
-    """Sends hostile frames, each on a connection of its own; which ones, the seed says."""
+    """Sends hostile frames chosen by a seed, each on a new connection."""
 
     def __init__(self, recorded: bytes) -> None:
         self._recorded, self._random = recorded, random.Random(7)
@@ -175,7 +175,7 @@ class Attacker:
         )  # fmt: skip
 
     def attack(self, address: tuple[str, int], rate: float, seconds: float) -> int:
-        """So many a second for so long; how many went. Connections that are kept are closed at the end."""
+        """Send `rate` frames per second for `seconds` and return their number; close kept connections at the end."""
         began, sent = time.monotonic(), 0
         while (now := time.monotonic() - began) < seconds:
             while sent < now * rate:
@@ -202,7 +202,7 @@ class Attacker:
         visitor.sendall(self._random.randbytes(self._random.randrange(1, 4096)))
 
     def _fuzzed(self, visitor: socket.socket) -> None:
-        """A header of any kind and size, with a bit flipped."""
+        """Send a random header with a flipped bit."""
         header = bytearray(
             struct.pack("<4sBBxxQ", b"PACE", 1, self._random.randrange(12), self._random.getrandbits(64))
         )
@@ -216,14 +216,14 @@ class Attacker:
         visitor.sendall(self._recorded)
 
     def _guessed(self, visitor: socket.socket) -> None:
-        """No token, or a wrong one."""
+        """Send no token or a wrong one."""
         from paceline.transports.auth import CHALLENGE_NBYTES, Visitor
 
         token = self._random.choice((b"", b"guess", TOKEN + b"x"))
         visitor.sendall(Visitor(token).answer(visitor.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)))
 
     def _insider(self, visitor: socket.socket) -> None:
-        """The right token, and then a frame that is none."""
+        """Send the right token, then an invalid frame."""
         from paceline.transports.auth import CHALLENGE_NBYTES, Visitor
         from paceline.transports.frames import Kind, header
 
@@ -238,7 +238,7 @@ class Attacker:
         self._keep(self._idle, visitor, MOST_IDLE)
 
     def _drip(self, visitor: socket.socket) -> None:
-        """One more connection that drips, and a byte on one of them."""
+        """Open one more slow connection and send a byte on one of them."""
         self._keep(self._dripping, visitor, MOST_DRIPPING)
         self._random.choice(self._dripping).send(b"P")
 
@@ -250,7 +250,7 @@ class Attacker:
 
 
 def attack(recorded: str) -> None:
-    """The attacker's process: each line of standard input is an address, a rate and seconds; it says how many went."""
+    """Run the attacker: read address, rate and seconds per line of standard input, print the number of frames."""
     attacker = Attacker(bytes.fromhex(recorded))
     for line in sys.stdin:
         host, port, rate, seconds = line.split()
@@ -258,7 +258,7 @@ def attack(recorded: str) -> None:
 
 
 def record(address: str) -> bytes:
-    """What a worker with the token sends, as a thief would have it: its proof, its application, its hello."""
+    """Record the bytes of a worker's handshake (proof, join request, hello), to replay them."""
     from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, Visitor
     from paceline.transports.frames import Kind, fields_frame
 
@@ -273,7 +273,7 @@ def record(address: str) -> bytes:
 
 
 class Process:
-    """One of the four, asked line by line."""
+    """One of the four processes, controlled by lines on standard input."""
 
     def __init__(self, *words: object) -> None:
         command = [sys.executable, HERE, *map(str, words)]
@@ -295,7 +295,7 @@ class Process:
 
 @contextlib.contextmanager
 def everybody(floats: int) -> Iterator[dict[str, Any]]:
-    """Server, honest worker, sink and attacker, ended whatever happens."""
+    """Start server, honest worker, sink and attacker, and end them on exit."""
     found: dict[str, Any] = {"server": Process("serve", floats), "sink": Process("sink")}
     processes = [found["server"].process, found["sink"].process]
     with ended(processes, within=1200.0):
@@ -309,7 +309,7 @@ def everybody(floats: int) -> Iterator[dict[str, Any]]:
 
 
 def honest_rate(found: dict[str, Any], target: str, rate: float, seconds: float) -> tuple[float, int]:
-    """Exchanges a second of the honest worker while `target` is attacked, and the frames that were sent."""
+    """Return the honest worker's exchanges per second while `target` is attacked, and the frames sent."""
     worker, attacker = found["worker"], found["attacker"]
     host, port = found["addresses"][target].split(":")
     attacker.tell(f"{host} {port} {rate} {seconds}")
@@ -337,7 +337,7 @@ def main() -> int:
 
             return measure
 
-        honest_rate(found, "server", parsed.rate, 2.0)  # memory pools and caches are filled once
+        honest_rate(found, "server", parsed.rate, 2.0)  # fills memory pools and caches
         before = json.loads(found["server"].ask())
         rates = pairs.interleave(
             {"server": side("server"), "sink": side("sink")}, number, say=pairs.teller(parsed, "honest pushes/s")
@@ -354,7 +354,7 @@ def main() -> int:
           f"{after['descriptors']}, strangers still there {after['strangers']}")  # fmt: skip
     print(f"applicants {after['applicants']} (one is honest), pushes beyond the honest worker's {max(0, beyond - 1)}")
     safe = after["applicants"] == 1 and beyond in (0, 1) and grown < MOST_GROWTH_MIB
-    print("safe" if safe else "NOT SAFE: somebody got in, or memory grew")
+    print("safe" if safe else "NOT SAFE: an attacker got in, or memory grew")
     facts = {"frames": counts, "before": before, "after": after, "honest": honest, "safe": safe}
     return pairs.close(parsed, "hostile", [row], **facts) or int(parsed.strict and not safe)
 

@@ -25,18 +25,18 @@ class Host:
     core: int
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """`words`, to be run on this host."""
+        """Return the command that runs `words` on this host."""
         return ["ip", "netns", "exec", self.name, "taskset", "-c", str(self.core), *words]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process there needs to know: one thread, and the link to speak over."""
+        """Return the environment of a process there: one thread, and the network interface to use."""
         own = {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
         return {**os.environ, **own}
 
 
 def why_not() -> str | None:
-    """Why there can be no test hosts here; None when there can."""
+    """Return why test hosts cannot be made here, or None."""
     if os.geteuid() != 0:
         return "test hosts need root (network namespaces)"
     missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
@@ -46,7 +46,7 @@ def why_not() -> str | None:
 
 
 def cannot_measure() -> bool:
-    """Whether there can be no test hosts here; then it is said why."""
+    """Return whether test hosts cannot be made here, and print why."""
     reason = why_not()
     if reason is not None:
         print(f"cannot measure here: {reason}")
@@ -55,7 +55,7 @@ def cannot_measure() -> bool:
 
 @contextlib.contextmanager
 def two_hosts(rate: str = RATE) -> Iterator[tuple[Host, Host]]:
-    """Set both hosts up, and take them down again whatever happens."""
+    """Set up both hosts, and remove them on exit."""
     tag = uuid.uuid4().hex[:6]
     cores = sorted(os.sched_getaffinity(0))[:2]
     hosts = tuple(Host(f"pace-{tag}-{n}", f"10.77.0.{n + 1}", f"pv{tag}{n}", cores[n]) for n in range(2))

@@ -1,10 +1,10 @@
-"""How fast the lab is on a GPU, whether its kernels are right, and where the GPU's time goes.
+"""Speed of the lab on a GPU, correctness of its kernels, and their shares of the GPU's time.
 
-    python benchmarks/lab.py                     all of it, under a minute once the kernels are compiled
+    python benchmarks/lab.py                     all parts, under a minute once the kernels are compiled
     python benchmarks/lab.py --only speed        LeNet5 and the CNN, few and many runs at once
 
-Weights, images and orders of arrival are random: speed does not depend on them. The whole published table, with wall
-time and the longest chain, is `paceline reproduce optml --device cuda`; it prints those figures itself.
+Weights, images and arrival orders are random: speed does not depend on them. For the whole published table, use
+`paceline reproduce optml --device cuda`, which prints its wall time and longest run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPEEDS = [
 
 
 class Side:
-    """R runs of one model that make `pushes` pushes an update, each with weights, rule and workers of its own."""
+    """R runs of one model with `pushes` pushes per update, each with its own weights, rule and workers."""
 
     def __init__(self, model: str, runs: int, pushes: int, batch: int = 32, places: int = 10) -> None:
         device, updates, samples = torch.device("cuda"), 4, 2000
@@ -64,7 +64,7 @@ class Side:
         self.find = FUSED[model](self.inputs, self.layout, self.gradient, self.losses)
 
     def update(self) -> None:
-        """All that one update does: gradients, rule, hand-out."""
+        """Make one update: gradients, rule, new weights for workers."""
         self.find()
         at, lr = self.inputs.at, torch.full((len(self.weights), 1), 1e-4, device=self.weights.device)
         self.rule.apply(self.weights, self.state, self.gradient, Arrival(None, 0, lr, 1))
@@ -72,7 +72,7 @@ class Side:
 
 
 def seconds_of(work: Callable[[], None], number: int = 20) -> float:
-    """Of one call, captured as a graph of several; the best of five."""
+    """Return the seconds of one call, captured as a CUDA graph of several; the best of five."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -91,7 +91,7 @@ def seconds_of(work: Callable[[], None], number: int = 20) -> float:
 
 
 def check() -> None:
-    """Gradients of our kernels against torch's own, both in full precision and in TF32."""
+    """Compare the gradients of our kernels with torch's, in full precision and in TF32."""
     print("gradients against torch in full precision, as a share of their norm")
     for model in FUSED:
         for pushes, batch in ((1, 32), (5, 32), (1, 20)):
@@ -121,7 +121,7 @@ def speed() -> None:
 
 
 def where() -> None:
-    """Kernels by their share of the time of an update."""
+    """Print the kernels by their share of an update's time."""
     for model, runs, pushes in (("lenet5", 64, 1), ("cnn", 16, 1), ("cnn", 8, 5)):
         side = Side(model, runs, pushes)
         side.update()
@@ -141,7 +141,7 @@ def where() -> None:
 
 
 def _short(name: str) -> str:
-    """A kernel's name without its template arguments."""
+    """Return a kernel's name without its template arguments."""
     return name.removeprefix("void ").split("<")[0].split("(")[0].rsplit("::", 1)[-1]
 
 

@@ -1,12 +1,12 @@
-"""Large batches: the published collapse of the first epoch, and the same run with `--scale-lr auto` and its warm-up.
+"""Large batches: the published collapse in the first epoch, compared with `--scale-lr auto` and its warm-up.
 
     python benchmarks/large_batch.py                                        LeNet5 on the built-in sample, simulated
     python benchmarks/large_batch.py --seeds 3 --epochs 4
     python benchmarks/large_batch.py --model resnet18 --dataset mnist --device cuda --epochs 4 --data-dir DIR
 
-The published run (ResNet18, 4 GPUs, batch 128 each, Adam with lr .01 x 4 from the first step on) had 13.78 % of the
-test images right after its first epoch. Every worker goes through the whole train set each epoch.
-On a CPU the workers are simulated, in step, which gives the weights of real ones; on a GPU they share it.
+The published run (ResNet18, 4 GPUs, batch 128 each, Adam with lr .01 x 4 from the first step) had 13.78 % test accuracy
+after its first epoch. Every worker passes over the whole train set each epoch. On a CPU the workers are simulated with
+`sync`, which gives the weights of real ones; on a GPU real workers share it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from paceline.studies.published.throughput import epochs_of
 
 PUBLISHED = 13.78
 BAR = 60.0
-"""The run with warm-up must have more right after its first epoch; guessing has 10."""
+"""Minimum test accuracy of the run with warm-up after its first epoch; guessing gives 10."""
 
 
 def settings(parsed: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """What is tried, by its name in the table."""
+    """Return the settings to try, by their name in the table."""
     factor = parsed.workers
     return {
         f"as published: lr x {factor}, no warm-up": {"scale_lr": f"{factor}.0"},
@@ -41,7 +41,7 @@ def settings(parsed: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 
 def accuracies(config: RunConfig) -> list[float]:
-    """Test accuracy after each epoch; a run that diverged stays at chance."""
+    """Return the test accuracy after each epoch; a diverged run counts as guessing."""
     run = train if config.device == "cuda" else simulate
     with tempfile.TemporaryDirectory() as runs, Console(quiet=True) as console:
         folder, result = run(replace(config, runs=runs), console)

@@ -1,10 +1,10 @@
-"""What local steps cost in accuracy and save in exchanges: LeNet5 on Fashion-MNIST, 5 workers, beside `sync`.
+"""Accuracy that local steps cost and exchanges that they save: LeNet5 on Fashion-MNIST, 5 workers, versus `sync`.
 
     python benchmarks/local_steps.py --data-dir DIR [--steps H] [--epochs E] [--seeds N] [--only NAME ...] [--quick]
 
-Every cell is a `paceline simulate` for each seed, so no other program disturbs the figures: steps of
-5 ms, jittered by a fifth, on a link of 100 Mbit/s and 1 ms. The weights are those that real processes would have.
-With --quick it trains one epoch on the built-in sample, which proves that it works and nothing else.
+Every cell is a `paceline simulate` per seed, so that other programs do not disturb the figures: steps of 5 ms with
+20 % jitter, on a link of 100 Mbit/s and 1 ms. The weights are those of real processes.
+With --quick it trains one epoch on the built-in sample, only to test the script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS = {
 
 
 def trained(words: list[str]) -> dict[str, Any]:
-    """The result of one simulated run."""
+    """Return the result of one simulated run."""
     with tempfile.TemporaryDirectory() as runs:
         command = [sys.executable, "-m", "paceline", "simulate", *CLUSTER, *words, "--runs", runs, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def trained(words: list[str]) -> dict[str, Any]:
 
 
 def line(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """A row of the table: accuracy by split, then what the exchanges cost."""
+    """Return a row of the table: accuracy by split, then the cost of the exchanges."""
     accuracies = []
     for results in found.values():
         values = [result["test_accuracy"] for result in results]

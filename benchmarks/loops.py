@@ -1,6 +1,6 @@
-"""The peer of most pairs: plain PyTorch training loops, each in its own process, timed side by side.
+"""Plain PyTorch training loops, the peer of most benchmarks: each in its own process, timed together.
 
-`python loops.py MODEL THREADS SECONDS` is one loop: it warms up, says so, waits for the word, prints its times.
+`python loops.py MODEL THREADS SECONDS` runs one loop: it warms up, prints `ready`, waits for a line, prints its times.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODELS: dict[str, type[nn.Module]] = {"lenet5": LeNet5, "cnn": Cnn}
 
 
 class Shuffled:
-    """The train set in memory, normalised and permuted once; batches are slices of it, round and round."""
+    """The train set in memory, normalised and shuffled once; batches are consecutive slices of it."""
 
     def __init__(self) -> None:
         from paceline.data.datasets import load, locate
@@ -68,7 +68,7 @@ class Shuffled:
         self._number = len(images) // BATCH_SIZE
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Batch `number`, without a copy."""
+        """Return batch `number` without a copy."""
         start = number % self._number * BATCH_SIZE
         return self._images[start : start + BATCH_SIZE], self._labels[start : start + BATCH_SIZE]
 
@@ -78,7 +78,7 @@ Body = Callable[[Tensor, Tensor], None]
 
 
 def plain_step(model: nn.Module) -> Body:
-    """The loop's body as anyone writes it."""
+    """Return the body of a plain training loop."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -91,7 +91,7 @@ def plain_step(model: nn.Module) -> Body:
 
 
 def times_of_steps(step: Body, data: Shuffled, seconds: float, num_steps: int | None = None) -> list[float]:
-    """When each step was done; for `seconds`, or for `num_steps` where all processes must make equally many."""
+    """Return the time of each step, for `seconds`, or for `num_steps` if all processes must make the same number."""
     times: list[float] = []
     deadline = time.monotonic() + (seconds if num_steps is None else 0.0)
     while len(times) < (num_steps or LEAST_STEPS) or time.monotonic() < deadline:
@@ -101,7 +101,7 @@ def times_of_steps(step: Body, data: Shuffled, seconds: float, num_steps: int | 
 
 
 def answer_with_steps(step: Body, seconds: float, num_steps: int | None = None) -> None:
-    """In the child: warm up, say so, wait for the word, then print when each step was done."""
+    """Run in the child: warm up, print `ready`, wait for a line, then print the time of each step."""
     data = Shuffled()
     for number in range(DROPPED_STEPS):
         step(*data.batch(number))
@@ -111,7 +111,7 @@ def answer_with_steps(step: Body, seconds: float, num_steps: int | None = None) 
 
 
 def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:
-    """Samples a second of all processes together; the first `silent` ones only serve and print nothing."""
+    """Return the samples per second of all processes together; the first `silent` ones serve and print nothing."""
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for command in commands
@@ -133,7 +133,7 @@ def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:
 
 
 def rate(model: str, loops: int, threads: int, seconds: float) -> float:
-    """Samples a second of `loops` bare loops side by side."""
+    """Return the samples per second of `loops` loops running at the same time."""
     command = [sys.executable, str(Path(__file__).resolve()), model, str(threads), str(seconds)]
     return timed_together([command] * loops)
 

@@ -1,9 +1,9 @@
-"""Memory of a whole run of 10 workers on LeNet5: the proportional set sizes of all its processes, added up.
+"""Memory of a run of 10 workers on LeNet5: the sum of the proportional set sizes of all its processes.
 
     python benchmarks/memory.py [--pairs RUNS] [--quick] [--json] [--strict]
 
-A page shared by several processes counts once, split among them; so end other programs that use torch first: they
-would take over a part. Looked at every half second while it trains; the largest sum of each run is kept.
+A page shared by several processes is divided among them, so end other programs that use torch first. The sum is
+sampled every half second during training; the maximum of each run counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BAR_GIB = 2.5
 
 
 def family(root: int) -> list[int]:
-    """A process and everything that descends from it."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -40,7 +40,7 @@ def family(root: int) -> list[int]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """The proportional set size of one process; 0 when it has just ended."""
+    """Return the proportional set size of one process; 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -49,7 +49,7 @@ def proportional_bytes(pid: int) -> int:
 
 
 def largest(seconds: float) -> tuple[float, int]:
-    """The most memory of one run while it trains, in GiB, and the most processes it had."""
+    """Return the maximum memory in GiB and the maximum number of processes of one run during training."""
     most_bytes = most_processes = 0
     with ours.running("async", "lenet5", WORKERS, 1) as run:
         run.wait_for_pushes(1)

@@ -1,4 +1,4 @@
-"""Our side of every pair: a real `paceline train` in a temporary folder, timed by its own `arrivals.log`."""
+"""Our side of every benchmark: a real `paceline train` in a temporary folder, timed by its `arrivals.log`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDLESS = ["--epochs", "100000"]
 
 @dataclass(frozen=True)
 class Run:
-    """A run in progress: its process, its folder, and when it was started on the monotonic clock."""
+    """A run in progress: its process, folder and start on the monotonic clock."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -42,7 +42,7 @@ class Run:
         return self.folder.with_suffix(".txt")
 
     def wait_for_pushes(self, number: int) -> float:
-        """Seconds from the command until the log holds `number` pushes, which lie behind all workers' joins."""
+        """Return the seconds from the command until the log has `number` pushes, after all workers' joins."""
         while time.monotonic() - self.started < PATIENCE_SECONDS:
             with contextlib.suppress(FileNotFoundError):
                 _, newline, records = self.log.read_bytes().partition(b"\n")
@@ -53,13 +53,13 @@ class Run:
         raise RuntimeError(f"fewer than {number} pushes within {PATIENCE_SECONDS:g} s")
 
     def check_alive(self) -> None:
-        """A run that ended by itself has failed: its last words say why."""
+        """Raise the last lines of its output if the run has ended by itself."""
         if self.process.poll() is not None:
             words = self.messages.read_text(errors="replace")[-500:]
             raise RuntimeError(f"paceline ended with exit code {self.process.returncode}: {words}")
 
     def steps(self) -> dict[int, list[Step]]:
-        """When each worker's pushes that counted came in, by the run's own clock."""
+        """Return the arrival times of each worker's applied pushes, by the run's clock."""
         records, _ = read_arrivals(self.log, RunFolder.open(self.folder).config())
         steps: dict[int, list[Step]] = {worker: [] for worker in range(self.workers)}
         for record in records:
@@ -72,7 +72,7 @@ class Run:
 def running(
     strategy: str, model: str, workers: int, threads: int, settings: list[str] | None = None, rule: str = "plain"
 ) -> Iterator[Run]:
-    """Start `paceline train` without an end; it is stopped, and its folder removed, on leaving."""
+    """Start an endless `paceline train`; stop it and remove its folder on exit."""
     with tempfile.TemporaryDirectory() as runs:
         words = ["--strategy", strategy, "--model", model, "--workers", str(workers), "--threads", str(threads)]
         words += ["--rule", rule]
@@ -86,7 +86,7 @@ def running(
 
 
 def rate(strategy: str, model: str, workers: int, threads: int, seconds: float, rule: str = "plain") -> float:
-    """Samples a second over about `seconds` of training."""
+    """Return the samples per second over about `seconds` of training."""
     with running(strategy, model, workers, threads, rule=rule) as run:
         run.wait_for_pushes(1)
         time.sleep(seconds)
@@ -96,6 +96,6 @@ def rate(strategy: str, model: str, workers: int, threads: int, seconds: float, 
 
 
 def seconds_to_first_push(workers: int) -> float:
-    """Wall time from the command to the first push of a LeNet5 run."""
+    """Return the wall time from the command to the first push of a LeNet5 run."""
     with running("async", "lenet5", workers, 1) as run:
         return run.wait_for_pushes(1)

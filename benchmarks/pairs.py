@@ -1,6 +1,6 @@
-"""How every figure here is taken: interleaved sides, medians with an interval that assumes no distribution, steal time.
+"""Statistics of all benchmarks: interleaved measurements, medians with distribution-free intervals, steal time.
 
-A bar is missed only when the whole interval lies on the wrong side of it.
+A bar is missed only if the whole interval lies on its wrong side.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Estimate:
     least: float
     most: float
     coverage: float
-    """How sure it is that the interval holds the true median, whatever the distribution."""
+    """Probability that the interval contains the true median, for any distribution."""
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median and the tightest interval between order statistics that holds it with at least 95 %.
+    """Return the median and its narrowest interval between order statistics with at least 95 % coverage.
 
-    Below 6 values no interval is that sure: then it is all of them, and `coverage` says how sure that is.
+    Below 6 values no interval has that coverage: then it spans all values, and `coverage` has its probability.
 
     >>> estimate([1, 2, 3, 4, 5, 6, 7])
     Estimate(median=4, low=1, high=7, least=1, most=7, coverage=0.984375)
@@ -52,12 +52,12 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _outside(number: int, rank: int) -> float:
-    """The chance that the true median lies outside the `rank`-th smallest and largest of `number` values."""
+    """Return the probability that the median lies outside the `rank`-th smallest and largest of `number` values."""
     return min(1.0, 2.0 * sum(math.comb(number, k) for k in range(rank)) / 2.0**number)
 
 
 def judge(found: Estimate, *, at_least: float | None = None, at_most: float | None = None) -> str:
-    """Met when the median keeps every bar, missed when the whole interval breaks one, else within noise."""
+    """Return met if the median reaches every bar, missed if the whole interval misses one, else within noise."""
     if (at_least is not None and found.high < at_least) or (at_most is not None and found.low > at_most):
         return MISSED
     kept = (at_least is None or found.median >= at_least) and (at_most is None or found.median <= at_most)
@@ -65,9 +65,9 @@ def judge(found: Estimate, *, at_least: float | None = None, at_most: float | No
 
 
 class Disturbance:
-    """What others took of the processors while this was open, in percent of all: other guests, and other programs here.
+    """Measures the share of CPU time that other virtual machines and other programs took, in percent.
 
-    Programs that the benchmark started and has waited for are not others.
+    Programs that the benchmark started and waited for do not count.
     """
 
     def __enter__(self) -> Disturbance:
@@ -81,7 +81,7 @@ class Disturbance:
 
     @staticmethod
     def _seconds() -> tuple[float, float, float, float]:
-        """Seconds stolen, busy and in all, summed over the processors, and those of this process and its children."""
+        """Return the stolen, busy and total CPU seconds of all cores, and those of this process and its children."""
         ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         user, nice, system, _, _, irq, softirq, steal = (tick / os.sysconf("SC_CLK_TCK") for tick in ticks)
         own = sum(os.times()[:4])
@@ -93,7 +93,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Measure every side `rounds` times, one after another, each round in the reverse order of the one before.
 
-    With `warm`, one round is thrown away first (file caches, compiled bytecode).
+    With `warm`, a first round is discarded (file caches, compiled bytecode).
     """
     measured: dict[str, list[float]] = {name: [] for name in sides}
     if warm:
@@ -110,7 +110,7 @@ def interleave(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: two sides, the figure made of them pair by pair, and what it is held to."""
+    """One line of a table: two sides, the figure computed per pair, and its bar."""
 
     name: str
     ours: float
@@ -133,7 +133,7 @@ def compare(
     at_most: float | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Row:
-    """Interleaved pairs of two sides and the median of ours / peer."""
+    """Measure two sides in interleaved pairs and return the median of ours / peer."""
     with Disturbance() as by:
         measured = interleave({"ours": ours, "peer": peer}, pairs, say=say)
     return make_row(name, measured["ours"], measured["peer"], by, at_least=at_least, at_most=at_most)
@@ -149,7 +149,7 @@ def make_row(
     at_most: float | None = None,
     combine: Callable[[float, float], float] = lambda a, b: a / b,
 ) -> Row:
-    """A row from pairs already measured; `combine` makes the figure of one pair."""
+    """Return a row from measured pairs; `combine` computes the figure of one pair."""
     found = estimate([combine(a, b) for a, b in zip(ours, peer, strict=True)])
     bar = f">={at_least:g}" if at_least is not None else f"<={at_most:g}" if at_most is not None else "-"
     if at_least is not None and at_most is not None:
@@ -160,7 +160,7 @@ def make_row(
 
 
 def table(rows: Sequence[Row], unit: str, figure: str = "ratio", sides: tuple[str, str] = ("ours", "peer")) -> str:
-    """The rows under a heading, at most 80 columns wide."""
+    """Format the rows as a table of at most 80 columns."""
     heads = f"{sides[0]:>7} {sides[1]:>7} {figure:>6} {'interval':>11} {'min..max':>11} {'bar':>6} verdict"
     lines = [f"{unit:<14} {heads}"]
     for row in rows:
@@ -175,7 +175,7 @@ def table(rows: Sequence[Row], unit: str, figure: str = "ratio", sides: tuple[st
 
 
 def disturbed(rows: Sequence[Row]) -> str:
-    """How much was taken from the measurement, in the worst row; a warning where that is too much to judge by."""
+    """Return the disturbance of the worst row as text, with a warning if it is too high to judge by."""
     steal, others = max(row.steal_percent for row in rows), max(row.others_percent for row in rows)
     warning = ": too much, measure again" if steal + others > MOST_DISTURBED else ""
     return f"steal at most {steal:.1f} %, other programs at most {others:.1f} % of the processors{warning}"
@@ -192,10 +192,10 @@ def _span(low: float, high: float) -> str:
 
 
 def flags(description: str | None) -> argparse.ArgumentParser:
-    """The flags every script here takes."""
+    """Return a parser with the flags of every benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, help=f"interleaved pairs [{LEAST_PAIRS}; with --quick {QUICK_PAIRS}]")
-    parser.add_argument("--quick", action="store_true", help="short and rough: to see that it works, not to judge by")
+    parser.add_argument("--quick", action="store_true", help="short and rough: only tests the script")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--verbose", action="store_true", help="print every pair as it is measured")
@@ -203,7 +203,7 @@ def flags(description: str | None) -> argparse.ArgumentParser:
 
 
 def num_pairs(parsed: argparse.Namespace) -> int:
-    """How many pairs were asked for; too few to judge by is said."""
+    """Return the number of pairs; print a note if they are too few to judge by."""
     pairs: int = parsed.pairs or (QUICK_PAIRS if parsed.quick else LEAST_PAIRS)
     if pairs < LEAST_PAIRS:
         print(f"{pairs} pairs are fewer than {LEAST_PAIRS}: rough figures, not to be quoted")
@@ -211,12 +211,12 @@ def num_pairs(parsed: argparse.Namespace) -> int:
 
 
 def teller(parsed: argparse.Namespace, name: str) -> Callable[[str], None] | None:
-    """Prints each round with `--verbose`."""
+    """Return a function that prints each round, or None without `--verbose`."""
     return (lambda text: print(f"  {name}: {text}", flush=True)) if parsed.verbose else None
 
 
 def close(parsed: argparse.Namespace, benchmark: str, rows: Sequence[Row], **extra: Any) -> int:
-    """The JSON line, if asked for, and the exit code."""
+    """Print the JSON line with `--json` and return the exit code."""
     if parsed.json:
         print(json.dumps({"benchmark": benchmark, "rows": [asdict(row) for row in rows], **extra}))
     return int(parsed.strict and any(row.verdict == MISSED for row in rows))

@@ -1,6 +1,6 @@
-"""Other ways to train LeNet5 on a few processes of one machine, so that our figures stand beside them.
+"""Peers to compare with: other ways to train LeNet5 on a few processes of one machine.
 
-`python peers.py KIND RANK WORKERS SECONDS RENDEZVOUS` is one process of one of them; one thread each.
+`python peers.py KIND RANK WORKERS SECONDS RENDEZVOUS` runs one process of one peer, with one thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CALIBRATION_STEPS = 30
 
 
 def rate(kind: str, workers: int, seconds: float) -> float:
-    """Samples a second of `workers` processes that train one model the way `kind` does."""
+    """Return the samples per second of `workers` processes that train one model by `kind`."""
     servers = 1 if kind == "rpc" else 0
     with tempfile.TemporaryDirectory() as folder:
         here, meeting = str(Path(__file__).resolve()), str(Path(folder) / "rendezvous")
@@ -49,7 +49,7 @@ def rate(kind: str, workers: int, seconds: float) -> float:
 
 
 def ddp(rank: int, workers: int, seconds: float, meeting: str, model: str = "lenet5") -> None:
-    """Plain DistributedDataParallel on Gloo; every process makes the same number of steps."""
+    """Train with DistributedDataParallel on Gloo; every process makes the same number of steps."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +67,7 @@ def ddp(rank: int, workers: int, seconds: float, meeting: str, model: str = "len
 
 
 class ParameterServer:
-    """One model behind a lock: a gradient in, the new weights out."""
+    """One model behind a lock: takes a gradient, returns the new weights."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ class ParameterServer:
         self._lock = threading.Lock()
 
     def exchange(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Apply one push at once and answer with a copy of the weights."""
+        """Apply one push and return a copy of the weights."""
         with self._lock:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -88,13 +88,13 @@ SERVER: ParameterServer | None = None
 
 
 def exchange_here(gradients: list[Tensor]) -> list[Tensor]:
-    """What a worker calls on rank 0."""
+    """Exchange on rank 0, called by workers over RPC."""
     assert SERVER is not None
     return SERVER.exchange(gradients)
 
 
 def pushing_step(exchange: Callable[[list[Tensor]], list[Tensor]]) -> Body:
-    """A worker of a parameter server: the gradient of one batch out, weights in."""
+    """Return the step of a parameter server's worker: send the gradient of one batch, load the new weights."""
     model = LeNet5()
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -115,7 +115,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def rpc(rank: int, workers: int, seconds: float, meeting: str) -> None:
-    """A parameter server on torch RPC: rank 0 serves, the others push gradients and pull weights."""
+    """Train with a parameter server on torch RPC: rank 0 serves, the others push gradients and pull weights."""
     import torch.distributed.rpc as torch_rpc
 
     global SERVER
@@ -130,7 +130,7 @@ def rpc(rank: int, workers: int, seconds: float, meeting: str) -> None:
 
 
 class Trainer:
-    """A worker of the Ray server; an actor too, so that it can warm up before the time is taken."""
+    """A worker of the Ray server, as an actor so that it can warm up before the measurement."""
 
     def __init__(self, server: Any) -> None:
         import ray as engine
@@ -148,7 +148,7 @@ class Trainer:
 
 
 def ray(rank: int, workers: int, seconds: float, meeting: str) -> None:
-    """A Ray actor that serves and others that push to it; one command, which prints all their times."""
+    """Train with a Ray actor as server and actors as workers; print the times of all."""
     import ray as engine
 
     engine.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)

@@ -1,4 +1,4 @@
-"""Processes a benchmark starts, always ended by it; and the speed of several workers from the times of their steps."""
+"""Start and end the processes of a benchmark, and compute the joint speed of workers from their step times."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 DROPPED_STEPS = 10
 LEAST_STEPS = 3 * DROPPED_STEPS
-"""What a measurement waits for, however slow the machine: so many steps of each worker."""
+"""Minimum steps of each worker in a measurement, even on a slow machine."""
 ENDING_SECONDS = 15.0
 Step = tuple[float, int]
-"""When a step was done, in seconds, and its number of samples."""
+"""End of a step in seconds, and its number of samples."""
 
 
 @contextlib.contextmanager
 def ended(processes: Sequence[subprocess.Popen[bytes]], within: float = 3600.0) -> Iterator[None]:
-    """Whatever happens inside, none of `processes` is left afterwards, and none lives longer than `within` seconds."""
+    """End all `processes` on exit, and after `within` seconds at the latest."""
     watchdog = threading.Timer(within, _kill, [processes])
     watchdog.daemon = True
     watchdog.start()
@@ -36,7 +36,7 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Ask a process to stop, and make it stop if it does not; its exit code."""
+    """Terminate a process, kill it if it does not stop, and return its exit code."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -47,7 +47,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def common_rate(steps: Mapping[int, Sequence[Step]]) -> float:
-    """Samples a second of all workers together, while all of them work and each has done its first steps.
+    """Return the samples per second of all workers together, while all of them are past their first steps.
 
     >>> common_rate({0: [(float(t), 1) for t in range(20)], 1: [(float(t), 3) for t in range(15)]})
     4.0

@@ -1,10 +1,10 @@
-"""Why asynchronous rows of the published table cannot be matched closely: they hang on how unequal the workers were.
+"""Sensitivity of the published asynchronous rows to unequal worker speeds, which prevents a close reproduction.
 
     python benchmarks/published_timing.py --data-dir DIR --device cuda
 
-The published rows with skewed labels, run with the reply after and before the push is applied, and with workers whose
-speeds differ by nothing, half, one and three percent from the fastest to the slowest. Each worker makes its own
-passes, so the slowest ends alone, and the last weights lean to its labels.
+It runs the published rows with skewed labels, with the reply after and before the push is applied, and with workers
+whose speeds differ by 0, 0.5, 1 and 3 percent between the fastest and the slowest. Each worker makes its own epochs, so
+the slowest ends alone and pulls the final weights towards its labels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Real runs of 3 free workers, one of them stopped and woken again and again, each replayed: the same hash or not.
+"""Replay real async runs of 3 workers, one of them repeatedly stopped and resumed, and compare the weight hashes.
 
     python benchmarks/replay.py [--pairs RUNS] [--quick] [--json] [--strict]
 
-A worker stopped by SIGSTOP pushes gradients of weights long gone when SIGCONT wakes it, at moments no seed knows.
-The replay computes every push again, in one process, in the order of arrivals.log.
+A worker stopped by SIGSTOP pushes very stale gradients after SIGCONT, at times that no seed determines. The replay
+computes every push again in one process, in the order of arrivals.log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Replayed:
-    """One run beside its replay."""
+    """One run and its replay."""
 
     run: int
     pushes: int
@@ -45,7 +45,7 @@ class Replayed:
 
 
 def harassed(run: ours.Run, rng: random.Random) -> int:
-    """Stop and wake the first worker at random moments until the run ends; how often."""
+    """Stop and resume the first worker at random times until the run ends; return how often."""
     run.wait_for_pushes(1)
     _, _, _, victim, *_ = sorted(family(run.process.pid))  # the command, the fork server, the server, the workers
     for stops in itertools.count():
@@ -63,7 +63,7 @@ def harassed(run: ours.Run, rng: random.Random) -> int:
 
 
 def replayed(number: int, steps: int) -> Replayed:
-    """One run and its replay."""
+    """Train one run and replay it."""
     settings = ["--steps", str(steps), "--seed", str(number)]
     with ours.running("async", "lenet5", WORKERS, 1, settings) as run:
         stops = harassed(run, random.Random(number))

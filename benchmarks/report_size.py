@@ -1,9 +1,9 @@
-"""How long `paceline report` takes over many long runs, and how large the page is; beside it, parsing the files alone.
+"""Time and page size of `paceline report` over many long runs, compared with parsing their files.
 
     python benchmarks/report_size.py [--runs 20] [--events 100000] [--quick]
 
-Each run has so many rows in events.jsonl and as many pushes in arrivals.log, written by the real writers. The report
-passes over most progress rows of so long a file, since the log has every push: so it can be faster than its peer.
+Each run has `--events` rows in events.jsonl and as many pushes in arrivals.log, written by the real writers. The report
+skips most progress rows of long files, since the log has every push, so it can be faster than its peer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKERS = 4
 
 
 def make_run(runs: Path, number: int, count: int) -> None:
-    """One run of `count` seconds, an event each, of which every tenth is an account of the workers or a score."""
+    """Write a run of `count` seconds with one event each; every tenth is a time report or an evaluation."""
     strategy = ("async", "sync")[number % 2]
     settings = {"strategy": strategy, "workers": WORKERS, "seed": number, "lr": 0.001 * (number + 1)}
     folder = RunFolder.create(resolve(RunConfig(runs=str(runs), name=f"run-{number:02d}", **settings)))

@@ -1,7 +1,7 @@
-"""What a rule costs an update, in copies of the weights: `apply` and the hand-out, for each tensor that it must touch.
+"""Cost of each rule per update, in copies of the weights: apply a push and write the reply, per tensor it must touch.
 
-One thread, private memory, pushes of 4 workers in turn. A copy reads one vector and writes another; each pair of times,
-the rule's and the copy's, is taken together, and the median of the ratios is printed.
+One thread, private memory, pushes of 4 workers in turn. A copy reads one vector and writes another; the times of rule
+and copy are measured in pairs, and the median of their ratios is printed.
 
     python benchmarks/rule_cost.py            # 1.2 M and 11 M floats
     python benchmarks/rule_cost.py --quick
@@ -40,11 +40,11 @@ TOUCHED = {
     "farsight": ("g", "weights", "v", "c_i", "total", "sent"),
     "auto, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
 }
-"""The vectors that each rule cannot do without, scratch not counted; `sent` is the worker's memory."""
+"""Vectors that each rule must read or write, scratch excluded; `sent` is the worker's buffer."""
 
 
 def updates(name: str, size: int) -> Callable[[], None]:
-    """One push taken and one reply handed out, each time of the next worker."""
+    """Return an action that applies a push and writes a reply, for the workers in turn."""
     rule_name, _, averaged = name.partition(", ")
     config = resolve(RunConfig(rule=rule_name, workers=WORKERS, average="on" if averaged else "none"))
     layout = pack([("all", (size,), True)])
@@ -65,7 +65,7 @@ def updates(name: str, size: int) -> Callable[[], None]:
 
 
 def copies(size: int) -> Callable[[], None]:
-    """A copy of one of many vectors into another, as many as the updates of four workers go through."""
+    """Return an action that copies one vector into another, cycling over as much memory as the updates of 4 workers."""
     vectors: list[Tensor] = [torch.randn(size) for _ in range(VECTORS)]
     turn = 0
 
@@ -78,7 +78,7 @@ def copies(size: int) -> Callable[[], None]:
 
 
 def seconds(action: Callable[[], None]) -> float:
-    """Of this thread's processor: a longer action is interrupted more often by other programs."""
+    """Return CPU seconds of this thread, since other programs interrupt long actions more often."""
     began = time.thread_time()
     action()
     return time.thread_time() - began

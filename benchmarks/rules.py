@@ -3,10 +3,10 @@
     python benchmarks/rules.py --data-dir DIR --device cuda                  the table, on the test set
     python benchmarks/rules.py --data-dir DIR --device cuda --part choose    step sizes, on a validation split
     python benchmarks/rules.py --data-dir DIR --device cuda --part large     30 and 64 workers, on a validation split
-    python benchmarks/rules.py --from FILE.csv --figure docs/figures/rules   draw what was measured before
+    python benchmarks/rules.py --from FILE.csv --figure docs/figures/rules   draw earlier results
 
-6 epochs, batch 32, lr .005 given, momentum .9 given, `--epoch-mode own`, step times jittered by 20 %. Averaged weights,
-unless an entry says live. What a rule multiplies the lr by was chosen on the validation split.
+6 epochs, batch 32, lr .005, momentum .9, `--epoch-mode own`, step times with 20 % jitter. Weights are averaged, except
+in entries marked live. The factors on lr were chosen on the validation split.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TABLE = [
     ("sync", {"strategy": "sync", "average": "on"}),
 ]
 FEW = ("plain, live", "dana", "foresight", "farsight", "auto", "sync, live", "sync")
-"""What the CNN is run with, for time."""
+"""Entries of the CNN, fewer to save time."""
 SCALES = {"dana": (1.0, 0.7, 0.5), "foresight": (1.0, 0.7, 0.5), "farsight": (1.0, 0.7, 0.5), "gap": (4.0, 2.0)}
 
 
@@ -98,7 +98,7 @@ LARGE = [
 
 
 def large(model: str, seeds: int) -> list[Wanted]:
-    """Many workers; and half of ten three times slower, with the budget shared so that the slow are not left alone."""
+    """Return runs with many workers, and with 10 workers of which half are three times slower, on a shared budget."""
     uneven = {"speeds": f"{JITTER}*1,1,1,1,1,3,3,3,3,3"}
     found = []
     for name, settings in LARGE:
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--part", default="table", choices=tuple(PARTS))
     parser.add_argument("--models", default="lenet5,cnn")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", help="entries whose name begins so [all]")
+    parser.add_argument("--only", help="entries whose name begins with this [all]")
     parser.add_argument("--csv", type=Path, help="append every result here as it comes")
     parser.add_argument("--from", type=Path, dest="source", help="read results from here instead of running")
     parser.add_argument("--figure", help="draw FIGURE_MODEL.png")

@@ -1,9 +1,9 @@
-"""What one update costs the server, against the least it can cost: the rule's pass and one copy of the weights.
+"""Time of one server update, compared with its minimum: the rule's pass and one copy of the weights.
 
     python benchmarks/server_cost.py [--pairs N] [--quick] [--json] [--strict]
 
-One process, one thread. Ours is Server.handle(push) under `async` (with its check for NaN and infinity) and the weights
-written into the worker's slot; the peer is rule.apply and copy_ on the same sizes in the same kind of shared memory.
+One process, one thread. Ours is Server.handle(push) under `async` (with its check for NaN and infinity) and the write
+of the weights into the worker's buffers; the peer is rule.apply and copy_ on the same sizes, also in shared memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NUM_WORKERS = 2
 SIDE_SECONDS, QUICK_SIDE_SECONDS = 1.0, 0.3
 LR, BAR = 0.005, 1.5
 LEAST_JUDGED = 1_000_000
-"""Below this the arithmetic is too short to hold the Python around it to: the row is shown without a bar."""
+"""Minimum size with a bar: below it, the time of Python exceeds that of the arithmetic."""
 
 
 class Served:
-    """A server that takes pushes from two workers in turn."""
+    """A server that handles pushes of two workers in turn."""
 
     def __init__(self, optimizer: Optimizer, slots: list[Slot], size: int) -> None:
         weights = torch.zeros(size)
@@ -55,7 +55,7 @@ class Served:
 
 
 class Floor:
-    """The same arithmetic with nothing around it."""
+    """The same arithmetic without a server."""
 
     def __init__(self, optimizer: Optimizer, slots: list[Slot], size: int) -> None:
         self._slots = slots
@@ -71,7 +71,7 @@ class Floor:
 
 
 def milliseconds(update: Callable[[int], None], repetitions: int) -> float:
-    """The mean time of one update over many."""
+    """Return the mean time of an update."""
     begun = time.perf_counter()
     for number in range(repetitions):
         update(number % NUM_WORKERS)
@@ -79,7 +79,7 @@ def milliseconds(update: Callable[[int], None], repetitions: int) -> float:
 
 
 def measure(name: str, size: int, number: int, seconds: float, say: Callable[[str], None] | None) -> pairs.Row:
-    """One row: both sides warmed up by 10 updates, then pairs of about `seconds` a side."""
+    """Measure one row: 10 updates to warm up, then pairs of about `seconds` per side."""
     make = OPTIMIZERS[name.partition(" ")[0]]
     slots = [Slot.create(Sizes(size)) for _ in range(NUM_WORKERS)]
     for slot in slots:

@@ -1,10 +1,10 @@
-"""How fast the simulator is: events a second, 10,000 workers, and what it adds to real gradients.
+"""Speed of the simulator: events per second, 10,000 workers, and its overhead on real gradients.
 
     python benchmarks/simulator.py [--only events|many|real] [--pairs N] [--quick] [--json] [--strict]
 
-An event is a reply received, a step computed or a message served; beside it stand pushes and heap actions. Runs without
-gradients are `paceline simulate --timing-only` with ResNet50-size weights. With gradients (LeNet5, 4 workers), the
-peer is the same gradients on the same batches with nothing around them, one thread each.
+An event is a received reply, a computed step or a handled message; pushes and heap actions are printed as well. Runs
+without gradients are `paceline simulate --timing-only` with ResNet50-size weights. With gradients (LeNet5, 4 workers),
+the peer computes only the same gradients on the same batches; both use one thread.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ BAR_EVENTS, BAR_SECONDS, BAR_GIB, BAR_RATIO = 100_000.0, 60.0, 1.0, 1.10
 
 @dataclass(frozen=True)
 class Measured:
-    """One command: its result, how long it took from start to end, and the most memory it held."""
+    """One command: its result, wall time and peak memory."""
 
     result: dict[str, Any]
     seconds: float
     peak_gib: float
 
     def rate(self, what: str) -> float:
-        """Of its result, a second of the simulation alone."""
+        """Return an entry of the result per second of simulation."""
         return float(self.result[what]) / float(self.result["wall_seconds"])
 
 
 def command(strategy: str, workers: int, steps: int, flags: list[str]) -> Measured:
-    """`paceline simulate` in a process of its own."""
+    """Run `paceline simulate` in a new process."""
     with tempfile.TemporaryDirectory() as runs:
         asked = ["--strategy", strategy, "--workers", str(workers), "--steps", str(steps), "--runs", runs]
         begun = time.perf_counter()
@@ -75,7 +75,7 @@ def command(strategy: str, workers: int, steps: int, flags: list[str]) -> Measur
 
 
 def row(name: str, values: list[float], by: pairs.Disturbance, **bar: float) -> pairs.Row:
-    """A figure without a peer."""
+    """Return the row of a figure without a peer."""
     found = pairs.estimate(values)
     ((kind, value),) = bar.items()
     verdict, sign = pairs.judge(found, **bar), ">=" if kind == "at_least" else "<="
@@ -84,7 +84,7 @@ def row(name: str, values: list[float], by: pairs.Disturbance, **bar: float) -> 
 
 
 def show(one: pairs.Row, unit: str, besides: str = "") -> None:
-    """A row as a line."""
+    """Print a row as a line."""
     low, high = one.found.low, one.found.high
     span = f"{low:,.0f} to {high:,.0f}" if low >= 1000 else f"{low:.3g} to {high:.3g}"
     median = f"{one.ours:,.0f}" if one.ours >= 1000 else f"{one.ours:.3g}"
@@ -92,7 +92,7 @@ def show(one: pairs.Row, unit: str, besides: str = "") -> None:
 
 
 def events(number: int, pushes: int) -> list[pairs.Row]:
-    """Events a second of 100 workers, with and without a link."""
+    """Measure events per second of 100 workers, with and without a link."""
     rows = []
     for name, flags in LINKS.items():
         with pairs.Disturbance() as by:
@@ -105,7 +105,7 @@ def events(number: int, pushes: int) -> list[pairs.Row]:
 
 
 def many(number: int, each: int) -> list[pairs.Row]:
-    """Seconds and memory of 10,000 workers, from the command to its end."""
+    """Measure wall time and memory of a command with 10,000 workers."""
     rows = []
     for strategy in ("async", "sync"):
         steps = each * (MANY_WORKERS if strategy == "async" else 1)
@@ -120,14 +120,14 @@ def many(number: int, each: int) -> list[pairs.Row]:
 
 
 def simulated_seconds(config: RunConfig) -> float:
-    """A simulated run with real gradients, without loading and scoring."""
+    """Return the seconds of a simulated run with real gradients, without loading and evaluation."""
     with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stderr(io.StringIO()):
         _, result = simulate(RunConfig(**{**vars(config), "runs": runs}), Console(quiet=True))
     return float(result["wall_seconds"])
 
 
 class BareLoop:
-    """The same gradients on the same batches, worker by worker in turn."""
+    """The same gradients on the same batches, for the workers in turn."""
 
     def __init__(self, config: RunConfig) -> None:
         config = resolve(config)
@@ -151,7 +151,7 @@ class BareLoop:
 
 
 def real(number: int, steps: int, say: Callable[[str], None] | None) -> pairs.Row:
-    """A simulated run against its gradients alone."""
+    """Compare a simulated run with its gradients alone."""
     config = RunConfig(dataset=SAMPLE, strategy="async", rule="plain", workers=REAL_WORKERS, steps=steps, threads=1)
     bare = BareLoop(config)
     simulated_seconds(config)

@@ -1,9 +1,9 @@
-"""Test accuracy of the transformer on SST-5, from scratch, beside that of always saying one class.
+"""Test accuracy of the transformer on SST-5, trained from scratch, compared with the most frequent class.
 
     python benchmarks/sst5.py --data-dir DIR [--seeds N] [--strategy sync --workers 2] [--quick] [--json] [--strict]
 
-The learning rate and its schedule were chosen on dev.txt, which no run sees. With --quick it makes 20 updates, which
-proves that it works and nothing else.
+The learning rate and its schedule were chosen on dev.txt, which no run uses. With --quick it makes 20 updates, only to
+test the script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTINGS = "--dataset sst5 --model transformer --optimizer adam --lr .0003 --epo
 
 
 def trained(words: list[str], seed: int) -> dict[str, Any]:
-    """The result of one run."""
+    """Train once and return the result."""
     with tempfile.TemporaryDirectory() as runs:
         command = [*ours.COMMAND, *SETTINGS.split(), *words, "--seed", str(seed), "--runs", runs, "--json"]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -1,10 +1,10 @@
-"""The floor under star_hosts.py: what is left of two bare loops that only exchange as many bytes as `async` does.
+"""Upper bound for star_hosts.py: the speed of two bare loops that only exchange as many bytes as `async` does.
 
     python benchmarks/star_floor.py [--model lenet5] [--pairs N]
 
-Each loop trains by itself, and beside every step a thread sends as many bytes as the model has to a server on the first
-host, which sends them back: no rule, no log, no message is parsed. More than this no server on these hosts can reach
-that takes gradients and gives weights as they are.
+Each loop trains alone; during every step a thread sends as many bytes as the model has to a server on the first host,
+which sends them back without parsing, rule or log. No server on these hosts that exchanges uncompressed gradients and
+weights can be faster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PORT = 29513
 
 
 def echo(address: str, nbytes: int) -> None:
-    """In a process of its own: send both loops back what they send, until they hang up."""
+    """Run in its own process: send the bytes of both loops back until they disconnect."""
     listener = socket.create_server((address, PORT))
     places = {}
     poll = select.epoll()
@@ -57,7 +57,7 @@ def echo(address: str, nbytes: int) -> None:
 
 
 def loop(address: str, what: What) -> None:
-    """In a process of its own on one host: the bare loop, with one exchange under way beside every step."""
+    """Run in its own process on one host: the bare loop, with one exchange during every step."""
     import torch
 
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def loop(address: str, what: What) -> None:
             done.put(True)
 
     threading.Thread(target=exchange, daemon=True).start()
-    sock.recv(1)  # both are here
+    sock.recv(1)  # both loops are connected
     done.put(True)
     times = []
     for number in range(what.steps):
@@ -93,7 +93,7 @@ def loop(address: str, what: What) -> None:
 
 
 def exchanging(what: What, nbytes: int, hosts: tuple[Host, Host]) -> float:
-    """Samples a second of both loops with the echo between them."""
+    """Return the samples per second of both loops with the echo server."""
     command, there = [sys.executable, HERE], hosts[0].address
     server = _start(hosts[0], [*command, "echo", there, str(nbytes)])
     with ended([server], within=PATIENCE_SECONDS):
@@ -109,7 +109,7 @@ def _start(host: Host, words: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _connected(address: str) -> socket.socket:
-    """To the server, which may still be starting."""
+    """Connect to the server, which may still be starting."""
     deadline = time.monotonic() + 30.0
     while True:
         try:

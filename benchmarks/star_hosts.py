@@ -1,10 +1,10 @@
-"""`async` over TCP on two hosts joined by 1 Gbit/s, the server on one of them, as a share of two bare loops.
+"""Speed of `async` over TCP on two hosts with a 1 Gbit/s link, the server on one of them, versus two bare loops.
 
     python benchmarks/star_hosts.py [--only lenet5|cnn|...] [--pairs N]
 
 The hosts are network namespaces with one pinned core each (needs root; see hosts.py). The server shares its core with a
-worker, as it would on two machines of one core. A worker is one process on each host; with overlap it is two of the
-run's workers, which take turns.
+worker, as on two machines with one core. Each host has one worker process; with overlap it is two of the run's workers,
+which take turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PORT = 29512
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how its pushes and replies are encoded, and the share of the bare loops it should reach."""
+    """A model, the codecs of its pushes and replies, and the minimum share of the bare loops' speed."""
 
     model: str
     overlap: int
@@ -46,7 +46,7 @@ CASES = {
 
 
 def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
-    """A server and a worker on the first host, a worker on the second, timed by the server's log."""
+    """Run a server and a worker on the first host and a worker on the second, timed by the server's log."""
 
     count = 2 * (case.overlap + 1)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""From the command to the first push of `paceline train`, with 2 and with 10 workers, against `import torch` alone.
+"""Time from the command to the first push of `paceline train` with 2 and 10 workers, compared with `import torch`.
 
     python benchmarks/startup.py [--pairs N] [--quick] [--json] [--strict]
 
-The three take turns. The first push is seen in arrivals.log, looked at every 2 ms; the run is then stopped.
+The three take turns. arrivals.log is polled every 2 ms for the first push; then the run is stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 120.0
 
 
 def import_torch() -> float:
-    """Wall time of a process that imports torch and ends."""
+    """Return the wall time of a process that only imports torch."""
     begun = time.monotonic()
     command = [sys.executable, "-c", "import torch"]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=PATIENCE_SECONDS)

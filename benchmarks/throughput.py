@@ -1,10 +1,9 @@
-"""Samples a second of `paceline train` against bare PyTorch loops on the same cores.
+"""Samples per second of `paceline train`, compared with bare PyTorch loops on the same cores.
 
     python benchmarks/throughput.py [--only NAME] [--peers] [--pairs N] [--quick] [--json] [--strict]
 
-Classic stands against one loop with as many threads; workers in processes against loops of one thread side by side,
-one a worker but no more than there are cores. With --peers, DDP on Gloo, a torch RPC parameter server and a Ray actor
-are measured against the same loops.
+Classic is compared with one loop with the same threads; several workers with as many loops of one thread, at most one
+per core. With --peers, DDP on Gloo, a torch RPC parameter server and a Ray actor are compared with the same loops.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SECONDS, QUICK_SECONDS = 4.0, 1.5
 
 @dataclass(frozen=True)
 class Case:
-    """One of our strategies and the share of the bare loops' speed it should reach."""
+    """One of our strategies and the minimum share of the bare loops' speed."""
 
     strategy: str
     model: str
@@ -47,7 +46,7 @@ CASES = {
 NUM_PEERS = 2
 RULES = ("auto", "foresight")
 RULE_BAR = 0.97
-"""What is left of the throughput of rule plain, LeNet5 with 2 workers."""
+"""Minimum throughput relative to rule plain, LeNet5 with 2 workers."""
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""Training on two hosts joined by 1 Gbit/s, as a share of two bare loops that run side by side and exchange nothing.
+"""Speed of training on two hosts with a 1 Gbit/s link, as a share of two bare loops that exchange nothing.
 
     python benchmarks/two_hosts.py [--only NAME] [--model MODEL] [--dataset NAME] [--data-dir DIR] [--batch N]
 
-The hosts are network namespaces with one pinned core each (needs root; see hosts.py). Beside ours stand the same loop
-under plain DistributedDataParallel on Gloo, and with its fp16 hook. `--rate 100mbit` makes another link.
+The hosts are network namespaces with one pinned core each (needs root; see hosts.py). The peers are the same loop with
+DistributedDataParallel on Gloo, and with its fp16 hook. `--rate 100mbit` sets another link speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Steps = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """One of our ways to train on both hosts, and the share of the bare loops it should reach."""
+    """One of our ways to train on both hosts, and the minimum share of the bare loops' speed."""
 
     strategy: str
     codec: str | None
@@ -54,7 +54,7 @@ PEERS = ("ddp", "ddp-fp16")
 
 @dataclass(frozen=True)
 class What:
-    """What is trained, and how long a side is measured."""
+    """Model, data and duration of a measurement."""
 
     model: str
     dataset: str
@@ -65,21 +65,21 @@ class What:
 
     @property
     def flags(self) -> list[str]:
-        """As `paceline train` takes them."""
+        """The flags for `paceline train`."""
         words = ["--model", self.model, "--dataset", self.dataset, "--batch-size", str(self.batch), "--split", "full"]
         words += ["--lr", str(LR), "--momentum", str(MOMENTUM), "--threads", "1"]
         return words + (["--data-dir", self.data_dir] if self.data_dir is not None else [])
 
 
 def rate(workers: Sequence[Steps], dropped: int) -> float:
-    """Samples a second of both together, their first pushes left out."""
+    """Return the samples per second of both workers together, without their first pushes."""
     start = max(steps[dropped - 1][0] for steps in workers)
     stop = min(steps[-1][0] for steps in workers)
     return sum(samples for steps in workers for moment, samples in steps if start < moment <= stop) / (stop - start)
 
 
 def taken(run: Path, num_workers: int) -> list[Steps]:
-    """When each worker's pushes were taken, and their samples, as the run's log says."""
+    """Return the times and samples of each worker's accepted pushes, from the run's log."""
     from paceline.core.messages import Verdict
     from paceline.runs.arrival_log import read_arrivals
     from paceline.runs.folder import RunFolder
@@ -93,7 +93,7 @@ def taken(run: Path, num_workers: int) -> list[Steps]:
 
 
 def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
-    """`paceline train` on both hosts, timed by its own log."""
+    """Run `paceline train` on both hosts, timed by its log."""
     pushes = max(what.dropped + 2, what.steps // case.steps_a_push)
     with tempfile.TemporaryDirectory() as runs:
         words = [sys.executable, "-m", "paceline", "train", "--strategy", case.strategy, *what.flags]
@@ -104,14 +104,14 @@ def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
 
 
 def theirs(kind: str, what: What, hosts: tuple[Host, Host]) -> float:
-    """A loop by hand on each host: `bare`, `ddp` or `ddp-fp16`."""
+    """Run a plain loop on each host: `bare`, `ddp` or `ddp-fp16`."""
     words = [sys.executable, HERE, "loop", kind, json.dumps(what.__dict__)]
     lines = [json.loads(out.splitlines()[-1]) for out in _both(words, hosts)]
     return rate([[(moment, what.batch) for moment in times] for times in lines], what.dropped)
 
 
 def _both(words: list[str], hosts: tuple[Host, Host]) -> list[str]:
-    """Run a command on both hosts as a launcher would; what they printed."""
+    """Run a command on both hosts as a launcher does, and return its outputs."""
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": PORT}
     processes = [
         subprocess.Popen(
@@ -131,7 +131,7 @@ def _both(words: list[str], hosts: tuple[Host, Host]) -> list[str]:
 
 
 def loop(kind: str, what: What) -> None:
-    """In a process of its own on one host: the loop as anyone writes it, on batches made beforehand."""
+    """Run in its own process on one host: a plain training loop on prepared batches."""
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -174,7 +174,7 @@ def batches_of(what: What) -> tuple[Any, list[Any]]:
 
 
 def training_flags(description: str | None, batch: int) -> argparse.ArgumentParser:
-    """The flags of every script that trains on both hosts."""
+    """Return a parser with the flags of the benchmarks on two hosts."""
     parser = pairs.flags(description)
     parser.add_argument("--dataset", default="fashion-mnist-sample")
     parser.add_argument("--data-dir", default=None)

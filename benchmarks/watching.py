@@ -1,9 +1,9 @@
-"""What watching costs a 4-worker LeNet5 run: processor time of the watch server, and training throughput beside none.
+"""Cost of `paceline watch` on a 4-worker LeNet5 run: CPU time of its server, and the training throughput with it.
 
     python benchmarks/watching.py [--pairs N] [--quick] [--json] [--strict] [--no-browser]
 
-One run goes on all the time; a page comes and goes. `reader` takes the page's events as a browser on another machine
-would, `chromium` draws them on the same cores. Throughput is counted in arrivals.log, processor time in /proc.
+One run trains all the time; pages open and close. `reader` receives the page's events like a browser on another
+machine, `chromium` draws them on the same cores. Throughput comes from arrivals.log, CPU time from /proc.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_SHARE, LEAST_RATIO = 0.01, 0.99
 
 
 class Watch:
-    """`paceline watch RUN` in a process of its own."""
+    """`paceline watch RUN` in its own process."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "paceline", "watch", str(folder), "--listen", "127.0.0.1:0"]
@@ -46,7 +46,7 @@ class Watch:
 
 
 def processor_seconds(pid: int) -> float:
-    """That a process has used, all its threads together; 0 of one that is gone."""
+    """Return the CPU seconds of all threads of a process; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -55,7 +55,7 @@ def processor_seconds(pid: int) -> float:
 
 
 class Disturbance(pairs.Disturbance):
-    """What others took: nothing that descends from this process, dead or alive, is another's."""
+    """Disturbance by other programs; live and ended descendants of this process do not count."""
 
     def _seconds(self) -> tuple[float, float, float, float]:  # type: ignore[override]
         stolen, busy, total, own = super()._seconds()
@@ -63,7 +63,7 @@ class Disturbance(pairs.Disturbance):
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below one, that live now."""
+    """Return all live descendants of a process."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -77,7 +77,7 @@ def descendants(pid: int) -> set[int]:
 
 
 class Reader:
-    """Takes events and throws them away; how many bytes of them is all it knows."""
+    """Receives events and counts their bytes."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -99,7 +99,7 @@ class Reader:
 
 
 class Stage:
-    """One run and one watch server; each phase measures both."""
+    """One run and one watch server, measured together."""
 
     def __init__(self, run: ours.Run, watch: Watch, seconds: float) -> None:
         self._log, self._watch, self._seconds = run.folder / "arrivals.log", watch, seconds
@@ -108,7 +108,7 @@ class Stage:
         self.drawing: list[float] = []
 
     def measure(self, side: str) -> float:
-        """Pushes a second; the server's share of a core is kept beside."""
+        """Return the pushes per second, and store the server's share of a core."""
         time.sleep(SETTLING_SECONDS)
         size, used, began = self._log.stat().st_size, processor_seconds(self._watch.process.pid), time.perf_counter()
         time.sleep(self._seconds)
@@ -153,7 +153,7 @@ def report(stage: Stage, rows: list[pairs.Row]) -> None:
     if stage.drawing:
         print(f"Chromium itself, drawing: {100 * statistics.median(stage.drawing):.1f} % of a core")
     if stage.events:
-        print(f"{sum(stage.events) / len(stage.events):.2f} events a second for each who watches")
+        print(f"{sum(stage.events) / len(stage.events):.2f} events per second per page")
 
 
 def without(stage: Stage, browser: Browser) -> float:

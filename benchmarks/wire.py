@@ -1,10 +1,10 @@
-"""Push and pull of 11 M floats over TCP, as a share of what Gloo's send and recv reach between the same processes.
+"""Speed of push and pull of 11 M floats over TCP, compared with Gloo's send and recv between the same processes.
 
     python benchmarks/wire.py [--floats N] [--tls]
-    python benchmarks/wire.py --hosts [--rate 1gbit]      # over a link between two test hosts, beside iperf3 too
+    python benchmarks/wire.py --hosts [--rate 1gbit]      # over a link between two test hosts; also runs iperf3
 
-One process serves and one works; both hold a door and a process group, and exchange by one or the other as told. A
-push and its reply follow each other, as in training; nothing is computed in between. `--hosts` needs root and iperf3.
+A server process and a worker process have a TCP transport and a process group, and exchange over one of them on
+request. A push and its reply alternate, as in training, without computation. `--hosts` needs root and iperf3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GLOO_BAR, IPERF_BAR = 0.9, 0.93
 
 
 class Served:
-    """The server's process: it takes a push and answers it, by TCP or by Gloo."""
+    """The server's process: receives a push and replies, by TCP or by Gloo."""
 
     def __init__(self, address: str, floats: int, folder: str | None) -> None:
         import torch
@@ -51,7 +51,7 @@ class Served:
         self.door: Any = None
 
     def meet(self) -> None:
-        """Let the worker in."""
+        """Accept the worker."""
         while self.door is None:
             select.select([self.listener], [], [])
             for applicant in self.listener.serve():
@@ -125,7 +125,7 @@ class Working:
 
 
 def play(role: str, address: str, floats: int, folder: str | None) -> None:
-    """In a process of its own: meet, then exchange as the lines of standard input say."""
+    """Run in its own process: connect, then exchange as the lines of standard input request."""
     import torch
     import torch.distributed as dist
 
@@ -144,7 +144,7 @@ def play(role: str, address: str, floats: int, folder: str | None) -> None:
 
 
 class Both:
-    """The two processes, told what to do; what they reach in Gbit/s, payload alone."""
+    """Controls the two processes and measures their payload in Gbit/s."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], nbytes: int, repeats: int) -> None:
         self._processes, self._nbytes, self._repeats = processes, nbytes, repeats
@@ -168,7 +168,7 @@ def _line(process: subprocess.Popen[bytes]) -> str:
 
 @contextlib.contextmanager
 def both(hosts: tuple[Host, Host] | None, floats: int, repeats: int, tls: bool) -> Iterator[Both]:
-    """Start them, on two hosts or on this one."""
+    """Start both processes, on two hosts or on this one."""
     with tempfile.TemporaryDirectory() as folder:
         address = hosts[0].address if hosts is not None else "127.0.0.1"
         found = {"MASTER_ADDR": address, "MASTER_PORT": GLOO_PORT}
@@ -197,7 +197,7 @@ def both(hosts: tuple[Host, Host] | None, floats: int, repeats: int, tls: bool) 
 
 
 def iperf(hosts: tuple[Host, Host], seconds: float) -> float:
-    """What iperf3 reaches on the same link, in Gbit/s; its start is left out."""
+    """Return the speed of iperf3 on the same link in Gbit/s, without its start."""
     server = subprocess.Popen(hosts[0].command(["iperf3", "-s"]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     words = ["iperf3", "-c", hosts[0].address, "-t", f"{seconds:g}", "-O", "1", "-J"]
     with ended([server], within=PATIENCE_SECONDS):
@@ -206,7 +206,7 @@ def iperf(hosts: tuple[Host, Host], seconds: float) -> float:
             received = json.loads(done.stdout).get("end", {}).get("sum_received")
             if received is not None:
                 return float(received["bits_per_second"]) / 1e9
-            time.sleep(0.2)  # its server is not up yet
+            time.sleep(0.2)  # wait for its server
     raise RuntimeError(f"iperf3: {done.stdout[-300:]}")
 
 

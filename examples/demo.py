@@ -1,4 +1,4 @@
-"""`make demo`: the same model alone, in step and free, on real images by real processes, then one table."""
+"""`make demo`: train one model with several strategies in real processes, then compare the runs in a table."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ PACES = (("classic", "1"), ("sync", "2"), ("async", "2"), ("bounded:2", "4"))
 
 
 def paceline(*arguments: str) -> None:
-    """Run the command a user would type, and show it."""
+    """Print a `paceline` command and run it."""
     print(f"\n$ paceline {' '.join(arguments)}", flush=True)
     code = subprocess.run([sys.executable, "-m", "paceline", *arguments], check=False).returncode
     if code:
@@ -18,14 +18,14 @@ def paceline(*arguments: str) -> None:
 
 
 def main() -> None:
-    """Train LeNet5 on the built-in sample at four paces and compare."""
+    """Train LeNet5 on the built-in sample with four strategies and compare them."""
     runs = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     dataset = ("--dataset", "fashion-mnist-sample", "--model", "lenet5", "--epochs", EPOCHS)
     for strategy, workers in PACES:
         name = strategy.replace(":", "")
         paceline("train", "--strategy", strategy, "--workers", workers, *dataset, "--runs", str(runs), "--name", name)
     paceline("compare", *(str(runs / strategy.replace(":", "")) for strategy, _ in PACES))
-    print(f"\nEach run is a folder under {runs}; 'paceline replay {runs}/async' executes one again, bit for bit.")
+    print(f"\nThe run folders are under {runs}; 'paceline replay {runs}/async' repeats that run bit for bit.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A Lightning Fabric style loop on several workers: `paceline run -n 2 examples/fabric_style.py`.
 
-The few lines of `Fabric` below stand where Lightning's does, so that a loop written for it stays as it is.
+The class `Fabric` below replaces Lightning's, so that a loop written for it stays unchanged.
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ EPOCHS = 4
 
 
 class Fabric:
-    """What such a loop calls, on a Paceline session."""
+    """The methods that such a loop calls, on a Paceline session."""
 
     def __init__(self, epochs: int) -> None:
         self._session, self._epochs = paceline.join(), epochs
 
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """They are handed over together with the data."""
+        """Remember model and optimizer; `setup_dataloaders` passes them to the session together with the data."""
         self._model, self._optimizer = model, optimizer
         return model, optimizer
 
     def setup_dataloaders(self, loader: Any) -> Any:
-        """The training loader; those that only evaluate stay as they are."""
+        """Prepare the training loader; loaders for evaluation need no preparation."""
         _, _, batches = self._session.prepare(self._model, self._optimizer, loader, epochs=self._epochs)
         return batches
 

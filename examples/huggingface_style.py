@@ -1,7 +1,7 @@
 """A Hugging Face style loop on several workers: `paceline run -n 2 examples/huggingface_style.py`.
 
 A model that returns its loss, dict batches of sentences of any length, a collator, AdamW with decay groups, a schedule
-with warm-up. `session` stands where an Accelerator does; a model of transformers goes in as it is.
+with warm-up. `session` replaces the Accelerator; a model of transformers needs no change.
 """
 
 import math
@@ -20,21 +20,21 @@ EPOCHS, BATCH, VOCABULARY, IGNORED = 3, 16, 12, -100
 
 @dataclass
 class CausalOutput:
-    """What models of transformers return."""
+    """The output type of models in transformers."""
 
     loss: Tensor
     logits: Tensor
 
 
 class TinyCausalModel(nn.Module):
-    """Reads words from left to right and says which comes next."""
+    """Predicts the next word from the words before it."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(VOCABULARY, width)
         self.memory = nn.GRU(width, width, batch_first=True)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embeddings.weight  # tied, as usual
+        self.head.weight = self.embeddings.weight  # tied weights
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> CausalOutput:
         states, _ = self.memory(self.embeddings(input_ids) * attention_mask[..., None])
@@ -44,7 +44,7 @@ class TinyCausalModel(nn.Module):
 
 
 def collate(sentences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sentences of any length, padded to the longest of the batch."""
+    """Pad sentences to the longest of the batch."""
     ids = [sentence["input_ids"] for sentence in sentences]
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
@@ -54,7 +54,7 @@ def collate(sentences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def counting(count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Sentences that count upwards from anywhere, and begin again at the end of the alphabet."""
+    """Make sentences that count upwards from a random word and wrap around at the end of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, VOCABULARY, (count,), generator=generator)
     lengths = torch.randint(4, 12, (count,), generator=generator)
@@ -70,7 +70,7 @@ optimizer = torch.optim.AdamW(groups, lr=5e-3)
 train = DataLoader(counting(640, seed=1), batch_size=BATCH, shuffle=True, collate_fn=collate)
 scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 
-session = paceline.join()  # in the place of Accelerator()
+session = paceline.join()  # instead of Accelerator()
 model, optimizer, train, scheduler = session.prepare(model, optimizer, train, scheduler, epochs=EPOCHS)
 
 model.train()

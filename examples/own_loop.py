@@ -1,6 +1,6 @@
 """Your own training loop on several workers: `paceline run -n 2 --lr 0.05 examples/own_loop.py`.
 
-Started as plain `python examples/own_loop.py` it trains alone.
+`python examples/own_loop.py` trains in one process, without workers.
 """
 
 import torch

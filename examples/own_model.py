@@ -1,6 +1,6 @@
-"""Your own model, the whole loop by Paceline: `python examples/own_model.py`.
+"""Your own model with Paceline's training loop: `python examples/own_model.py`.
 
-Any torch module with a mean loss over tensors will do; workers import `build` by name.
+Any torch module with a mean loss over tensors works; workers import `build` by name.
 """
 
 import torch
@@ -10,7 +10,7 @@ import paceline
 
 
 def build() -> paceline.Task:
-    """Two noisy spirals, told apart by a small net; every worker makes the same data."""
+    """Return a task: a small network classifies two noisy spirals; every worker makes the same data."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(4000) % 2
     radius = torch.rand(4000, generator=generator) * 3 + 0.3

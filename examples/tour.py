@@ -1,7 +1,7 @@
-"""`make tour`: the same server three times, in step, free, and with local steps, on a quadratic under a virtual clock.
+"""`make tour`: sync, async and local SGD with the same server, on a quadratic problem under a virtual clock.
 
-Four workers each know a bowl of their own, and the weights belong at the bottom of all four together. A step takes 1 s,
-worker 3 takes 2 s, a message is 1 s under way. Read `drive` first: a task, a policy and a cluster make a run.
+Each of four workers has its own quadratic loss; the weights should minimise their sum. A step takes 1 s (2 s on worker
+3), a message 1 s. Read `drive` first: it makes a run from a task, a policy and a cluster.
 """
 
 from collections.abc import Callable
@@ -34,14 +34,13 @@ OPTIMUM = (STEEPNESS * BOTTOMS).sum(0) / STEEPNESS.sum(0)
 
 
 class Bowl:
-    """A task without a net: steepness * (weights - bottom)^2 / 2, summed. Each worker has another."""
+    """A task without a network: the sum of steepness * (weights - bottom)^2 / 2, different for each worker."""
 
     layout, state_size = pack([("weights", (SIZE,), True)]), 0
 
     def __init__(self, worker: int) -> None:
         self.own: State = {}
         self._bottom, self._steepness = BOTTOMS[worker], STEEPNESS[worker]
-        self.own: State = {}
 
     def initial(self) -> Tensor:
         return torch.zeros(SIZE)
@@ -56,7 +55,7 @@ class Bowl:
 
 
 class OneSample:
-    """Batches that hold nothing but their number."""
+    """Batches without data, of one sample each."""
 
     def batch(self, number: int) -> Batch:
         return Batch(None, None, 1, number)
@@ -64,7 +63,7 @@ class OneSample:
 
 @dataclass
 class Watched:
-    """Keeps the server: hands out weights with every reply, and notes a row for every update."""
+    """Runs the server: sends weights with every reply and records a table row for every update."""
 
     server: Server
     agenda: Agenda
@@ -78,10 +77,10 @@ class Watched:
         replies = self.server.handle(message).replies
         if self.server.version > version:
             now = [member.accepted for member in self.server.members.values()]
-            who = [str(worker) for worker in range(NUM_WORKERS) if now[worker] > pushes[worker]]
+            workers = [str(worker) for worker in range(NUM_WORKERS) if now[worker] > pushes[worker]]
             distance = float((self.server.weights - OPTIMUM).norm())
             stale = max(self.server.staleness - before)
-            row = [version + 1, f"{self.agenda.now:.0f} s", f"{distance:.3f}", stale, " ".join(who), now]
+            row = [version + 1, f"{self.agenda.now:.0f} s", f"{distance:.3f}", stale, " ".join(workers), now]
             self.rows.append([str(entry) for entry in row])
         for reply in replies:
             self.server.hand_out(reply, self.memories[reply.worker])
@@ -95,33 +94,33 @@ def drive(policy: Policy, inside: InnerLoop | None = None) -> list[list[str]]:
     server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, Training(forever, schedule, inside), Roster(NUM_WORKERS))
     side = Watched(server, agenda, {}, [], send=lambda reply: None)
 
-    def come(worker: int, incarnation: int) -> Seat:
+    def make_worker(worker: int, incarnation: int) -> Seat:
         task = Bowl(worker) if inside is None else LocalSteps(Bowl(worker), Sgd())
         return Seat(task, OneSample(), Join(worker, incarnation))
 
     speeds = StepTimes(parse_speeds("1,1,1,2", NUM_WORKERS), seed=0)
     steps = inside.steps if inside is not None else 1
-    cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_a_push=steps)
+    cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_per_push=steps)
     agenda.at(SECONDS, lambda _: setattr(agenda, "stopped", True), None)
-    Simulation(agenda, cluster, NUM_WORKERS, come, lambda: side).run()
+    Simulation(agenda, cluster, NUM_WORKERS, make_worker, lambda: side).run()
     return side.rows
 
 
 def show(title: str, rows: list[list[str]], every: int, notice: str) -> None:
-    """The first update, every so many-th and the last, then what to see in them."""
+    """Print the first, every `every`-th and the last update, then a remark."""
     shown = [row for row in rows if row is rows[0] or row is rows[-1] or int(row[0]) % every == 0]
     print(f"\n{title}\n")
-    print(table(["update", "time", "distance", "staleness", "who computed", "batches by worker"], shown))
+    print(table(["update", "time", "distance", "staleness", "workers", "batches by worker"], shown))
     print(f"\n{notice}")
 
 
 def main() -> None:
-    """Three policies, three tables."""
-    print("Four workers, each with a bowl of its own, look for the bottom of all four.")
-    print("A reply withheld is a worker held back: that is the whole difference.")
-    notice = "Notice: it goes straight to the bottom, but at the pace of worker 3."
+    """Run three policies and print three tables."""
+    print("Four workers minimise the sum of four quadratic losses, one loss per worker.")
+    print("The strategies differ only in when the server replies to a waiting worker.")
+    notice = "Notice: it converges to the optimum, at the speed of worker 3."
     show("sync: the server replies when all have pushed", drive(Rounds()), 5, notice)
-    notice = "Notice: five times as many updates, each stale: soon near, never at rest."
+    notice = "Notice: five times as many updates, all stale: near at once, never at rest."
     show("async: the server replies at once", drive(AtOnce()), 25, notice)
     notice = "Notice: few exchanges, but each pulls its own way: it ends beside the bottom."
     show(

@@ -1,4 +1,4 @@
-"""Looks for what a browser would fetch from another host: `python tools/check_site.py site`, a built one."""
+"""Check that a built site loads nothing from another host: `python tools/check_site.py site`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "video": "src"}
 NOT_FETCHED = {"canonical", "next", "prev", "author", "license", "alternate"}
-"""Kinds of `link` that name a page and load nothing."""
+"""Values of `rel` whose link the browser does not load."""
 OUTSIDE = re.compile(r"^(https?:)?//", re.IGNORECASE)
 CSS_ADDRESS = re.compile(r"""(?:url\(|@import\s)\s*['"]?((?:https?:)?//[^'")\s;]+)""", re.IGNORECASE)
 
 
 class Fetches(HTMLParser):
-    """Collects the addresses outside that a page loads by itself; what a reader clicks on is not among them."""
+    """Collects the external addresses that a page loads; links to click on do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Fetches(HTMLParser):
 
 
 def fetched_outside(page: Path) -> list[str]:
-    """What `page` (HTML, CSS or SVG) makes a browser fetch from another host."""
+    """Return the addresses on other hosts that `page` (HTML, CSS or SVG) makes a browser load."""
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".html":
         parser = Fetches()
@@ -48,7 +48,7 @@ def fetched_outside(page: Path) -> list[str]:
 
 
 def main(site: Path) -> int:
-    """1 and a line for each address when there are any."""
+    """Print one line per external address; return 1 if there are any."""
     pages = [page for page in sorted(site.rglob("*")) if page.suffix in (".html", ".css", ".svg")]
     found = [f"{page}: {address}" for page in pages for address in fetched_outside(page)]
     print("\n".join(found) if found else f"{len(pages)} files of {site}, nothing from another host")

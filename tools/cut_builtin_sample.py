@@ -1,4 +1,4 @@
-"""Cut the built-in sample from the complete Fashion-MNIST: the first images of each class, kept in file order.
+"""Make the built-in sample from the complete Fashion-MNIST: the first images of each class, in file order.
 
 Usage: python tools/cut_builtin_sample.py SOURCE_FOLDER [DESTINATION_FOLDER]; the same source gives the same bytes.
 """
@@ -18,12 +18,12 @@ PER_CLASS = {"train": 1_200, "t10k": 200}
 
 
 def first_of_each_class(labels: np.ndarray, per_class: int) -> np.ndarray:
-    """The indices of the first `per_class` samples of every class, in file order."""
+    """Return the indices of the first `per_class` samples of every class, in file order."""
     return np.sort(np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in np.unique(labels)]))
 
 
 def write_idx(path: Path, items: np.ndarray) -> int:
-    """Write bytes as a packed idx file without a time or a name in it; returns the packed size."""
+    """Write a gzipped idx file without time stamp and name; return its size."""
     header = struct.pack(f">{1 + items.ndim}I", 0x0800 + items.ndim, *items.shape)
     packed = gzip.compress(header + items.astype(np.uint8).tobytes(), compresslevel=9, mtime=0)
     path.write_bytes(packed)
@@ -31,7 +31,7 @@ def write_idx(path: Path, items: np.ndarray) -> int:
 
 
 def main() -> None:
-    """Cut both splits and say what was written."""
+    """Write both splits and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="folder with the four official files, packed or not")
     parser.add_argument("destination", type=Path, nargs="?", default=BUILTIN_FOLDER)

@@ -2,7 +2,7 @@
 
     python tools/generate_pages.py          # or: make pages
 
-Each part stands between the comments `<!-- NAME: generated -->` and `<!-- NAME: end -->`; the rest is written by hand.
+Each part lies between the comments `<!-- NAME: generated -->` and `<!-- NAME: end -->`; the rest is written by hand.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/paceline"
 TREE_COLUMNS, HELP_COLUMNS = 120, 100
 TEXT_COLUMN = 28
-"""Where a module's description begins in the tree."""
+"""Column of the module descriptions in the tree."""
 WITH_TABLES = {"reproduce": (["reproduce", "distml"], ["reproduce", "mxnet"])}
-"""Verbs whose first argument has a help text of its own."""
+"""Verbs with separate help texts for some first arguments."""
 
 
 def source_tree(source: Path = SOURCE) -> str:
-    """Every package and module below `source`, each with the first sentence of its docstring."""
+    """Return every package and module below `source` with the first sentence of its docstring."""
     lines = [entry(f"{source.name}/", source / "__init__.py", 0), *tree_lines(source, 1)]
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
 def tree_lines(folder: Path, depth: int) -> Iterator[str]:
-    """The modules of a package, then its packages."""
+    """Yield the lines of a package: its modules, then its packages."""
     for module in sorted(folder.glob("*.py")):
         if not module.name.startswith("__"):
             yield entry(module.name, module, depth)
@@ -43,7 +43,7 @@ def tree_lines(folder: Path, depth: int) -> Iterator[str]:
 
 
 def entry(name: str, file: Path, depth: int) -> str:
-    """One line of the tree; a long description goes on below itself."""
+    """Return one entry of the tree; a long description is wrapped."""
     head = "  " * depth + name
     said = first_sentence(file) if file.is_file() else ""
     text = textwrap.wrap(said, TREE_COLUMNS - TEXT_COLUMN, break_long_words=False, break_on_hyphens=False)
@@ -52,13 +52,13 @@ def entry(name: str, file: Path, depth: int) -> str:
 
 
 def first_sentence(file: Path) -> str:
-    """Of the module's docstring, without its full stop; empty if it has none."""
+    """Return the first sentence of the module's docstring without its full stop, or an empty string."""
     first, *_ = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")
     return re.split(r"(?<=[^.])\.(?=$| [A-Z`])", " ".join(first.split()), maxsplit=1)[0]
 
 
 def help_page() -> str:
-    """The help text of Paceline and of every verb; a group of flags that `train` has too is named, not repeated."""
+    """Return the help of Paceline and of every verb; groups of flags shared with `train` are named, not repeated."""
     from paceline.cli.main import VERBS
 
     known = set(help_of("train").split("\n\n"))
@@ -70,7 +70,7 @@ def help_page() -> str:
 
 
 def help_of(*verb: str) -> str:
-    """The output of `paceline VERB --help` on a terminal of HELP_COLUMNS columns."""
+    """Return the output of `paceline VERB --help` on a terminal of HELP_COLUMNS columns."""
     from paceline.cli.main import main
 
     output = io.StringIO()
@@ -93,7 +93,7 @@ def wide_terminal() -> Iterator[None]:
 
 
 def without(text: str, known: set[str]) -> str:
-    """`text` with the groups of flags that are `known` replaced by one line of their names.
+    """Replace the `known` groups of flags in `text` by one line with their names.
 
     >>> print(without("usage: x\\n\\ndata:\\n  --dataset NAME\\n\\nmodel:\\n  --lr X", {"data:\\n  --dataset NAME"}))
     usage: x
@@ -120,13 +120,13 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def filled(page: str) -> str:
-    """The text of a page with its generated part made again."""
+    """Return the text of a page with its generated part updated."""
     name, make = PARTS[page]
     text = (ROOT / page).read_text(encoding="utf-8")
     begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    assert found and closed, f"{page} has no '{begin}' with '{end}' behind it"
+    assert found and closed, f"{page} has no '{begin}' followed by '{end}'"
     return f"{before}{begin}\n\n{make()}\n\n{end}{after}"
 
 

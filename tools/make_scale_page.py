@@ -1,4 +1,4 @@
-"""Makes `docs/scale.md` and its figures: how each strategy fares on 10 to 10,000 simulated workers.
+"""Make `docs/scale.md` and its figures: the speed of each strategy on 10 to 10,000 simulated workers.
 
     python tools/make_scale_page.py            # needs the extra `report`; about five minutes on one core
 
@@ -29,7 +29,7 @@ def all_cells() -> list[Cell]:
 
 
 def plain(number: float) -> str:
-    """Three digits that count.
+    """Format a number with three significant digits.
 
     >>> plain(123456.0), plain(1.234), plain(0.0)
     ('123,000', '1.23', '0')
@@ -41,7 +41,7 @@ def plain(number: float) -> str:
 
 
 def percent(share: float) -> str:
-    """With a decimal where it is small.
+    """Format a share in percent, with a decimal below 10 %.
 
     >>> percent(0.775), percent(0.0123), percent(0.0002)
     ('78 %', '1.2 %', '<0.1 %')
@@ -57,7 +57,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def rate_table(cells: Cells, condition: str, gbits: int) -> str:
-    """Samples a second and the computing share of every strategy."""
+    """Return the table of samples per second and computing share by strategy."""
     rows = []
     for strategy in model.STRATEGIES:
         found = [cells[Cell(strategy, workers, gbits, condition)] for workers in model.WORKERS]
@@ -68,7 +68,7 @@ def rate_table(cells: Cells, condition: str, gbits: int) -> str:
 
 
 def staleness_table(cells: Cells, gbits: int) -> str:
-    """The mean staleness where it is not zero."""
+    """Return the table of mean staleness for strategies that have any."""
     rows = []
     for strategy, condition in itertools.product(("bounded", "async"), model.CONDITIONS):
         found = [cells[Cell(strategy, workers, gbits, condition)] for workers in model.WORKERS]
@@ -78,7 +78,7 @@ def staleness_table(cells: Cells, gbits: int) -> str:
 
 
 def fed_table() -> str:
-    """How many workers one server can feed, by the size of the model."""
+    """Return the table of workers that one server can feed, by model size."""
     rows = []
     for name, parameters in (("LeNet5", 61_706), ("CNN", 1_200_000), ("ResNet50", model.PARAMETERS)):
         server = model.SERVER_SECONDS * parameters / model.PARAMETERS
@@ -89,7 +89,7 @@ def fed_table() -> str:
 
 
 def ring_table(cells: Cells) -> str:
-    """The simulated round of a ring beside its formula."""
+    """Return the table of simulated ring rounds and their formula."""
     rows = []
     for gbits, workers in itertools.product(model.GBITS, model.WORKERS):
         cell = Cell("allreduce", workers, gbits)
@@ -105,7 +105,7 @@ def ring_table(cells: Cells) -> str:
 
 
 def star_gap(cells: Cells) -> float:
-    """The largest departure of a simulated `sync` round from what is worked out by hand."""
+    """Return the largest difference between a simulated `sync` round and its formula."""
     gaps = []
     for gbits, workers in itertools.product(model.GBITS, model.WORKERS):
         cell = Cell("sync", workers, gbits)
@@ -116,7 +116,7 @@ def star_gap(cells: Cells) -> float:
 
 
 def chosen(cells: Cells, workers: int, gbits: int, condition: str) -> str:
-    """The fastest strategy whose updates are gradients, and the fastest of all where that is another."""
+    """Return the fastest strategy that sends gradients, and `local` if it is faster."""
     found = {s: cells[Cell(s, workers, gbits, condition)] for s in model.STRATEGIES}
     rates = {strategy: one.rate for strategy, one in found.items() if one is not None}
     best = max((s for s in rates if s != "local"), key=lambda s: rates[s])
@@ -135,7 +135,7 @@ def choice_table(cells: Cells, condition: str) -> str:
 
 
 class Ask:
-    """Lets the template ask for a figure by its place: `{rate:allreduce 100 10 even}`."""
+    """Looks up a figure for a template field such as `{rate:allreduce 100 10 even}`."""
 
     def __init__(self, answer: Callable[..., str]) -> None:
         self._answer = answer
@@ -145,15 +145,15 @@ class Ask:
 
 
 def page(cells: Cells) -> str:
-    """The template with every figure filled in."""
+    """Return the template with every figure filled in."""
 
     def found(strategy: str, workers: int, gbits: int, condition: str = "even") -> Found:
         one = cells[Cell(strategy, workers, gbits, condition)]
-        assert one is not None, "the text speaks of cells that come to something"
+        assert one is not None, "the template names only cells with figures"
         return one
 
     def seconds(*place: Any) -> str:
-        """What a round takes, of all workers that there are."""
+        """Return the seconds per round of all workers."""
         return plain(place[1] * model.BATCH * Cell(*place).steps_a_push / found(*place).rate)
 
     def fed(gbits: int) -> str:

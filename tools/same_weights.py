@@ -1,10 +1,10 @@
-"""Train the same reference runs with two checkouts and compare `weights_sha256`: what a refactoring must not change.
+"""Train the same reference runs with two checkouts and compare `weights_sha256`, which a refactoring must not change.
 
     python tools/same_weights.py --before OTHER/src
     python tools/same_weights.py --before OTHER/src --rename foresight=farsight   # a rule's name there
 
-Real processes and TCP train strategies whose order does not depend on time; the others run in the simulator. A real
-async run of this checkout is replayed.
+Strategies whose result does not depend on timing run in real processes, also over TCP; the others run in the simulator.
+A real async run of this checkout is replayed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SECONDS = 300.0
 
 
 class Checkout:
-    """The commands of one source tree."""
+    """Runs commands of one source tree."""
 
     def __init__(self, source: Path, runs: Path, renames: dict[str, str]) -> None:
         self._environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
         self._runs, self._renames = runs, renames
 
     def train(self, number: int, command: str) -> str:
-        """The weights that a reference run comes to."""
+        """Train a reference run and return the hash of its weights."""
         for name, there in self._renames.items():
             command = re.sub(rf"--rule {name}(?= |$)", f"--rule {there}", command)
         verb, *flags = command.split()
@@ -67,7 +67,7 @@ class Checkout:
         return sha
 
     def replay(self) -> str:
-        """Whether a real async run replays to its own weights."""
+        """Train a real async run and return whether its replay gives the same weights."""
         words = ["train", *COMMON.split(), "--strategy", "async", "--workers", "2", "--steps", "60"]
         sha = self._sha(self._start(*words, "--runs", str(self._runs), "--name", "replayed", "--json"))
         output, errors = self._start("replay", str(self._runs / "replayed")).communicate(timeout=SECONDS)
@@ -89,7 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="the src folder of the other checkout")
     parser.add_argument("--rename", action="append", default=[], metavar="HERE=THERE", help="a rule's name there")
-    parser.add_argument("--only", default="", help="runs whose name holds this")
+    parser.add_argument("--only", default="", help="only runs whose name contains this")
     options = parser.parse_args()
     renames = dict(pair.split("=") for pair in options.rename)
     different = 0

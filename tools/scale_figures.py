@@ -1,4 +1,4 @@
-"""The figures of `docs/scale.md`: legible in grey, told apart by colour-blind people, the same bytes every time."""
+"""Draw the figures of `docs/scale.md`: legible in grey and for colour-blind readers, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COLOURS = {
     "allreduce": "#009E73",
     "local": "#CC79A7",
 }
-"""Okabe and Ito's, which colour-blind people tell apart; the markers differ too."""
+"""The palette of Okabe and Ito, distinct for colour-blind readers; the markers differ as well."""
 MARKERS = {"sync": "o", "backup": "s", "bounded": "D", "async": "v", "allreduce": "^", "local": "P"}
 SIZES = {"sync": 9, "backup": 5, "bounded": 9, "async": 5, "allreduce": 7, "local": 7}
-"""Where two strategies do the same, the smaller marker lies inside the larger."""
+"""Marker sizes: if two strategies coincide, the smaller marker lies inside the larger."""
 TITLES = {
     "even": "all alike",
     "stragglers": "5 % four times slower",
@@ -30,13 +30,13 @@ TITLES = {
 
 
 def label(strategy: str) -> str:
-    """What a reader types, or nearly."""
+    """Return the strategy's name for the legend, close to the value of `--strategy`."""
     numbers = {"backup": ":5 %", "bounded": f":{model.BOUND}", "local": f":{model.LOCAL_STEPS}"}
     return strategy + numbers.get(strategy, "")
 
 
 def figure(cells: Cells, file: Path, panels: list[tuple[str, int, str]], value: Any, y: str, ideal: Any = None) -> None:
-    """One panel for each (title, gbits, condition): `value` of a Found over the number of workers, both logarithmic."""
+    """Draw a panel per (title, gbits, condition): `value` of a Found over the workers, both axes logarithmic."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -73,7 +73,7 @@ def draw_line(axis: Any, strategy: str, points: list[tuple[int, float]]) -> None
 
 
 def draw_all(cells: Cells, folder: Path) -> None:
-    """Every figure of the page."""
+    """Draw every figure of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     links = [(f"{gbits} Gbit/s", gbits, "even") for gbits in model.GBITS]
     figure(cells, folder / "scale_rate.svg", links, lambda found: found.rate, "samples/s", model.ideal_rate)

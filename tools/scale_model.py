@@ -1,4 +1,4 @@
-"""Cells of `docs/scale.md`: one strategy on one cluster, simulated, beside what can be worked out by hand."""
+"""Cells of `docs/scale.md`: one simulated strategy on one cluster, and the formulas to compare with."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CRASH_EVERY, NOTICED_AFTER, RESTART_AFTER = 3600.0, 5.0, 60.0
 SEED = 0
 LEAST_PUSHES, LEAST_ROUNDS, LEAST_CRASHES = 16_000, 8, 12
 LEFT_OUT = 0.5
-"""The share of a cell's samples before the clock is read: everybody starts at once, which soon blurs."""
+"""Share of a cell's samples that is not measured: at first all workers are in step."""
 PATIENCE, LEAST_HORIZON = 3.0, 900.0
-"""A cell with crashes is ended after so many times what it takes without, but not before so many seconds."""
+"""A cell with crashes ends after three times its duration without crashes, but not before 900 s."""
 
 STRATEGIES = ("sync", "backup", "bounded", "async", "allreduce", "local")
 WORKERS = (10, 100, 1_000, 10_000)
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """As `--strategy` takes it."""
+        """The value for `--strategy`."""
         numbers = {"backup": num_slow(self.workers), "bounded": BOUND, "local": LOCAL_STEPS}
         return f"{self.strategy}:{numbers[self.strategy]}" if self.strategy in numbers else self.strategy
 
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def pushes(self) -> int:
-        """How many the simulation makes: enough rounds, and where there are crashes, enough of them."""
+        """Pushes to simulate: enough rounds and, if workers crash, enough crashes."""
         pushes = max(LEAST_PUSHES, LEAST_ROUNDS * self.workers)
         if self.condition != "crashes":
             return pushes
@@ -84,48 +84,48 @@ class Cell:
 
 @dataclass(frozen=True)
 class Found:
-    """What a cell came to, over the second half of its samples."""
+    """Figures of a cell, over the second half of its samples."""
 
     rate: float
-    """Samples applied a second."""
+    """Applied samples per second."""
     computing: float
-    """Share of all workers' time that went into steps, those of dropped pushes included."""
+    """Share of the workers' time spent on steps, including those of dropped pushes."""
     staleness: float
     dropped: float
-    """Share of pushes."""
+    """Share of dropped pushes."""
 
 
 def num_slow(workers: int) -> int:
-    """Workers that are four times slower among so many; `backup` is given as many to spare."""
+    """Return the number of workers that are four times slower, which is also the number of `backup` workers."""
     return max(1, round(SLOW_SHARE * workers))
 
 
 def exchange_seconds(link: Link) -> float:
-    """All weights once over a link that nobody else uses."""
+    """Return the time of all weights over an otherwise idle link."""
     return NBYTES / link.bandwidth
 
 
 def ideal_rate(workers: int) -> float:
-    """Samples a second of workers that never wait."""
+    """Return the samples per second of workers that never wait."""
     return workers * BATCH / STEP_SECONDS
 
 
 def star_limit(nbytes: float, link: Link, server_seconds: float) -> float:
-    """Pushes a second that one server can take, however many workers there are."""
+    """Return the maximum pushes per second of one server."""
     return 1.0 / max(nbytes / link.bandwidth, server_seconds)
 
 
 def workers_fed(nbytes: float, step_seconds: float, link: Link, server_seconds: float) -> float:
-    """Workers beyond which a star's server is the bottleneck."""
+    """Return the number of workers beyond which the server is the bottleneck."""
     alone = step_seconds + 2 * (nbytes / link.bandwidth + link.latency) + server_seconds
     return alone * star_limit(nbytes, link, server_seconds)
 
 
 def round_seconds(cell: Cell) -> float:
-    """One round of workers that are all alike, worked out by hand.
+    """Return the seconds of one round of equal workers, by formula.
 
-    In a star all push at once and share the link, so all arrive together; the server takes one after another, then
-    all pull at once. Around a ring it is the steps and 2 (n - 1) messages of an n-th of the bytes.
+    In a star all workers push at once and share the link, so all pushes arrive together; the server handles one after
+    another, then all workers pull at once. A ring takes the steps plus 2 (n - 1) messages of 1/n of the bytes.
     """
     steps = cell.steps_a_push * STEP_SECONDS
     if cell.on_ring:
@@ -134,13 +134,13 @@ def round_seconds(cell: Cell) -> float:
 
 
 def never_ends(cell: Cell) -> bool:
-    """Whether workers crash sooner than a busy link brings them the weights and takes their push."""
+    """Return whether workers crash before a busy link can deliver the weights and their push."""
     busy = 2 * cell.workers * exchange_seconds(cell.link)
     return cell.condition == "crashes" and not cell.on_ring and busy > CRASH_EVERY
 
 
 def step_times(cell: Cell) -> StepTimes:
-    """Every worker's distribution; of stragglers, every so many-th is slow."""
+    """Return every worker's step times; stragglers are spread evenly."""
     if cell.condition != "stragglers":
         return StepTimes([Distribution("constant", STEP_SECONDS)] * cell.workers, SEED)
     usual = Distribution("lognormal", STEP_SECONDS, SPREAD)
@@ -150,7 +150,7 @@ def step_times(cell: Cell) -> StepTimes:
 
 
 def crashes(cell: Cell, horizon: float) -> tuple[Fault, ...]:
-    """Each worker crashes every hour on average: one of them, somewhere, in each span of an hour / workers."""
+    """Return crashes, one per worker and hour on average: a random worker in each interval of an hour / workers."""
     if cell.condition != "crashes":
         return ()
     generator, span = rng(SEED, "crashes", cell.workers), CRASH_EVERY / cell.workers
@@ -163,7 +163,7 @@ def crashes(cell: Cell, horizon: float) -> tuple[Fault, ...]:
 
 
 class Side(Unlogged):
-    """Looks around once so many samples are applied."""
+    """A server that calls back after a given number of samples."""
 
     def __init__(self, server: Server, samples: int, look: Callable[[], Look]) -> None:
         super().__init__(server)
@@ -179,7 +179,7 @@ class Side(Unlogged):
 
 @dataclass(frozen=True)
 class Look:
-    """Where a simulation stands."""
+    """Counts of a simulation at one moment."""
 
     now: float = 0.0
     samples: int = 0
@@ -190,7 +190,7 @@ class Look:
 
 
 def simulate(cell: Cell) -> Found | None:
-    """Run a cell; None where nothing would ever be applied."""
+    """Simulate a cell; return None if it would never apply an update."""
     if never_ends(cell):
         return None
     agenda, model = Agenda(), TimingModel(PARAMETERS, BATCH)
@@ -217,7 +217,7 @@ def simulate(cell: Cell) -> Found | None:
         NBYTES,
         link=cell.link,
         ring=cell.on_ring,
-        steps_a_push=cell.steps_a_push,
+        steps_per_push=cell.steps_a_push,
         server_seconds=0.0 if cell.on_ring else SERVER_SECONDS,
         faults=crashes(cell, horizon),
     )
@@ -234,7 +234,7 @@ def simulate(cell: Cell) -> Found | None:
 
 
 def _between(begin: Look, end: Look, workers: int) -> Found:
-    """From one look to the other."""
+    """Return the figures of the time between two moments."""
     seconds = end.now - begin.now
     ages = (end.staleness or Counter()) - (begin.staleness or Counter())
     return Found(

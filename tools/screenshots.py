@@ -1,8 +1,8 @@
-"""Makes the pictures of `docs/figures` that show pages: real short runs, opened in a headless Chromium.
+"""Make the screenshots in `docs/figures`: short real runs, shown in a headless Chromium.
 
     python tools/screenshots.py [--keep DIR] [--only report|compared|live ...]
 
-Each page is photographed 1280 and 400 pixels wide, light and dark, cut to its content and reduced to 128 colours.
+Each page is captured 1280 and 400 pixels wide, light and dark, cropped to its content and reduced to 128 colours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from PIL import Image, ImageChops
 
 FIGURES = Path(__file__).parents[1] / "docs/figures"
 WIDTHS = {1280: 2300, 400: 3800}
-"""Pixels wide, and at most as many high."""
+"""Width in pixels, and the maximum height."""
 LIVE_WIDTHS = {1280: 1700, 400: 1500}
 LIVE_SECONDS, SETTLING_SECONDS = 180.0, 2.5
 SCHEMES = {"light": "1", "dark": "0"}
@@ -54,7 +54,7 @@ def paceline(folder: Path, *arguments: str) -> None:
 
 
 def make_runs(folder: Path) -> None:
-    """A real run with two crashes; and simulated ones, in step and free, of 1 to 8 workers."""
+    """Make a real run with two crashes, and simulated sync and async runs of 1 to 8 workers."""
     folder.mkdir(parents=True)
     (folder / "faults.toml").write_text(FAULTS)
     crashes = ["--workers", "3", "--epochs", "5", "--eval-every", "0.25", "--eval-train", "--faults", "faults.toml"]
@@ -67,7 +67,7 @@ def make_runs(folder: Path) -> None:
 
 
 def photograph(address: str, width: int, height: int, scheme: str, folder: Path) -> Image.Image:
-    """The page as it is shown in a frame of this width (a window has a least one), empty ground below cut off."""
+    """Capture a page in a frame of this width (a window cannot be as narrow) and crop the empty space below."""
     frame, picture = folder / "frame.html", folder / "picture.png"
     style = f"border:0;display:block;width:{width}px;height:{height}px"
     frame.write_text(f'<!doctype html><body style="margin:0"><iframe style="{style}" src="{address}"></iframe>')
@@ -82,7 +82,7 @@ def photograph(address: str, width: int, height: int, scheme: str, folder: Path)
 
 
 def save(image: Image.Image, path: Path) -> None:
-    """With as many colours as fit."""
+    """Save a PNG with a reduced palette."""
     for colours in (128, 64, 32, 16):
         stream = io.BytesIO()
         image.quantize(colours, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
@@ -93,7 +93,7 @@ def save(image: Image.Image, path: Path) -> None:
 
 
 def photograph_all(name: str, address: str) -> None:
-    """NAME-WIDTH-SCHEME.png for each width and scheme."""
+    """Write NAME-WIDTH-SCHEME.png for each width and colour scheme."""
     FIGURES.mkdir(parents=True, exist_ok=True)
     for width, height in WIDTHS.items():
         for scheme in SCHEMES:
@@ -138,9 +138,7 @@ def photograph_live(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--keep", metavar="DIR", help="where the runs are kept, or taken from if they are there already"
-    )
+    parser.add_argument("--keep", metavar="DIR", help="keep the runs in DIR, and use those already there")
     parser.add_argument("--only", nargs="+", choices=PAGES, default=PAGES, help="which pages [all]")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

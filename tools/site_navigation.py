@@ -1,6 +1,6 @@
-"""A hook of mkdocs: adds to the site what `mkdocs.yml` does not list.
+"""Hook of mkdocs: add the pages that `mkdocs.yml` does not list.
 
-The first page is the README. Every file of `docs/decisions` has its page below Decisions.
+The first page is the README. Every file of `docs/decisions` becomes a page under Decisions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def on_config(config: Any) -> Any:
 
 
 def entry_of(nav: list[Any], title: str) -> dict[str, Any]:
-    """The entry of the navigation with this title, at any depth."""
+    """Return the entry of the navigation with this title, at any depth."""
     for entry in nav:
         if isinstance(entry, dict):
             for name, below in entry.items():
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
 
 
 def without_outside_links(text: str, page: Path) -> str:
-    """The text of the file `page` of the repository, with links to pages of the site alone.
+    """Replace links to files outside the site in the text of `page` by their names.
 
     >>> without_outside_links("[rules](rules.md), [the tour](../examples/tour.py)", Path("docs/api.md"))
     '[rules](rules.md), the tour (`examples/tour.py`)'
@@ -67,7 +67,7 @@ def without_outside_links(text: str, page: Path) -> str:
 
 
 def first_page(readme: str) -> str:
-    """The README as a page of `docs/`.
+    """Return the README as a page of `docs/`.
 
     >>> first_page("[docs/rules.md](docs/rules.md), [the tour](examples/tour.py)")
     '[rules.md](rules.md), the tour (`examples/tour.py`)'

@@ -1,8 +1,8 @@
-"""Draw the pictures of `docs/strategies/` and the README: when workers compute, send and wait, and each update.
+"""Draw the figures of `docs/strategies/` and the README: when workers compute, send and wait, and each update.
 
     python tools/strategy_figures.py [sync ... pace]      # without a name, all of them; a few seconds
 
-Each picture is drawn from the folder of a run that is simulated for it. The same command writes the same bytes.
+Each figure shows a run that is simulated for it. The same command writes the same bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.simulation.run import simulate
 
 FIGURES = Path(__file__).parents[1] / "docs/figures"
 PACE = "pace"
-"""The README's picture: three strategies, one below the other."""
+"""The README's figure: three strategies, one below the other."""
 COMPARED = ("sync", "async", "bounded")
 SPEEDS, LINK = "61ms,68ms,79ms,180ms", "1000gbit,5ms"
 """Four workers, the last one slow."""
 LEFT, WIDTH, ROW, BAR = 118, 600, 34, 18
 PACE_ROW, HEADING = 24, 24
-"""Pixels between two workers of the README's picture, and above each of its strategies."""
+"""Pixels between two workers of the README's figure, and above each of its strategies."""
 DIGIT = 8
-"""Pixels that a figure takes."""
+"""Pixels per digit."""
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #24292f }
   .faint { fill: #57606a } .axis { stroke: #8c959f }
@@ -45,7 +45,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Figure:
-    """One strategy as it is drawn: its text, and how many milliseconds are shown."""
+    """One strategy to draw: its text and the milliseconds to show."""
 
     strategy: str
     window: int = 600
@@ -72,7 +72,7 @@ FIGURES_OF = {
 
 
 def config_of(figure: Figure, runs: Path) -> RunConfig:
-    """The run that is drawn: times alone, no gradient."""
+    """Return the config of the run to draw: timing only, no gradients."""
     alone = figure.name == "classic"
     return RunConfig(
         strategy=figure.strategy,
@@ -100,7 +100,7 @@ def text(content: str, x: float, y: float, css: str = "", anchor: str = "start")
 
 
 class Drawing:
-    """The parts of one picture, clipped at the end of the window."""
+    """The parts of one figure, clipped at the end of the window."""
 
     def __init__(self, timeline: Timeline, window: int, row: int = ROW) -> None:
         self.timeline, self.window, self.row = timeline, window / 1000, row
@@ -111,7 +111,7 @@ class Drawing:
         return LEFT + WIDTH * min(max(seconds, 0.0), self.window) / self.window
 
     def draw(self) -> str:
-        """The whole SVG."""
+        """Return the SVG."""
         self.lanes()
         bottom = self.legend(self.axis(self.bottom) + 22)
         self.parts.append(text(self.summary(), 4, bottom + 22, "faint"))
@@ -123,7 +123,7 @@ class Drawing:
 
     @property
     def bottom(self) -> int:
-        """Where the lanes end."""
+        """The y coordinate below the lanes."""
         return 8 + self.row * self.rows + 6 + BAR + (20 if self.shows_staleness else 8)
 
     def lanes(self) -> None:
@@ -145,7 +145,7 @@ class Drawing:
                 self.push(push, y)
 
     def push(self, push: Push, y: float) -> None:
-        """The work for one push, its steps, and the way there and back."""
+        """Draw the steps of one push, the push and its reply."""
         middle, exchange = y + BAR / 2, self.timeline.exchange
         if push.began - exchange >= 0 and exchange:
             self.parts.append(line("send", self.x(push.began - exchange), middle, self.x(push.began), middle))
@@ -164,7 +164,7 @@ class Drawing:
             ]
 
     def updates(self) -> None:
-        """When the weights change, and for pushes that come one by one how stale each was."""
+        """Draw the updates, with the staleness of each if pushes are applied one by one."""
         y = 8 + self.row * self.rows + 6
         where = "in the worker" if self.rows == 1 else "in all workers" if self.timeline.ring else "server"
         self.parts.append(text(where, 4, y + 13))
@@ -191,7 +191,7 @@ class Drawing:
         return y + 17
 
     def legend(self, y: float) -> float:
-        """Say what the colours mean, as far as they occur."""
+        """Draw the legend of the colours in use at height `y`; return `y`."""
         x = 4.0
         entries = [("compute", "computing"), ("wait", "waiting"), ("send", "sending"), ("dropped", "dropped")]
         if self.rows == 1:
@@ -207,7 +207,7 @@ class Drawing:
         return y
 
     def summary(self) -> str:
-        """Count what the window holds."""
+        """Return a sentence on the updates, batches and computing share in the window."""
         updates = [at for at in self.timeline.updates if at <= self.window]
         batches = sum(push.steps for push in self.timeline.pushes if push.counted and push.arrived <= updates[-1])
         busy = sum(
@@ -230,12 +230,12 @@ def timeline_of(figure: Figure) -> Timeline:
     with tempfile.TemporaryDirectory() as runs:
         folder, _ = simulate(config_of(figure, Path(runs)), Console(quiet=True))
         timeline = read_timeline(folder.path)
-        assert agrees(timeline, folder.path), f"the timeline of {figure.name} is not what its result says"
+        assert agrees(timeline, folder.path), f"the timeline of {figure.name} differs from its result"
     return timeline
 
 
 def make(name: str) -> str:
-    """Draw one strategy, or the README's picture."""
+    """Draw one strategy, or the README's figure."""
     if name == PACE:
         return make_pace()
     figure = FIGURES_OF[name]
@@ -259,12 +259,12 @@ def make_pace() -> str:
 
 
 def file_of(name: str) -> Path:
-    """Where the picture lies."""
+    """Return the path of a figure."""
     return FIGURES / ("" if name == PACE else "strategies") / f"{name}.svg"
 
 
 def main(names: list[str]) -> None:
-    """Write the pictures of these names, or all of them."""
+    """Write the named figures, or all of them."""
     for name in names or [*FIGURES_OF, PACE]:
         file_of(name).write_text(make(name), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What each worker did and when, read from the folder of a simulated run with constant step times and a fast link."""
+"""Timeline of each worker, read from the folder of a simulated run with constant step times and a fast link."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.network import parse_link, ring_seconds
 
 SLACK = 0.0001
-"""Seconds that the bytes of small messages may add to the latency of the link."""
+"""Maximum seconds that the bytes of small messages add to the link's latency."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """One push: when its work began and ended, when the server had it, how stale it was, and whether it counted."""
+    """One push: begin and end of its work, arrival at the server, staleness, and whether it was applied."""
 
     worker: int
     began: float
@@ -35,14 +35,14 @@ class Push:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run as a picture needs it; times in seconds."""
+    """The timeline of a run; times in seconds."""
 
     strategy: str
     step_seconds: list[float]
     pushes: list[Push]
     updates: list[float]
     exchange: float
-    """Seconds a message is under way; around a ring, the whole exchange."""
+    """Seconds per message; on a ring, seconds of the whole exchange."""
     ring: bool
 
     @property
@@ -51,7 +51,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline of the run folder at `path`."""
+    """Read the timeline of the run folder at `path`."""
     folder = RunFolder.open(path)
     config = folder.config()
     records, _ = read_arrivals(folder.arrivals_file, config)
@@ -67,7 +67,7 @@ def read_timeline(path: Path) -> Timeline:
     for record in records:
         worker = record.worker
         if record.kind == "steps":
-            told[worker] = record.seq  # holds from the reply to the push that comes with it
+            told[worker] = record.seq  # valid from the reply to the push that is logged with it
         if record.kind != "push":
             continue
         ended = record.now - way
@@ -91,20 +91,20 @@ def _exchange(config: RunConfig, ring: bool) -> float:
 
 
 def _updates(records: list[Record], config: RunConfig) -> list[float]:
-    """When each update was made: at every push that counts, or at the last of every round."""
+    """Return the time of each update: every accepted push, or the last of every round."""
     taken = [record.now for record in records if record.kind == "push" and record.verdict == Verdict.TAKEN]
     number = strategy_of(config).pushes_per_update(config.workers or 1)
     return taken[number - 1 :: number]
 
 
 def waits(timeline: Timeline, worker: int) -> list[tuple[float, float]]:
-    """When `worker` stood idle: between its push's arrival and the reply's leaving."""
+    """Return when `worker` waited: from the arrival of its push until the server sent the reply."""
     own = [push for push in timeline.pushes if push.worker == worker]
     return [(first.arrived, then.began - timeline.exchange) for first, then in pairwise(own)]
 
 
 def agrees(timeline: Timeline, path: Path) -> bool:
-    """Whether the timeline counts what the run's result counts."""
+    """Return whether the timeline has the same counts as the run's result."""
     result = json.loads((path / "result.json").read_text(encoding="utf-8"))
     counted = [push.staleness for push in timeline.pushes if push.counted]
     mean = sum(counted) / len(counted)

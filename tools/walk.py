@@ -1,11 +1,11 @@
-"""Count what a reader walks through: one gradient from worker to server and back, and a command to its first process.
+"""Count the functions on the path of one gradient, and the modules from a command to its first process.
 
-    python tools/walk.py                 # the package beside this file
+    python tools/walk.py                 # this checkout's src
     python tools/walk.py --source DIR    # another checkout's src
 
-A short real run (async, one worker, shared memory) is traced. Every process notes the functions of the package that it
-calls: a worker from one gradient to the next, the server from one push to the next, the command from its first call to
-the start of the first process. The exchange is that step without what computes the gradient (tasks, models, data).
+It traces a short real run (async, one worker, shared memory). Every process records the functions of the package that
+it calls: a worker from one gradient to the next, the server from one push to the next, the command from its first call
+to the start of the first process. The exchange is that step without computing the gradient (tasks, models, data).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ sys.setprofile(Walk())
 
 
 def trace(source: Path) -> dict[str, list[tuple[str, str]]]:
-    """Run one short training of `source` under the tracer; the calls of each role, in order."""
+    """Run a short training of `source` under the tracer and return the calls of each role, in order."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "sitecustomize.py").write_text(TRACER, encoding="utf-8")
@@ -88,7 +88,7 @@ def trace(source: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def in_order(calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Each function once, where it is called first."""
+    """Return each function once, in the order of first calls."""
     return list(dict.fromkeys(calls))
 
 

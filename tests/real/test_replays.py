@@ -80,12 +80,12 @@ def test_a_script_killed_with_everything_replays_to_the_end_of_its_log(tmp_path:
         os.kill(command.process.pid, signal.SIGKILL)
         command.finish()
     code, out, err = replay(tmp_path)
-    assert code == 0 and "the run left no result to compare; no push departs from its log" in out, out + err
+    assert code == 0 and "the run has no result to compare; every push equals its log" in out, out + err
 
 
 BACKWARD = "        loss.backward()\n"
 CHANGES = {
-    "other numbers": ("0.1 * noise", "0.2 * noise", "departs first at update 0, worker "),
+    "other numbers": ("0.1 * noise", "0.2 * noise", "first at update 0, worker "),
     "an early end": (
         BACKWARD,
         f"{BACKWARD}        if session.batch_number == 9: break\n",

@@ -42,7 +42,7 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, strategy: str, number: int) -> 
         assert command.finish() == 130
     assert "Traceback" not in command.err and "\x1b" not in command.err
     kept = [path for path in tmp_path.glob("runs/try/*/result.json") if '"finished"' in path.read_text()]
-    expected = f"interrupted: {len(kept)} of 4 runs are done and kept in runs/try; the same command goes on from there"
+    expected = f"interrupted: {len(kept)} of 4 runs are done and kept in runs/try; run the same command to continue"
     assert command.err.splitlines()[-1] == f"paceline: {expected}"
     made = {path: path.stat().st_mtime_ns for path in kept}
     again = run("sweep", "try.toml", cwd=tmp_path)

@@ -137,8 +137,8 @@ def test_a_delay_on_purpose_makes_a_straggler(tmp_path: Path) -> None:
     arguments = ("--strategy", "async", "--workers", "2", "--steps", "300", "--delay", "normal:40ms,5ms@1")
     command = run("train", *SAMPLE, *arguments, cwd=tmp_path)
     assert command.process.returncode == 0, command.err
-    pushes = [row for row in (tmp_path / "runs/it/events.jsonl").read_text().splitlines() if '"worker_joined"' in row]
-    assert len(pushes) == 2
+    joins = [row for row in (tmp_path / "runs/it/events.jsonl").read_text().splitlines() if '"worker_joined"' in row]
+    assert len(joins) == 2
     assert result_of(tmp_path / "runs/it")["staleness"]["max"] >= 3
 
 

@@ -82,7 +82,7 @@ def test_the_first_loss_that_differs_is_named_and_the_replay_goes_on(record: Rec
     assert (mismatch["update"], mismatch["worker"], mismatch["push"]) == (7, was.worker, was.seq)
     assert mismatch["what"] == "loss" and mismatch["replayed"] == pytest.approx(was.loss)
     (line,) = [line for line in describe(outcome) if line.startswith("DIFFERENT")]
-    assert f"departs first at update 7, worker {was.worker}'s push {was.seq}: loss was " in line
+    assert f"first at update 7, worker {was.worker}'s push {was.seq}: loss was " in line
     words = line.split()
     assert words[-1] != words[-3], "one bit is seen in what is printed"
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_on_the_way_is_compared_where_it_was_taken(record: Record) 
     write_checkpoint(run.folder.checkpoints, checkpoint)
     outcome = replayed(run)
     assert outcome["identical"] is False
-    assert describe(outcome)[1].endswith("departs by update 9: its weights were those of checkpoint 9, are others")
+    assert describe(outcome)[1].endswith(": by update 9: its weights were those of checkpoint 9, are others")
 
 
 def test_weights_that_differ_only_at_the_end_are_a_departure_too(record: Record) -> None:
@@ -154,8 +154,7 @@ def test_weights_that_differ_only_at_the_end_are_a_departure_too(record: Record)
     outcome = replayed(run)
     assert outcome["first_departure"]["update"] == run.server.version
     assert describe(outcome)[1:] == [
-        f"DIFFERENT from the run: departs by update {run.server.version}: "
-        "its weights were those of the result, are others",
+        f"DIFFERENT from the run: by update {run.server.version}: its weights were those of the result, are others",
         "the run was made with torch 0.1",
     ]
 
@@ -190,7 +189,7 @@ def test_a_killed_run_replays_to_the_end_of_its_log_and_departures_are_found(rec
     run.close()
     outcome = replayed(run)
     assert outcome["identical"] is None and outcome["updates"] == run.server.version
-    assert describe(outcome)[-1] == "the run left no result to compare; no push departs from its log"
+    assert describe(outcome)[-1] == "the run has no result to compare; every push equals its log"
     recording = open_recording(run.folder.path)
     outcome = replayed(run, changed(recording, pushes(recording)[3], loss=9.0))
     assert outcome["identical"] is False and outcome["first_departure"]["update"] == 3

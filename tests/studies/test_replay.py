@@ -58,7 +58,7 @@ def test_a_departure_ends_with_1_and_is_named(run: Path, capsys: pytest.CaptureF
     with_loss(run / "arrivals.log", 6, 0.5)
     assert main(["replay", str(run)]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "DIFFERENT" in line]
-    assert "departs first at update 5, worker 0's push 5: loss was 0.5, is " in line
+    assert "first at update 5, worker 0's push 5: loss was 0.5, is " in line
     assert main(["replay", str(run), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["first_departure"]
     assert (found["update"], found["worker"], found["push"], found["what"]) == (5, 0, 5, "loss")
@@ -97,6 +97,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_run_without_a_result_is_replayed_all_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "result.json").unlink()
     assert main(["replay", str(run)]) == 0
-    assert "left no result to compare; no push departs" in capsys.readouterr().out
+    assert "the run has no result to compare; every push equals its log" in capsys.readouterr().out
     with_loss(run / "arrivals.log", 3, 0.5)
     assert main(["replay", str(run)]) == 1

@@ -146,4 +146,4 @@ def test_ctrl_c_ends_the_command_even_when_the_run_under_way_had_only_its_scorin
     with pytest.raises(Interrupted, match=f"interrupted: {done} of 2 runs are done and kept"), Console() as console:
         batch_runs.train_missing(configs, console)
     assert trained == ["one"]
-    assert "interrupted: ending the run that is under way" in capsys.readouterr().err
+    assert "interrupted: ending the current run" in capsys.readouterr().err

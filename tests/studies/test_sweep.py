@@ -94,7 +94,7 @@ def test_what_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: p
     write(SETTINGS + "[grid]\nseed = [0, 1]\n")
     monkeypatch.setattr(many_runs, "run_rows", never_the_second)
     assert main(["sweep", "try.toml"]) == 130
-    said = "interrupted: 1 of 2 runs are done and kept in runs/try; the same command goes on from there"
+    said = "interrupted: 1 of 2 runs are done and kept in runs/try; run the same command to continue"
     assert capsys.readouterr().err.splitlines()[-1] == f"paceline: {said}"
     monkeypatch.setattr(many_runs, "run_rows", run_rows)
     assert main(["sweep", "try.toml"]) == 0
@@ -111,24 +111,24 @@ def test_a_dry_run_says_where_each_would_run_and_runs_none(capsys: pytest.Captur
 
 GRID = "[grid]\nlr = [0.1]\n"
 CASES = {
-    "no grid": (SETTINGS, "nothing under [grid]"),
-    "an empty list": (SETTINGS + "[grid]\nlr = []\n", "makes a grid of no runs"),
+    "no grid": (SETTINGS, "[grid] is empty"),
+    "an empty list": (SETTINGS + "[grid]\nlr = []\n", "under [grid] is empty"),
     "an unknown setting": (SETTINGS + "[grid]\nlearning_rte = [1]\n", "unknown setting 'learning_rte'"),
     "a misspelt setting": ('[run]\nstratgy = "sync"\n' + GRID, "did you mean 'strategy'"),
     "an unknown table": ("[runs]\nlr = 1\n" + GRID, "unknown entry 'runs': did you mean 'run'"),
     "a setting at the top": ("lr = 0.1\n" + GRID, "'lr' is a setting: write it under [run]"),
-    "a list under run": ("[run]\nlr = [0.1, 0.2]\n", "nothing under [grid]"),
+    "a list under run": ("[run]\nlr = [0.1, 0.2]\n", "[grid] is empty"),
     "a list under run and a grid": ("[run]\nworkers = [2, 4]\n" + GRID, "lists to try belong under [grid]"),
-    "one value under grid": ("[grid]\nlr = 0.1\n", "lr = 0.1 under [grid] is no list"),
+    "one value under grid": ("[grid]\nlr = 0.1\n", "lr = 0.1 under [grid] is not a list"),
     "a value twice": ("[grid]\nlr = [1, 0.5, 1.0]\n", "lr under [grid] has 1.0 twice"),
     "a word for a number": ('[grid]\nlr = ["fast"]\n', "one of lr: lr = 'fast' is not of type float"),
     "flat betas": ("[grid]\nbetas = [0.9, 0.99]\n", "one of betas: betas = 0.9 is not of type list[float]"),
-    "both run and grid": ("[run]\nlr = 0.1\n" + GRID, "lr stands under [run] and under [grid]"),
+    "both run and grid": ("[run]\nlr = 0.1\n" + GRID, "lr is under [run] and under [grid]"),
     "one fold": ("folds = 1\n" + GRID, "folds = 1: give a whole number of at least 2"),
     "folds below run": ("[run]\nfolds = 5\n" + GRID, "write it above [run]"),
     "fold as a setting": ('[run]\nfold = "1/5"\n' + GRID, "write folds = K above [run]"),
     "a name with a slash": ('name = "a/b"\n' + GRID, "is not a folder name"),
-    "its own name": ('[run]\nname = "x"\n' + GRID, "its runs are named by their settings"),
+    "its own name": ('[run]\nname = "x"\n' + GRID, "the runs are named after their settings"),
     "a device": ('[run]\ndevice = "cuda"\n' + GRID, "give --device on the command line"),
     "times only": ("[run]\ntiming_only = true\n" + GRID, "'paceline plan' compares times"),
     "a value out of range": (SETTINGS + "[grid]\nlr = [0.1, -1]\n", "lr=-1.0: --lr must be a positive number"),
@@ -167,7 +167,7 @@ def test_a_folder_of_something_else_is_not_touched(capsys: pytest.CaptureFixture
     Path("runs/try").mkdir(parents=True)
     Path("runs/try/notes").write_text("keep me")
     assert main(["sweep", "try.toml"]) == 2
-    assert "runs/try is there already and is no sweep" in capsys.readouterr().err
+    assert "runs/try exists and is not a sweep" in capsys.readouterr().err
     Path("runs/try/notes").unlink()
     assert main(["sweep", "try.toml"]) == 0
     write(SETTINGS.replace("steps = 4", "steps = 5") + "[grid]\nlr = [0.1]\n")
@@ -186,7 +186,7 @@ def test_two_commands_do_not_fill_one_folder(capsys: pytest.CaptureFixture[str])
     fcntl.flock(other, fcntl.LOCK_EX)
     try:
         assert main(["sweep", "try.toml"]) == 2
-        assert "runs/try is being filled by another command" in capsys.readouterr().err
+        assert "runs/try is in use by another command" in capsys.readouterr().err
     finally:
         os.close(other)
     assert main(["sweep", "try.toml"]) == 0
@@ -254,6 +254,6 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize("setting", ["codec", "pull_codec"])
 def test_runs_with_codecs_are_simulated_as_the_lab_has_none(setting: str) -> None:
     plain = RunConfig(dataset="fashion-mnist-sample", workers=2)
-    assert many_runs.why_not_in_the_lab(resolve(plain)) is None
-    reason = many_runs.why_not_in_the_lab(resolve(replace(plain, **{setting: "int8"})))
+    assert many_runs.why_not_in_lab(resolve(plain)) is None
+    reason = many_runs.why_not_in_lab(resolve(replace(plain, **{setting: "int8"})))
     assert reason is not None and "the lab has no codecs" in reason

@@ -153,13 +153,13 @@ def landscape_verb(arguments: list[str]) -> int:
     parsed = parser.parse_strictly(arguments)
     _check(parsed)
     from paceline.studies.landscape.figure import draw
-    from paceline.studies.landscape.paths import find_trails
+    from paceline.studies.landscape.paths import open_runs
     from paceline.studies.landscape.survey import View, summary, survey
 
-    trails = find_trails([Path(run) for run in parsed.runs])
+    runs = open_runs([Path(run) for run in parsed.runs])
     folder = _made(Path(parsed.output))
     with Console() as console:
-        found = survey(trails, View(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device), console)
+        found = survey(runs, View(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device), console)
     print("\n".join(summary(found.facts)), file=sys.stderr if parsed.json else sys.stdout)
     try:
         found.save(folder)

@@ -80,14 +80,14 @@ def sweep_verb(arguments: list[str]) -> int:
     folder = Path(parsed.runs) / grid.name
     from paceline.reports.tables import as_csv
     from paceline.studies import sweep_table
-    from paceline.studies.batch_runs import is_done, why_not_in_the_lab
+    from paceline.studies.batch_runs import is_done, why_not_in_lab
     from paceline.studies.sweep import prepare, sweep
 
     with Console() as console:
         configs = prepare(grid, folder, parsed.device, parsed.data_dir, parsed.yes, console)
         if parsed.dry_run:
             for config in configs:
-                where = "simulated" if why_not_in_the_lab(config) else "in the lab"
+                where = "simulated" if why_not_in_lab(config) else "in the lab"
                 print(f"{folder}/{config.name}  {'done' if is_done(config) else where}")
             print(f"{len(configs)} runs")
             return 0

@@ -1,0 +1,1 @@
+"""Simulated clusters under a virtual clock: runs, throughput forecasts, faults."""

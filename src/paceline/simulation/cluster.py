@@ -35,11 +35,11 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         link=link,
         latency=like.latency if like is not None else 0.0,
         ring=on_ring(config),
-        steps_a_push=strategy_of(config).local_steps,
+        steps_per_push=strategy_of(config).local_steps,
         by_speed=config.local_steps == "speed",
         server_seconds=0.0 if on_ring(config) else _server_seconds(config, like),
         cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
-        turns=TURNS if like is not None else 0.0,
+        switching_loss=TURNS if like is not None else 0.0,
         delay=delay if delays else None,
         faults=faults,
     )

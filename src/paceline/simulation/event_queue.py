@@ -1,4 +1,4 @@
-"""Virtual time: a heap of (time, serial, action); the serial number lets ties come out in the order of planning."""
+"""Virtual clock and event queue: a heap of (time, serial, action); the serial keeps ties in planning order."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Action = Callable[[Any], None]
-YOUNG_OBJECTS = 100_000
-"""A simulation frees what it makes without the garbage collector's help: let it look so rarely."""
+GC_THRESHOLD = 100_000
+"""Raised threshold of the garbage collector: a simulation makes no reference cycles, so collecting only costs time."""
 
 
 class Agenda:
-    """What happens when. Nothing here reads a clock, so the same plans run the same way every time.
+    """Runs planned actions in order of time. It reads no real clock, so equal plans run equally every time.
 
-    >>> agenda, seen = Agenda(), []
-    >>> agenda.at(2.0, seen.append, "later")
-    >>> agenda.at(1.0, seen.append, "sooner")
-    >>> agenda.run()
-    >>> seen, agenda.now
+    >>> queue, seen = Agenda(), []
+    >>> queue.at(2.0, seen.append, "later")
+    >>> queue.at(1.0, seen.append, "sooner")
+    >>> queue.run()
+    >>> seen, queue.now
     (['sooner', 'later'], 2.0)
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.stopped = False
-        self._planned: list[tuple[float, int, Action, Any]] = []
+        self._heap: list[tuple[float, int, Action, Any]] = []
         self._serial = 0
 
     def at(self, time: float, action: Action, argument: Any) -> None:
-        """Call `action(argument)` when the clock reads `time`."""
+        """Plan to call `action(argument)` at `time`."""
         self._serial += 1
-        heapq.heappush(self._planned, (time, self._serial, action, argument))
+        heapq.heappush(self._heap, (time, self._serial, action, argument))
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing else is planned."""
-        return not self._planned
+        """Whether no action is planned."""
+        return not self._heap
 
     @property
     def num_done(self) -> int:
-        """Plans carried out so far."""
-        return self._serial - len(self._planned)
+        """Number of actions run so far."""
+        return self._serial - len(self._heap)
 
     def run(self) -> None:
-        """Move the clock from plan to plan until none is left or `stopped` is set."""
-        planned, pop = self._planned, heapq.heappop
-        with _collecting_rarely():
-            while planned and not self.stopped:
-                self.now, _, action, argument = pop(planned)
+        """Run the actions in order until none is left or `stopped` is set."""
+        heap, pop = self._heap, heapq.heappop
+        with _rare_collection():
+            while heap and not self.stopped:
+                self.now, _, action, argument = pop(heap)
                 action(argument)
 
 
 @contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
+def _rare_collection() -> Iterator[None]:
     young, *older = gc.get_threshold()
-    gc.set_threshold(max(young, YOUNG_OBJECTS) if young else 0, *older)
+    gc.set_threshold(max(young, GC_THRESHOLD) if young else 0, *older)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What each kind of fault does to a simulated cluster."""
+"""Applies the faults of a fault table to a simulated cluster."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.simulation.simulator import Simulation, Worker
 
 
 def inject(cluster: Simulation, fault: Fault) -> None:
-    """Apply one fault to a simulated cluster, now."""
+    """Apply one fault to a simulated cluster at the current virtual time."""
     if fault.kind == "server":
-        if not cluster.wire.is_down:
+        if not cluster.network.server_down:
             cluster.stop_server()
-            cluster.agenda.at(cluster.agenda.now + fault.lasts, _restart_server, cluster)
+            cluster.queue.at(cluster.queue.now + fault.lasts, _restart_server, cluster)
         return
-    assert fault.worker is not None, "a table that was checked names a worker"
+    assert fault.worker is not None, "a checked fault table names a worker"
     KINDS[fault.kind](cluster, cluster.workers[fault.worker], fault)
 
 
@@ -25,64 +25,64 @@ def _restart_server(cluster: Simulation) -> None:
 
 
 def _crash(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    if worker.seat is None:
+    if worker.instance is None:
         return
-    cluster.go(worker)
-    cluster.give_up(worker, fault.noticed_after or 0.0)
+    cluster.end_worker(worker)
+    cluster.report_loss(worker, fault.noticed_after or 0.0)
     if fault.restart_after is not None:
-        cluster.agenda.at(cluster.agenda.now + fault.restart_after, cluster.come, worker)
+        cluster.queue.at(cluster.queue.now + fault.restart_after, cluster.start_worker, worker)
 
 
 def _slow(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    """Steps that begin meanwhile take longer."""
-    worker.slow_until, worker.factor = cluster.agenda.now + fault.lasts, fault.factor
+    """Lengthen the steps that begin while the fault lasts."""
+    worker.slow_until, worker.factor = cluster.queue.now + fault.lasts, fault.factor
 
 
 def _pause(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    worker.paused_until = max(worker.paused_until, cluster.agenda.now + fault.lasts)
+    worker.paused_until = max(worker.paused_until, cluster.queue.now + fault.lasts)
     if worker.step_began is not None:
-        worker.owed += fault.lasts
+        worker.pause_left += fault.lasts
 
 
-def _go_astray(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    cluster.wire.lines[worker.number].astray[fault.message].append(fault)
+def _affect_message(cluster: Simulation, worker: Worker, fault: Fault) -> None:
+    cluster.network.links[worker.number].message_faults[fault.message].append(fault)
 
 
-def _cut(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    """No message passes; a worker that was given up meanwhile comes back as another incarnation."""
-    line, heals = cluster.wire.lines[worker.number], cluster.agenda.now + fault.lasts
-    line.cut_until = max(line.cut_until, heals)
-    if fault.noticed_after is not None and fault.noticed_after < fault.lasts and worker.seat is not None:
-        cluster.give_up(worker, fault.noticed_after)
-        cluster.agenda.at(heals, _come_back, (cluster, worker, worker.life))
+def _disconnect(cluster: Simulation, worker: Worker, fault: Fault) -> None:
+    """Block all messages; a worker that the server dropped meanwhile returns as a new incarnation."""
+    link, heals = cluster.network.links[worker.number], cluster.queue.now + fault.lasts
+    link.down_until = max(link.down_until, heals)
+    if fault.noticed_after is not None and fault.noticed_after < fault.lasts and worker.instance is not None:
+        cluster.report_loss(worker, fault.noticed_after)
+        cluster.queue.at(heals, _reconnect, (cluster, worker, worker.life))
 
 
-def _come_back(given_up: tuple[Simulation, Worker, int]) -> None:
-    cluster, worker, life = given_up
+def _reconnect(lost: tuple[Simulation, Worker, int]) -> None:
+    cluster, worker, life = lost
     if worker.life == life:
-        cluster.go(worker)
-        cluster.come(worker)
+        cluster.end_worker(worker)
+        cluster.start_worker(worker)
 
 
 def _join(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    """Somebody new, or somebody who was lost or drained and is wanted again."""
-    if worker.seat is None:
+    """Start a new worker, or restart one that was lost or drained."""
+    if worker.instance is None:
         worker.done = False
-        cluster.come(worker)
+        cluster.start_worker(worker)
 
 
 def _drain(cluster: Simulation, worker: Worker, fault: Fault) -> None:
-    cluster.ask(Drain(worker.number))
+    cluster.send_to_server(Drain(worker.number))
 
 
 KINDS: dict[str, Callable[[Simulation, Worker, Fault], None]] = {
     "crash": _crash,
     "slow": _slow,
     "pause": _pause,
-    "lose": _go_astray,
-    "duplicate": _go_astray,
-    "reorder": _go_astray,
-    "cut": _cut,
+    "lose": _affect_message,
+    "duplicate": _affect_message,
+    "reorder": _affect_message,
+    "cut": _disconnect,
     "join": _join,
     "drain": _drain,
 }

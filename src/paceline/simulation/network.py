@@ -1,4 +1,4 @@
-"""What a simulated cluster shares: links and cores, each a capacity divided evenly over whoever uses it just now."""
+"""The simulated network, and capacities (links, cores) that concurrent users share evenly."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paceline.simulation.event_queue import Action, Agenda
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex link: bytes a second each way, and how long a message is under way besides."""
+    """A full-duplex link: bytes per second each way, plus a latency per message."""
 
     bandwidth: float
     latency: float = 0.0
 
 
 def parse_link(text: str) -> Link:
-    """`BANDWIDTH[,LATENCY]`.
+    """Parse `BANDWIDTH[,LATENCY]`.
 
     >>> parse_link("1gbit,0.2ms")
     Link(bandwidth=125000000.0, latency=0.0002)
@@ -37,7 +37,7 @@ def parse_link(text: str) -> Link:
 
 
 def ring_seconds(num_workers: int, nbytes: int, link: Link) -> float:
-    """A ring all-reduce: 2 (n - 1) steps, each of which sends an n-th of the bytes over every link at once.
+    """Return the time of a ring all-reduce: 2 (n - 1) steps, each sends 1/n of the bytes over every link at once.
 
     >>> ring_seconds(4, 1000, Link(1000.0, 0.5))
     4.5
@@ -47,35 +47,35 @@ def ring_seconds(num_workers: int, nbytes: int, link: Link) -> float:
 
 
 class Job:
-    """One user's share of a capacity; it may be called off."""
+    """One job on a shared capacity; it can be cancelled."""
 
-    __slots__ = ("action", "argument", "off")
+    __slots__ = ("action", "argument", "ended")
 
     def __init__(self, action: Action, argument: Any) -> None:
         self.action, self.argument = action, argument
-        self.off = False
+        self.ended = False
 
 
 class Shared:
-    """A capacity divided evenly over its jobs; no job can use more than `most`, and taking turns wastes `turns` of it.
+    """Divides a capacity evenly among its jobs, at most `max_rate` each; sharing loses the part `switching_loss` of it.
 
-    All jobs are served at the same rate, so the service a job has received since the beginning is one number for all:
-    a job that needs `work` ends when that number has grown by `work`. That makes a change cost O(log jobs).
+    All jobs get the same rate, so one number counts the service per job since the start: a job that needs `work` ends
+    when this number has grown by `work`. A change therefore costs O(log jobs).
     """
 
-    def __init__(self, agenda: Agenda, capacity: float, most: float, turns: float = 0.0) -> None:
-        self._agenda = agenda
-        self._in_turns = capacity * (1.0 - turns)
-        self._capacity, self._most = capacity, most
+    def __init__(self, queue: Agenda, capacity: float, max_rate: float, switching_loss: float = 0.0) -> None:
+        self._queue = queue
+        self._shared_capacity = capacity * (1.0 - switching_loss)
+        self._capacity, self._max_rate = capacity, max_rate
         self._service = self._since = 0.0
-        self._rate = most
+        self._rate = max_rate
         self._jobs: list[tuple[float, int, Job]] = []
         self._num_jobs = self._serial = 0
-        self._next_look = math.inf
+        self._next_check = math.inf
 
     def add(self, work: float, action: Action, argument: Any) -> Job:
-        """Do `work`, then call `action(argument)`."""
-        self._settle()
+        """Start a job of size `work`; call `action(argument)` when it is done."""
+        self._update_service()
         job = Job(action, argument)
         self._serial += 1
         self._count(1)
@@ -83,59 +83,59 @@ class Shared:
         self._plan_next()
         return job
 
-    def call_off(self, job: Job) -> None:
-        """Give the capacity of a job that will not be finished back to the others."""
-        if not job.off:
-            self._settle()
-            job.off = True
+    def cancel(self, job: Job) -> None:
+        """Cancel a job and give its capacity to the others."""
+        if not job.ended:
+            self._update_service()
+            job.ended = True
             self._count(-1)
             self._plan_next()
 
     def _count(self, change: int) -> None:
-        """One job more or less, and what each of them is served a second from now on."""
+        """Change the number of jobs and recompute the rate of each."""
         self._num_jobs += change
         if self._num_jobs:
-            alone = self._capacity >= self._num_jobs * self._most
-            self._rate = self._most if alone else self._in_turns / self._num_jobs
+            alone = self._capacity >= self._num_jobs * self._max_rate
+            self._rate = self._max_rate if alone else self._shared_capacity / self._num_jobs
 
-    def _settle(self) -> None:
-        """Bring the service up to now."""
-        now = self._agenda.now
+    def _update_service(self) -> None:
+        """Advance the service counter to the current time."""
+        now = self._queue.now
         if self._num_jobs:
             self._service += (now - self._since) * self._rate
         self._since = now
 
     def _plan_next(self) -> None:
-        """Plan to look when the next job ends, unless a look is planned before: that one will plan again."""
+        """Plan a check at the end of the next job, unless an earlier check is planned: that one plans the next."""
         jobs = self._jobs
-        while jobs and jobs[0][2].off:
+        while jobs and jobs[0][2].ended:
             heapq.heappop(jobs)
         if jobs:
             missing = jobs[0][0] - self._service
-            end = self._agenda.now + (missing / self._rate if missing > 0.0 else 0.0)
-            if end < self._next_look:
-                self._next_look = end
-                self._agenda.at(end, self._look, end)
+            end = self._queue.now + (missing / self._rate if missing > 0.0 else 0.0)
+            if end < self._next_check:
+                self._next_check = end
+                self._queue.at(end, self._check, end)
 
-    def _look(self, planned: float) -> None:
-        if planned != self._next_look:
-            return  # an earlier look was planned since
-        self._next_look = math.inf
-        self._settle()
+    def _check(self, planned: float) -> None:
+        if planned != self._next_check:
+            return  # an earlier check has replaced this one
+        self._next_check = math.inf
+        self._update_service()
         jobs = self._jobs
-        while jobs and jobs[0][2].off:
+        while jobs and jobs[0][2].ended:
             heapq.heappop(jobs)
         if not jobs:
             return
-        missing, now = jobs[0][0] - self._service, self._agenda.now
+        missing, now = jobs[0][0] - self._service, self._queue.now
         if missing > 0.0 and now + missing / self._rate > now:
-            self._plan_next()  # others came meanwhile, so it takes longer
+            self._plan_next()  # jobs added meanwhile made this one slower
         else:
             self._finish(*heapq.heappop(jobs))
 
     def _finish(self, end: float, serial: int, job: Job) -> None:
         self._service = max(self._service, end)
-        job.off = True
+        job.ended = True
         self._count(-1)
         self._plan_next()
         job.action(job.argument)
@@ -146,62 +146,62 @@ UP, DOWN = "push", "reply"
 
 @dataclass(slots=True)
 class Line:
-    """One worker's connection, over all its incarnations."""
+    """The network link of one worker, over all its incarnations."""
 
-    cut_until: float = -1.0
-    astray: dict[str, list[Fault]] = field(default_factory=lambda: {UP: [], DOWN: []})
-    under_way: float = 0.0
-    """Seconds that messages have spent on it."""
+    down_until: float = -1.0
+    message_faults: dict[str, list[Fault]] = field(default_factory=lambda: {UP: [], DOWN: []})
+    seconds_in_flight: float = 0.0
+    """Total seconds that messages have spent on the link."""
 
 
-Cargo: TypeAlias = tuple[Line, tuple[str, int] | None, Action, Any, float]
-"""Whose line, which way with how many bytes on the link, to whom, what, and since when."""
+Transfer: TypeAlias = tuple[Line, tuple[str, int] | None, Action, Any, float]
+"""Link, (direction, bytes) if the bandwidth counts, recipient, message, start time."""
 
 
 class Wire:
-    """Carries messages: their bytes over the link's direction that all workers share, then the latency."""
+    """Delivers messages: all workers share the bandwidth of each direction; the latency is added."""
 
-    def __init__(self, agenda: Agenda, bandwidth: float | None, latency: float, num_workers: int) -> None:
-        self._agenda, self._latency = agenda, latency
+    def __init__(self, queue: Agenda, bandwidth: float | None, latency: float, num_workers: int) -> None:
+        self._queue, self._latency = queue, latency
         self._shared: dict[str, Shared] = {}
         if bandwidth is not None:
-            self._shared = {way: Shared(agenda, bandwidth, bandwidth) for way in (UP, DOWN)}
-        self.lines = [Line() for _ in range(num_workers)]
-        self.is_down = False
+            self._shared = {way: Shared(queue, bandwidth, bandwidth) for way in (UP, DOWN)}
+        self.links = [Line() for _ in range(num_workers)]
+        self.server_down = False
 
-    def carry(
-        self, worker: int, way: str, arrive: Action, message: Any, lost: Action, asked: Any, nbytes: int | None
+    def send(
+        self, worker: int, way: str, arrive: Action, message: Any, lost: Action, request: Any, nbytes: int | None
     ) -> None:
-        """Bring `message` to `arrive`, or call `lost(asked)` where it goes astray; one without `nbytes` is light."""
-        line, now = self.lines[worker], self._agenda.now
-        if self.is_down or now < line.cut_until:
-            lost(asked)
+        """Send `message` to `arrive`, or call `lost(request)` if it is lost; without `nbytes` it takes no bandwidth."""
+        line, now = self.links[worker], self._queue.now
+        if self.server_down or now < line.down_until:
+            lost(request)
             return
-        astray = line.astray[way]
-        fault = astray.pop(0) if astray and nbytes is not None else None
-        cargo = (line, (way, nbytes) if nbytes and self._shared else None, arrive, message, now)
+        message_faults = line.message_faults[way]
+        fault = message_faults.pop(0) if message_faults and nbytes is not None else None
+        transfer = (line, (way, nbytes) if nbytes and self._shared else None, arrive, message, now)
         if fault is None:
-            self._load(cargo)
+            self._begin(transfer)
         elif fault.kind == "lose":
-            lost(asked)
+            lost(request)
         else:
-            self._agenda.at(now + fault.lasts, self._load, cargo)
+            self._queue.at(now + fault.lasts, self._begin, transfer)
             if fault.kind == "duplicate":
-                self._load(cargo)
+                self._begin(transfer)
 
-    def _load(self, cargo: Cargo) -> None:
-        load = cargo[1]
+    def _begin(self, transfer: Transfer) -> None:
+        load = transfer[1]
         if load is None:
-            self._unload(cargo)
+            self._end(transfer)
         else:
             way, nbytes = load
-            self._shared[way].add(nbytes, self._unload, cargo)
+            self._shared[way].add(nbytes, self._end, transfer)
 
-    def _unload(self, cargo: Cargo) -> None:
-        line, _, arrive, message, since = cargo
-        there = self._agenda.now + self._latency
-        line.under_way += there - since
+    def _end(self, transfer: Transfer) -> None:
+        line, _, arrive, message, since = transfer
+        there = self._queue.now + self._latency
+        line.seconds_in_flight += there - since
         if self._latency:
-            self._agenda.at(there, arrive, message)
+            self._queue.at(there, arrive, message)
         else:
             arrive(message)

@@ -1,4 +1,4 @@
-"""`paceline simulate`: from a config to the result of a run on a cluster that does not exist."""
+"""`paceline simulate`: run a config on a simulated cluster and write its run folder."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from paceline.tasks.synthetic import TimingModel
 
 
 def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Run what the config says under a virtual clock; returns where it lies and what it came to."""
+    """Run the config under a virtual clock; return the run folder and the result."""
     config = resolve(config)
     if config.like is None and config.speeds is None:
-        config = dataclasses.replace(config, speeds=DEFAULT_SPEED)  # so that the folder says what kind of run it was
+        config = dataclasses.replace(config, speeds=DEFAULT_SPEED)  # marks the folder as a simulated run
     faults = check(config)
     config, location = (config, None) if config.timing_only else settle_data(config)
     folder = RunFolder.create(config)
@@ -50,14 +50,14 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
 
 
 def check(config: RunConfig) -> tuple[Fault, ...]:
-    """Every mistake that can be found before anything is made; returns the faults."""
+    """Raise UserError for every mistake that can be found before the run; return the fault table."""
     cluster_of(config, 0)
     if config.parameters is not None and not config.timing_only:
-        raise UserError("--parameters is the size of a model that is not there: add --timing-only")
+        raise UserError("--parameters gives the size of a model that is not trained: add --timing-only")
     if config.parameters is not None and not count(config.parameters):
-        raise UserError("--parameters 0: a model has at least one parameter")
+        raise UserError("--parameters 0: a model has at least one parameter: give a larger number")
     if config.timing_only and config.eval_every is not None:
-        raise UserError("--timing-only computes nothing to evaluate: leave out --eval-every and what goes with it")
+        raise UserError("--timing-only computes no weights to evaluate: leave out --eval-every and its options")
     if config.timing_only and config.snapshots is not None:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.device != "cpu":
@@ -71,64 +71,64 @@ def _simulate(
     from paceline.runs.recovery import rebuild
     from paceline.simulation.event_queue import Agenda
 
-    crew = _timing_crew(config) if config.timing_only else _training_crew(config, location, console)
-    for line in startup_warnings(config, location, crew.work.skew if crew.work is not None else None):
+    parts = _timing_parts(config) if config.timing_only else _training_parts(config, location, console)
+    for line in startup_warnings(config, location, parts.work.skew if parts.work is not None else None):
         console.note(line)
-    agenda = Agenda()
+    queue = Agenda()
     hosts: list[Host] = []
 
     def start_server(send: Callable[[Reply], None]) -> Host:
-        """The first time a new one; later, what checkpoint and log say it was."""
-        server, rebuilt = crew.make_server(), None
+        """Start the server; after a crash, rebuild it from checkpoint and log."""
+        server, rebuilt = parts.make_server(), None
         if hosts:
             hosts[-1].close()
-            rebuilt = rebuild(server, crew.make_seat, crew.model, config, folder, console.report)
+            rebuilt = rebuild(server, parts.make_seat, parts.model, config, folder, console.report)
         so_far, facts = rebuilt.now if rebuilt is not None else 0.0, facts_of(config, location)
-        runtime = SimulatedRuntime(send, lambda worker: _spent(simulation, worker))
-        parts = server, crew.model, crew.work, config, folder, console.report, runtime
-        host = Host(*parts, so_far, facts, lambda: agenda.now)
+        runtime = SimulatedRuntime(send, lambda worker: _time_shares(simulation, worker))
+        run = server, parts.model, parts.work, config, folder, console.report, runtime
+        host = Host(*run, so_far, facts, lambda: queue.now)
         if rebuilt is not None:
             host.go_on(rebuilt)
         hosts.append(host)
         if config.max_seconds is not None:
-            agenda.at(agenda.now + host.seconds_left, lambda host: _look_at_the_clock(simulation, host), host)
+            queue.at(queue.now + host.seconds_left, lambda host: _check_time_limit(simulation, host), host)
         return host
 
-    def come(worker: int, incarnation: int) -> Seat:
-        return crew.make_seat(Join(worker, incarnation, crew.quotas[worker], config.threads or 1))
+    def make_worker(worker: int, incarnation: int) -> Seat:
+        return parts.make_seat(Join(worker, incarnation, parts.quotas[worker], config.threads or 1))
 
-    cluster = cluster_of(config, crew.num_floats, faults)
+    cluster = cluster_of(config, parts.num_floats, faults)
 
     def note_and_inject(simulation: Simulation, fault: Fault) -> None:
         row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
         hosts[-1].events.write("fault", hosts[-1].clock.now(), fault=fault.kind, **row)
         inject(simulation, fault)
 
-    workers, places = config.workers or 1, config.max_workers
-    simulation = Simulation(agenda, cluster, workers, come, start_server, places, note_and_inject)
+    workers = config.workers or 1
+    simulation = Simulation(queue, cluster, workers, make_worker, start_server, config.max_workers, note_and_inject)
     began = time.perf_counter()
-    with stop_signals(console.report, react=lambda reason: setattr(agenda, "stopped", True)) as reasons:
+    with stop_signals(console.report, react=lambda reason: setattr(queue, "stopped", True)) as reasons:
         simulation.run()
         host = hosts[-1]
         if not host.server.over:
             host.stop(reasons[0] if reasons else ALL_GONE)
-        result = host.finish(_found(simulation, time.perf_counter() - began))
+        result = host.finish(_extra_results(simulation, time.perf_counter() - began))
     host.close()
     return result
 
 
-def _look_at_the_clock(simulation: Simulation, host: Host) -> None:
-    """The virtual clock reads --max-seconds, unless it stood still meanwhile."""
-    agenda = simulation.agenda
-    if host is not simulation.side or simulation.wire.is_down:
-        return  # a server that starts again plans again
-    if not simulation.num_here and agenda.is_empty:
-        return  # nobody is left, and nobody is to come: that is how it ends
+def _check_time_limit(simulation: Simulation, host: Host) -> None:
+    """Stop at --max-seconds; plan another check if the run's clock was paused meanwhile."""
+    queue = simulation.queue
+    if host is not simulation.side or simulation.network.server_down:
+        return  # the restarted server plans its own check
+    if not simulation.num_running and queue.is_empty:
+        return  # no worker is left or will join: the run ends anyway
     host.look_at_the_clock()
     if host.server.over:
-        agenda.stopped = True
+        queue.stopped = True
     else:
-        agenda.at(agenda.now + host.seconds_left, lambda host: _look_at_the_clock(simulation, host), host)
+        queue.at(queue.now + host.seconds_left, lambda host: _check_time_limit(simulation, host), host)
 
 
 class SimulatedRuntime(LocalRuntime):
@@ -145,7 +145,7 @@ class SimulatedRuntime(LocalRuntime):
 
 @dataclass(frozen=True)
 class Crew:
-    """Who takes part: how a server and a worker are made, and what they train."""
+    """The parts of a simulated run: the model, its data, and how to make a server and a worker."""
 
     model: SupervisedTask | TimingModel
     work: Work | None
@@ -155,23 +155,23 @@ class Crew:
     make_seat: Callable[[Join], Seat]
 
 
-def _training_crew(config: RunConfig, location: Location | None, console: Console) -> Crew:
-    """Workers that compute real gradients."""
+def _training_parts(config: RunConfig, location: Location | None, console: Console) -> Crew:
+    """Return the parts of a run whose workers compute real gradients."""
     prepare_device(config)
     dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset)
     work = work_of(task, config)
 
-    def seat(join: Join) -> Seat:
+    def worker(join: Join) -> Seat:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    return Crew(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), seat)
+    return Crew(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), worker)
 
 
-def _timing_crew(config: RunConfig) -> Crew:
-    """Workers that take time and compute nothing; the data set is known by its size."""
+def _timing_parts(config: RunConfig) -> Crew:
+    """Return the parts of a run whose workers take time but compute nothing; only the data set's size is used."""
     if config.task is not None and config.parameters is None:
-        raise UserError("--timing-only with a task of your own: give its size, as in --parameters 25.6M")
+        raise UserError("--timing-only with a custom task needs its size: add --parameters, as in --parameters 25.6M")
     info, workers = DATASETS[config.dataset], config.workers or 1
     own = config.epoch_mode == "own"
     quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers))) if own else None
@@ -186,29 +186,30 @@ def _timing_crew(config: RunConfig) -> Crew:
     return Crew(model, None, [quota] * places_of(config), layout.size, server, lambda join: Seat(model, model, join))
 
 
-def _spent(simulation: Simulation, number: int) -> Spent:
-    """Where a worker's time has gone so far: what is neither a step nor a message under way is waiting."""
-    worker, sending, now = simulation.workers[number], simulation.wire.lines[number].under_way, simulation.agenda.now
-    here = worker.present + (now - worker.joined_at if worker.seat is not None else 0.0)
+def _time_shares(simulation: Simulation, number: int) -> Spent:
+    """Return a worker's time shares so far; time without a step or a message on the network is waiting."""
+    worker, now = simulation.workers[number], simulation.queue.now
+    sending = simulation.network.links[number].seconds_in_flight
+    here = worker.present + (now - worker.joined_at if worker.instance is not None else 0.0)
     computing = worker.computing + (now - worker.step_began if worker.step_began is not None else 0.0)
     step = median(worker.recent) if worker.recent else None
     return Spent(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps, step=step)
 
 
-def _found(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
-    """What a simulated run adds to the result."""
+def _extra_results(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
+    """Return the entries that a simulated run adds to the result."""
     utilisation = []
     came = max((worker.number for worker in simulation.workers if worker.incarnation >= 0), default=-1) + 1
     for worker in simulation.workers[:came]:
-        spent, whole = _spent(simulation, worker.number), worker.present or 1.0
+        spent, whole = _time_shares(simulation, worker.number), worker.present or 1.0
         shares = {"computing": spent.computing, "waiting": spent.waiting, "sending": spent.sending}
         utilisation.append({name: round((seconds or 0.0) / whole, 4) for name, seconds in shares.items()})
     return {
         "simulated": True,
-        "virtual_seconds": round(simulation.agenda.now, 6),
+        "virtual_seconds": round(simulation.queue.now, 6),
         "wall_seconds": round(wall_seconds, 3),
         "events": simulation.num_events,
-        "heap_actions": simulation.agenda.num_done,
+        "heap_actions": simulation.queue.num_done,
         "utilisation": utilisation,
         "staleness_histogram": dict(sorted(simulation.side.server.staleness.items())),
     }

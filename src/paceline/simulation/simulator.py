@@ -1,6 +1,6 @@
-"""A cluster in one process: the same server and workers as everywhere, under a virtual clock.
+"""Simulates a cluster in one process: the real server and workers under a virtual clock.
 
-One batch's way: reply received, step computed, push carried to the server, served, reply carried back.
+One batch: the worker gets a reply, computes a step and pushes; the server handles the push and replies.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from paceline.simulation.network import DOWN, UP, Job, Link, Shared, Wire, ring_
 from paceline.simulation.step_times import StepTimes
 
 RETRY_STEPS = 5.0
-"""A message that was lost is sent again after so many mean steps."""
+"""Delay before a lost message is sent again, in mean step times."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is simulated: step times, what connects workers and server, what they share, and what goes wrong."""
+    """The simulated cluster: step times, network, shared cores, delays and faults."""
 
     step_times: StepTimes
     nbytes: int
-    """Of all weights, as they go round a ring; the server knows what its pushes and replies weigh."""
+    """Bytes of all weights, as a ring all-reduce sends them; the server computes the size of its own messages."""
     link: Link | None = None
     latency: float = 0.0
-    """Of a message where there is no link: between processes of one machine."""
+    """Seconds per message without a link: between processes of one machine."""
     ring: bool = False
-    steps_a_push: int = 1
-    """At most: a reply may ask for fewer local steps."""
+    steps_per_push: int = 1
+    """Maximum local steps per push; a reply may ask for fewer."""
     by_speed: bool = False
-    """Whether slower workers make fewer local steps."""
+    """Whether slower workers get fewer local steps."""
     server_seconds: float = 0.0
     cores: int | None = None
-    turns: float = 0.0
-    """What the cores lose to cold caches when more want them than there are."""
+    switching_loss: float = 0.0
+    """Share of the cores' capacity lost to cold caches if more processes than cores compute."""
     delay: Callable[[int, int], float] | None = None
     faults: tuple[Fault, ...] = ()
 
 
 class ServerSide(Protocol):
-    """Drives the server: takes inputs, writes weights into `memories`, and sends replies."""
+    """The server as the simulation sees it: handles inputs, writes weights into `memories`, replies through `send`."""
 
     server: Server
     memories: dict[int, Memory]
@@ -59,36 +59,36 @@ class ServerSide(Protocol):
 
 @dataclass(slots=True)
 class Worker:
-    """One worker number over all its incarnations, and where its time went."""
+    """One worker number over all its incarnations, with its time accounting."""
 
     number: int
     incarnation: int = -1
     life: int = 0
-    """Counts starts and ends, so that what was meant for an earlier life is known."""
-    seat: Seat | None = None
-    acted: int = -1
+    """Number of starts and ends; events planned for an earlier life are ignored."""
+    instance: Seat | None = None
+    last_reply: int = -1
     unanswered: Push | None = None
     step_began: float | None = None
     steps: int = 1
-    seconds_a_step: float = 0.0
-    """Of the last push."""
+    seconds_per_step: float = 0.0
+    """Seconds per step of the last push."""
     job: Job | None = None
     factor: float = 1.0
     slow_until: float = 0.0
     paused_until: float = 0.0
-    owed: float = 0.0
-    """Seconds of a pause that fell into the step being computed."""
+    pause_left: float = 0.0
+    """Seconds of pause to add to the current step."""
     done: bool = False
     joined_at: float = 0.0
     present: float = 0.0
     computing: float = 0.0
     num_steps: int = 0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Seconds of a step, of its latest pushes."""
+    """Seconds per step of the latest pushes."""
 
 
 class Deadlock(Exception):
-    """Workers are waiting, nothing is planned, and training is not over: a defect, never a user's mistake."""
+    """Workers wait, no event is planned and training is not finished: a bug, never a user's mistake."""
 
 
 class Simulation:
@@ -96,252 +96,253 @@ class Simulation:
 
     def __init__(
         self,
-        agenda: Agenda,
+        queue: Agenda,
         cluster: Cluster,
         num_workers: int,
-        make_seat: Callable[[int, int], Seat],
+        make_worker: Callable[[int, int], Seat],
         start_server: Callable[[Callable[[Reply], None]], ServerSide],
-        places: int | None = None,
+        max_workers: int | None = None,
         inject: Callable[[Simulation, Fault], None] | None = None,
     ) -> None:
-        """`num_workers` join at the start; others, up to `places`, if a fault of kind `join` says so.
+        """Start with `num_workers`; faults of kind `join` add others, up to `max_workers`.
 
         `start_server` is given the function that sends a reply. `inject` applies one fault of `cluster.faults` when its
         time comes.
         """
-        assert inject is not None or not cluster.faults, "a cluster with faults needs what applies them"
+        assert inject is not None or not cluster.faults, "a cluster with faults needs `inject`"
         self._inject = inject
-        self.agenda, self.cluster = agenda, cluster
-        self.workers = [Worker(number) for number in range(places or num_workers)]
-        self._crew = self.workers[:num_workers]
+        self.queue, self.cluster = queue, cluster
+        self.workers = [Worker(number) for number in range(max_workers or num_workers)]
+        self._initial_workers = self.workers[:num_workers]
         link = None if cluster.ring else cluster.link
         latency = link.latency if link is not None else cluster.latency
-        self.wire = Wire(agenda, link.bandwidth if link is not None else None, latency, len(self.workers))
-        self._make_seat, self._start_server = make_seat, start_server
+        self.network = Wire(queue, link.bandwidth if link is not None else None, latency, len(self.workers))
+        self._make_worker, self._start_server = make_worker, start_server
         cores = float(cluster.cores) if cluster.cores is not None else None
-        self._cores = Shared(agenda, cores, 1.0, cluster.turns) if cores is not None else None
-        self._pacing = Pacing() if cluster.by_speed else None
-        self._queue: deque[Input] = deque()
+        self._cores = Shared(queue, cores, 1.0, cluster.switching_loss) if cores is not None else None
+        self._balancer = Pacing() if cluster.by_speed else None
+        self._inbox: deque[Input] = deque()
         self._serving = False
-        self._server_life = self.num_here = 0
+        self._server_life = self.num_running = 0
         self.num_events = 0
         self.side: ServerSide = start_server(self._send)
-        assert self.side.server.nbytes == cluster.nbytes, "server and cluster speak of the same weights"
+        assert self.side.server.nbytes == cluster.nbytes, "server and cluster have the same number of weights"
 
     def run(self) -> None:
-        """From everybody's join to the end of training, or until nobody is left."""
-        for worker in self._crew:
-            self.agenda.at(0.0, self.come, worker)
+        """Run from the first join until training ends or no worker is left."""
+        for worker in self._initial_workers:
+            self.queue.at(0.0, self.start_worker, worker)
         for fault in self.cluster.faults:
-            self.agenda.at(fault.at, self._apply_fault, fault)
-        self.agenda.run()
+            self.queue.at(fault.at, self._apply_fault, fault)
+        self.queue.run()
         for worker in self.workers:
-            if worker.seat is not None:
-                worker.present += self.agenda.now - worker.joined_at
-                worker.joined_at = self.agenda.now
+            if worker.instance is not None:
+                worker.present += self.queue.now - worker.joined_at
+                worker.joined_at = self.queue.now
                 if worker.step_began is not None:
-                    worker.computing += self.agenda.now - worker.step_began
-                    worker.step_began = self.agenda.now
-        if self.num_here and not self.side.server.over and not self.agenda.stopped:
-            raise Deadlock(f"at {self.agenda.now:g} s, update {self.side.server.version}: workers wait for nothing")
+                    worker.computing += self.queue.now - worker.step_began
+                    worker.step_began = self.queue.now
+        if self.num_running and not self.side.server.over and not self.queue.stopped:
+            raise Deadlock(f"at {self.queue.now:g} s, update {self.side.server.version}: all workers wait")
 
     def _apply_fault(self, fault: Fault) -> None:
         assert self._inject is not None
         self._inject(self, fault)
 
-    def come(self, worker: Worker) -> None:
-        """A process starts and joins as a new incarnation, with memory of its own; an older one is given up."""
-        if worker.seat is not None or worker.done or self.side.server.over:
+    def start_worker(self, worker: Worker) -> None:
+        """Start a worker process that joins as a new incarnation; the server drops an older one."""
+        if worker.instance is not None or worker.done or self.side.server.over:
             return
         if worker.incarnation >= 0:
-            self.give_up(worker, 0.0)
+            self.report_loss(worker, 0.0)
         worker.incarnation += 1
         worker.life += 1
-        worker.acted, worker.unanswered, worker.owed = -1, None, 0.0
-        worker.joined_at = self.agenda.now
-        worker.seat = self._make_seat(worker.number, worker.incarnation)
-        self.num_here += 1
-        self._carry_up(worker, worker.seat.join)
+        worker.last_reply, worker.unanswered, worker.pause_left = -1, None, 0.0
+        worker.joined_at = self.queue.now
+        worker.instance = self._make_worker(worker.number, worker.incarnation)
+        self.num_running += 1
+        self._send_up(worker, worker.instance.join)
 
-    def go(self, worker: Worker) -> None:
-        """The process is no more; whatever is under way to it finds nobody."""
-        worker.seat, worker.step_began = None, None
+    def end_worker(self, worker: Worker) -> None:
+        """End the worker's process; messages on their way to it are lost."""
+        worker.instance, worker.step_began = None, None
         worker.life += 1
-        worker.present += self.agenda.now - worker.joined_at
-        self.num_here -= 1
+        worker.present += self.queue.now - worker.joined_at
+        self.num_running -= 1
         if worker.job is not None and self._cores is not None:
-            self._cores.call_off(worker.job)
+            self._cores.cancel(worker.job)
             worker.job = None
 
-    def give_up(self, worker: Worker, after: float) -> None:
-        """The server notices, some time from now, that the worker as it is now is gone."""
+    def report_loss(self, worker: Worker, after: float) -> None:
+        """Let the server notice, in `after` seconds, that this incarnation is gone."""
         leave = Leave(worker.number, worker.incarnation)
         if after:
-            self.agenda.at(self.agenda.now + after, self.deliver, (self._server_life, leave))
+            self.queue.at(self.queue.now + after, self.deliver, (self._server_life, leave))
         else:
-            self.ask(leave)
+            self.send_to_server(leave)
 
     def _receive(self, delivery: tuple[int, Reply]) -> None:
-        """A reply has come, perhaps for a worker that is gone, or one that it has acted on before."""
+        """Deliver a reply to its worker; ignore it if the worker is gone or has seen it."""
         life, reply = delivery
         worker = self.workers[reply.worker]
-        if life != worker.life or worker.seat is None or reply.serial <= worker.acted:
+        if life != worker.life or worker.instance is None or reply.serial <= worker.last_reply:
             return
-        now = self.agenda.now
+        now = self.queue.now
         if now < worker.paused_until:
-            self.agenda.at(worker.paused_until, self._receive, delivery)
+            self.queue.at(worker.paused_until, self._receive, delivery)
             return
         self.num_events += 1
-        worker.acted, worker.unanswered = reply.serial, None
+        worker.last_reply, worker.unanswered = reply.serial, None
         if reply.over:
             worker.done = True
-            self.go(worker)
-            self.give_up(worker, 0.0)
+            self.end_worker(worker)
+            self.report_loss(worker, 0.0)
             return
-        worker.seat.pending = reply
-        worker.step_began, worker.steps = now, reply.steps or self.cluster.steps_a_push
+        worker.instance.pending = reply
+        worker.step_began, worker.steps = now, reply.steps or self.cluster.steps_per_push
         seconds = self._step_seconds(worker, reply.serial)
         if now < worker.slow_until:
             seconds *= worker.factor
         if self._cores is not None:
             worker.job = self._cores.add(seconds, self._computed, (worker, life))
         else:
-            self.agenda.at(now + seconds, self._computed, (worker, life))
+            self.queue.at(now + seconds, self._computed, (worker, life))
 
     def _step_seconds(self, worker: Worker, push: int) -> float:
-        """What the work for one push takes."""
-        times, most = self.cluster.step_times, self.cluster.steps_a_push
+        """Return the seconds of all local steps of one push."""
+        times, most = self.cluster.step_times, self.cluster.steps_per_push
         if most == 1:
             return times.seconds(worker.number, push)
         return sum(times.seconds(worker.number, push * most + place) for place in range(worker.steps))
 
     def _computed(self, which: tuple[Worker, int]) -> None:
-        """A step is done; what is left of a pause and a delay on purpose pass, then the push is sent."""
+        """Finish a step: wait for the rest of a pause and for the configured delay, then push."""
         worker, life = which
         if life != worker.life:
             return
         worker.job = None
-        extra, worker.owed = worker.owed, 0.0
+        extra, worker.pause_left = worker.pause_left, 0.0
         if self.cluster.delay is not None:
-            extra += worker.steps * self.cluster.delay(worker.number, worker.acted)
+            extra += worker.steps * self.cluster.delay(worker.number, worker.last_reply)
         if extra:
-            self.agenda.at(self.agenda.now + extra, self._push, which)
+            self.queue.at(self.queue.now + extra, self._push, which)
         else:
             self._push(which)
 
     def _push(self, which: tuple[Worker, int]) -> None:
         worker, life = which
-        if life != worker.life or worker.seat is None or worker.step_began is None:
+        if life != worker.life or worker.instance is None or worker.step_began is None:
             return
         self.num_events += 1
-        seconds = self.agenda.now - worker.step_began
+        seconds = self.queue.now - worker.step_began
         worker.computing += seconds
         worker.num_steps += worker.steps
-        worker.seconds_a_step = seconds / worker.steps
-        worker.recent.append(worker.seconds_a_step)
+        worker.seconds_per_step = seconds / worker.steps
+        worker.recent.append(worker.seconds_per_step)
         worker.step_began = None
-        worker.unanswered = worker.seat.push()
-        assert worker.unanswered is not None, "a reply that was not the last is worth a push"
-        self._carry_up(worker, worker.unanswered)
+        worker.unanswered = worker.instance.push()
+        assert worker.unanswered is not None, "every reply but the last leads to a push"
+        self._send_up(worker, worker.unanswered)
 
-    def _carry_up(self, worker: Worker, message: Join | Push) -> None:
+    def _send_up(self, worker: Worker, message: Join | Push) -> None:
         delivery = self._server_life, message
         nbytes = self.side.server.updater.nbytes_of(message) if isinstance(message, Push) else None
-        self.wire.carry(worker.number, UP, self.deliver, delivery, self._try_again_later, (worker, message), nbytes)
+        self.network.send(worker.number, UP, self.deliver, delivery, self._schedule_retry, (worker, message), nbytes)
 
     def _send(self, reply: Reply) -> None:
-        """Carry a reply, with its weights, from the server to its worker."""
+        """Send a reply with its weights from the server to its worker."""
         worker = self.workers[reply.worker]
-        if worker.seat is None or reply.incarnation != worker.incarnation:
+        if worker.instance is None or reply.incarnation != worker.incarnation:
             return
-        if self.cluster.ring and self.cluster.link is not None and worker.acted >= 0:
-            ring = max(1, self.side.server.num_live)  # after the last round nobody has work left
+        if self.cluster.ring and self.cluster.link is not None and worker.last_reply >= 0:
+            ring = max(1, self.side.server.num_live)  # after the last round no worker is live
             seconds = ring_seconds(ring, self.cluster.nbytes, self.cluster.link)
-            self.wire.lines[worker.number].under_way += seconds
-            self.agenda.at(self.agenda.now + seconds, self._receive, (worker.life, reply))
+            self.network.links[worker.number].seconds_in_flight += seconds
+            self.queue.at(self.queue.now + seconds, self._receive, (worker.life, reply))
             return
-        asked = worker, worker.unanswered or worker.seat.join
+        request = worker, worker.unanswered or worker.instance.join
         delivery, nbytes = (worker.life, reply), self.side.memories[worker.number].nbytes
-        self.wire.carry(worker.number, DOWN, self._receive, delivery, self._try_again_later, asked, nbytes)
+        self.network.send(worker.number, DOWN, self._receive, delivery, self._schedule_retry, request, nbytes)
 
-    def _try_again_later(self, asked: tuple[Worker, Join | Push]) -> None:
-        worker, message = asked
-        later = self.agenda.now + RETRY_STEPS * self.cluster.step_times.mean
-        self.agenda.at(later, self._try_again, (worker, worker.life, message))
+    def _schedule_retry(self, request: tuple[Worker, Join | Push]) -> None:
+        worker, message = request
+        later = self.queue.now + RETRY_STEPS * self.cluster.step_times.mean
+        self.queue.at(later, self._retry, (worker, worker.life, message))
 
-    def _try_again(self, lost: tuple[Worker, int, Join | Push]) -> None:
-        """The same push again, which the server answers but does not apply again; a join is a new connection."""
+    def _retry(self, lost: tuple[Worker, int, Join | Push]) -> None:
+        """Send a lost push again, which the server applies only once, or join again as a new incarnation."""
         worker, life, message = lost
         if life != worker.life or self.side.server.over:
             return
         if isinstance(message, Push):
             if worker.unanswered is message:
-                self._carry_up(worker, message)
-        elif worker.acted < 0:
-            self.go(worker)
-            self.come(worker)
+                self._send_up(worker, message)
+        elif worker.last_reply < 0:
+            self.end_worker(worker)
+            self.start_worker(worker)
 
-    def ask(self, message: Input) -> None:
-        """Somebody beside the server has a message for it."""
+    def send_to_server(self, message: Input) -> None:
+        """Hand the server a message that needs no network."""
         self.deliver((self._server_life, message))
 
     def deliver(self, delivery: tuple[int, Input]) -> None:
-        """A message has reached the server, which takes one at a time."""
+        """Queue a message that reached the server, which handles one at a time."""
         life, message = delivery
-        if life != self._server_life or self.wire.is_down:
-            return  # meant for a server that is no more
+        if life != self._server_life or self.network.server_down:
+            return  # sent to a server that has crashed
         if not self.cluster.server_seconds:
             self._serve(message)
             return
-        self._queue.append(message)
+        self._inbox.append(message)
         if not self._serving:
-            self._next()
+            self._serve_next()
 
-    def _next(self) -> None:
-        self._serving = bool(self._queue)
+    def _serve_next(self) -> None:
+        self._serving = bool(self._inbox)
         if self._serving:
-            message = self._queue.popleft()
+            message = self._inbox.popleft()
             work = self.cluster.server_seconds if isinstance(message, Push) else 0.0
             if self._cores is not None:
                 self._cores.add(work, self._served, (self._server_life, message))
             else:
-                self.agenda.at(self.agenda.now + work, self._served, (self._server_life, message))
+                self.queue.at(self.queue.now + work, self._served, (self._server_life, message))
 
     def _served(self, delivery: tuple[int, Input]) -> None:
         life, message = delivery
         if life == self._server_life:
             self._serve(message)
-            self._next()
+            self._serve_next()
 
     def _serve(self, message: Input) -> None:
         if isinstance(message, Join):
-            seat = self.workers[message.worker].seat
-            if seat is None or seat.join is not message:
-                return  # its connection is closed already
-            self.side.memories[message.worker] = seat.memory
-        if self._pacing is not None and isinstance(message, Push):
-            told = self._pacing.look(self.side.server, message.worker, self.workers[message.worker].seconds_a_step)
-            if told is not None:
-                self.side.handle(told)
+            instance = self.workers[message.worker].instance
+            if instance is None or instance.join is not message:
+                return  # the worker has closed this connection
+            self.side.memories[message.worker] = instance.memory
+        if self._balancer is not None and isinstance(message, Push):
+            seconds = self.workers[message.worker].seconds_per_step
+            change = self._balancer.look(self.side.server, message.worker, seconds)
+            if change is not None:
+                self.side.handle(change)
         self.num_events += 1
         self.side.handle(message)
         if self.side.server.over:
-            self.agenda.stopped = True  # the steps that are being computed would come too late
+            self.queue.stopped = True  # pushes of unfinished steps would come too late
 
     def stop_server(self) -> None:
-        """The server's process dies, with all that was under way to it."""
-        self.wire.is_down = True
+        """Crash the server; messages on their way to it are lost."""
+        self.network.server_down = True
         self._server_life += 1
-        self._queue.clear()
+        self._inbox.clear()
         self._serving = False
 
     def restart_server(self) -> None:
-        """A new server goes on from checkpoint and log; every worker's connection is broken, so all come anew."""
-        self.wire.is_down = False
+        """Start a server from checkpoint and log; all connections are broken, so every worker joins again."""
+        self.network.server_down = False
         self.side = self._start_server(self._send)
         for worker in self.workers:
-            if worker.seat is not None:
-                self.go(worker)
-                self.come(worker)
-            elif not worker.done and worker in self._crew:
-                self.ask(Leave(worker.number, worker.incarnation + 1))
+            if worker.instance is not None:
+                self.end_worker(worker)
+                self.start_worker(worker)
+            elif not worker.done and worker in self._initial_workers:
+                self.send_to_server(Leave(worker.number, worker.incarnation + 1))

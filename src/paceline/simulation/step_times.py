@@ -1,4 +1,4 @@
-"""How long a step of a simulated worker takes: a function of (seed, worker, step), whatever was drawn before."""
+"""Step times of simulated workers: a function of (seed, worker, step), independent of earlier draws."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.settings.notation import seconds
 
 FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
 BLOCK = 128
-SHORTEST = 1e-9
-LARGEST_SPREAD = 5.0
+MIN_SECONDS = 1e-9
+MAX_SPREAD = 5.0
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The time of one step: its mean, and a spread (a share of the mean, or measured quantiles of time / mean)."""
+    """Distribution of step times: mean, and spread as a share of the mean or as measured quantiles of time / mean."""
 
     kind: str
     mean: float
@@ -30,7 +30,7 @@ class Distribution:
     quantiles: tuple[float, ...] = ()
 
     def draw(self, generator: np.random.Generator, number: int) -> np.ndarray[Any, Any]:
-        """So many step times."""
+        """Draw `number` step times."""
         if self.kind == "exponential":
             return generator.exponential(self.mean, number)
         if self.kind == "lognormal":
@@ -45,7 +45,7 @@ class Distribution:
 
 
 class StepTimes:
-    """Each worker's distribution, drawn in blocks by address; newcomers are as fast as those who began, in turn."""
+    """Draws step times per worker, in blocks; workers beyond the list repeat its distributions."""
 
     def __init__(self, distributions: list[Distribution], seed: int) -> None:
         self.distributions = distributions
@@ -54,11 +54,11 @@ class StepTimes:
 
     @property
     def mean(self) -> float:
-        """Over all workers."""
+        """Mean step time of all workers."""
         return sum(one.mean for one in self.distributions) / len(self.distributions)
 
     def seconds(self, worker: int, step: int) -> float:
-        """What step `step` of `worker` takes."""
+        """Return the seconds that step `step` of `worker` takes."""
         distribution = self.distributions[worker % len(self.distributions)]
         if distribution.kind == "constant":
             return distribution.mean
@@ -71,7 +71,7 @@ class StepTimes:
 
 
 def parse_speeds(text: str, num_workers: int) -> list[Distribution]:
-    """One distribution a worker.
+    """Parse `--speeds` into one distribution per worker.
 
     >>> [one.mean for one in parse_speeds("1,1,4", 3)]
     [1.0, 1.0, 4.0]
@@ -90,7 +90,7 @@ def parse_speeds(text: str, num_workers: int) -> list[Distribution]:
 
 
 def parse_factors(text: str, num_workers: int) -> list[float]:
-    """One factor a worker on a step time that is known from elsewhere.
+    """Parse `--speeds` with `--like` into one factor per worker.
 
     >>> parse_factors("1,4", 2)
     [1.0, 4.0]
@@ -122,8 +122,8 @@ def _distribution(kind: str, arguments: list[str]) -> Distribution:
     if kind == "exponential":
         return Distribution(kind, mean)
     spread = seconds(arguments[1]) / mean if kind == "normal" else _factor(arguments[1])
-    if spread > LARGEST_SPREAD:
-        raise UserError(f"a spread of {spread:g} times the mean is no step time")
+    if spread > MAX_SPREAD:
+        raise UserError(f"a spread of {spread:g} times the mean is too large (at most {MAX_SPREAD:g})")
     return Distribution(kind, mean, spread)
 
 
@@ -145,13 +145,13 @@ def _factor(text: str) -> float:
 
 
 def _positive(value: float, text: str) -> float:
-    if not SHORTEST <= value < math.inf:
-        raise UserError(f"'{text}' is not a number above zero (a nanosecond is the least)")
+    if not MIN_SECONDS <= value < math.inf:
+        raise UserError(f"'{text}' is not a number above zero (at least a nanosecond)")
     return value
 
 
 def _per_worker(values: list[float], num_workers: int) -> list[float]:
-    """One value for all, or one for each."""
+    """Return one value per worker, from one value for all or one for each."""
     if len(values) == 1:
         return values * num_workers
     if len(values) != num_workers:

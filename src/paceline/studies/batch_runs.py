@@ -1,5 +1,6 @@
-"""Many configs to many run folders: what is there already is kept; the rest runs in the lab, or simulated where the
-lab cannot. Used by `paceline reproduce` and `paceline sweep`.
+"""Run many configs into one folder and keep finished runs: in the lab, simulated, or trained for real.
+
+Used by `paceline reproduce`, `paceline sweep` and `paceline bench scaling`.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ from paceline.tracking.feed import feed
 from paceline.tracking.registry import make_tracker
 
 MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every", "track")
-"""Settings that say where and how fast a run was made, not what it came to."""
-AT_ONCE = {"cpu": 1, "cuda": 256}
-"""Rows the lab is given together: a CPU gains nothing by more, and each that has ended is kept."""
+"""Settings that do not change a run's result."""
+MAX_LAB_BATCH = {"cpu": 1, "cuda": 256}
+"""Maximum runs per lab batch. A CPU gains nothing from more, and one run per batch is saved as soon as it ends."""
 SAMPLE_NOTE = "using the built-in sample: figures are not comparable; 'paceline data get fashion-mnist' fetches all"
 
 
-def settle(config: RunConfig) -> RunConfig:
-    """Resolved, with the cluster and the data named that it will have: what is compared with a folder's config."""
+def resolve_for_simulation(config: RunConfig) -> RunConfig:
+    """Resolve a simulated run's config, with its cluster and data set filled in, to compare with a folder's config."""
     config = resolve(config)
     if config.speeds is None and config.like is None:
         config = replace(config, speeds=DEFAULT_SPEED)
     return settle_data(config)[0]
 
 
-def note_sample(asked: list[RunConfig], settled: list[RunConfig], console: Console) -> None:
-    """Say once that the sample stands in for the whole."""
-    if any(had.dataset != has.dataset for had, has in zip(asked, settled, strict=True)):
+def note_sample(requested: list[RunConfig], resolved: list[RunConfig], console: Console) -> None:
+    """Print one note if any run uses the built-in sample instead of its data set."""
+    if any(had.dataset != has.dataset for had, has in zip(requested, resolved, strict=True)):
         console.note(SAMPLE_NOTE)
 
 
-def why_not_in_the_lab(config: RunConfig) -> str | None:
-    """What keeps the lab from this run."""
+def why_not_in_lab(config: RunConfig) -> str | None:
+    """Return why the lab cannot run this config, or None if it can."""
     try:
         check_rows([config])
     except UserError as error:
@@ -71,11 +72,11 @@ def folder_of(config: RunConfig) -> RunFolder:
 
 
 def is_done(config: RunConfig) -> bool:
-    """Whether the run's folder holds its result; one that holds something else is an error."""
+    """Return whether the run's folder holds its result; raise UserError if it holds something else."""
     folder = folder_of(config)
     if not folder.config_file.is_file():
         if folder.path.exists() and not _is_abandoned(folder.path):
-            raise UserError(f"{folder.path} is in the way and is no run folder: use another --runs, or remove it")
+            raise UserError(f"{folder.path} exists and is not a run folder: use another --runs, or remove it")
         return False
     then = folder.config()
     for name in FIELDS:
@@ -89,27 +90,27 @@ def is_done(config: RunConfig) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a folder was made for a run whose config was never written."""
+    """Return whether a folder was created for a run whose config was never written."""
     return path.is_dir() and all(file.name.startswith(".config.toml.") for file in path.iterdir())
 
 
 def result_of(config: RunConfig) -> dict[str, Any]:
-    """Of a run that is done."""
+    """Return the result of a finished run."""
     result = folder_of(config).result()
-    assert result is not None, f"{config.name} was made a moment ago"
+    assert result is not None, f"{config.name} has finished"
     return result
 
 
 def run_missing(configs: list[RunConfig], device: str, console: Console) -> None:
-    """Run every settled config whose result is not there yet; each result is kept as soon as it is there."""
+    """Run every resolved config that has no result yet, and save each result as soon as its run ends."""
     require_device(RunConfig(device=device))
-    with alone_in(Path(configs[0].runs)):
-        _run_those_missing(configs, device, console)
+    with lock_folder(Path(configs[0].runs)):
+        _run_locked(configs, device, console)
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other commands from running the same rows meanwhile."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Create and lock `folder`, so that no other command runs the same configs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -119,48 +120,48 @@ def alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder} is being filled by another command: wait for it, or stop it first") from None
+            raise UserError(f"{folder} is in use by another command: wait for it, or stop it first") from None
         yield
     finally:
         os.close(lock)
 
 
-def _run_those_missing(configs: list[RunConfig], device: str, console: Console) -> None:
+def _run_locked(configs: list[RunConfig], device: str, console: Console) -> None:
     todo = [config for config in configs if not is_done(config)]
     if len(todo) < len(configs):
         console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
     for config in todo:
-        remove_half_made(folder_of(config))
-    watch = Watch(console, len(todo))
+        remove_incomplete(folder_of(config))
+    progress = Watch(console, len(todo))
     try:
-        _run_all(todo, device, console, watch)
+        _run_all(todo, device, console, progress)
     except KeyboardInterrupt:
-        num_done = len(configs) - len(todo) + watch.num_done
+        num_done = len(configs) - len(todo) + progress.num_done
         raise Interrupted(
             f"interrupted: {num_done} of {len(configs)} runs are done and kept in {configs[0].runs}; "
-            "the same command goes on from there"
+            "run the same command to continue"
         ) from None
 
 
-def _run_all(todo: list[RunConfig], device: str, console: Console, watch: Watch) -> None:
-    """In the lab what the lab can do; the rest simulated, one by one."""
-    reasons = {config.name: why_not_in_the_lab(config) for config in todo}
+def _run_all(todo: list[RunConfig], device: str, console: Console, progress: Watch) -> None:
+    """Run in the lab all configs it supports, then simulate the others one by one."""
+    reasons = {config.name: why_not_in_lab(config) for config in todo}
     simulated = [config for config in todo if reasons[config.name] is not None]
     if simulated and device != "cpu":
         console.note(f"{len(simulated)} of {len(todo)} runs are simulated on the CPU: {reasons[simulated[0].name]}")
-    spent = _run_in_lab([config for config in todo if reasons[config.name] is None], device, watch)
+    spent = _run_in_lab([config for config in todo if reasons[config.name] is None], device, progress)
     if spent.num_rows > 1:
         console.note(f"the lab on {device}: {spent.line()}")
     for config in simulated:
-        inner = Inner(watch)
+        inner = Inner(progress)
         _, result = simulate(config, inner)
-        watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
-        if inner.stopping is not None:  # perhaps when the run had only its scoring left
+        progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+        if inner.stopping is not None:  # the run may still have finished, if only its evaluation was left
             raise KeyboardInterrupt
 
 
-def remove_half_made(folder: RunFolder) -> None:
-    """What an interrupted run left; there is nothing of value in it. One that is being made is not touched."""
+def remove_incomplete(folder: RunFolder) -> None:
+    """Delete the folder of an interrupted run; refuse if another process holds its lock."""
     if folder.config_file.exists():
         with folder.locked():
             shutil.rmtree(folder.path)
@@ -168,19 +169,19 @@ def remove_half_made(folder: RunFolder) -> None:
         shutil.rmtree(folder.path)
 
 
-def _run_in_lab(configs: list[RunConfig], device: str, watch: Watch) -> Spent:
+def _run_in_lab(configs: list[RunConfig], device: str, progress: Watch) -> Spent:
     spent = Spent()
     for part in _same_data(configs):
         location = locate_data(part[0])
-        assert location is not None, "the lab takes no tasks of one's own"
+        assert location is not None, "the lab does not run custom tasks"
         dataset = load(location)
-        for start in range(0, len(part), AT_ONCE[device]):
-            together = part[start : start + AT_ONCE[device]]
+        for start in range(0, len(part), MAX_LAB_BATCH[device]):
+            together = part[start : start + MAX_LAB_BATCH[device]]
             if device == "cpu":
                 torch.set_num_threads(together[0].threads or 1)  # as the simulator does
-            for finished in run_rows(together, dataset, torch.device(device), watch.part(len(together)), spent):
-                _keep(finished, {**facts_of(finished.config, location), "lab_device": device})
-                watch.num_done += 1
+            for finished in run_rows(together, dataset, torch.device(device), progress.part(len(together)), spent):
+                _write_run(finished, {**facts_of(finished.config, location), "lab_device": device})
+                progress.num_done += 1
     return spent
 
 
@@ -191,8 +192,8 @@ def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
     yield from parts.values()
 
 
-def _keep(finished: Finished, facts: dict[str, Any]) -> None:
-    """Write a row's run folder; the result comes last."""
+def _write_run(finished: Finished, facts: dict[str, Any]) -> None:
+    """Write a lab run's folder; the result file comes last."""
     folder = RunFolder.create(finished.config)
     tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
     write_atomically(folder.weights_file, save(tensors))
@@ -211,7 +212,7 @@ def _keep(finished: Finished, facts: dict[str, Any]) -> None:
 
 
 class Watch:
-    """Tells the console how many runs are done and how long the rest will take."""
+    """Reports to the console how many runs are done and how long the rest will take."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.num_done = 0
@@ -219,7 +220,7 @@ class Watch:
         self._began = time.perf_counter()
 
     def part(self, size: int) -> Progress:
-        """The progress of the next `size` runs."""
+        """Return the progress callback of the next `size` runs."""
         before = self.num_done
 
         def progress(text: str, share: float) -> None:
@@ -232,56 +233,56 @@ class Watch:
         left = (time.perf_counter() - self._began) * (1 - share) / share if share > 0.02 else None
         self._console.report({"kind": "working", "text": done, "fraction": share, "seconds_left": left})
 
-    def tell(self, text: str) -> None:
-        """A line that stays."""
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
         self._console.note(text)
 
     def show_one(self, text: str, share: float) -> None:
-        """Of one run at a time."""
+        """Show that the current run is `share` done, if runs are made one at a time."""
         self.show(text, (self.num_done + share) / self._total)
 
 
 class Inner(Console):
-    """The console of one run among many: only how far it is matters."""
+    """The console of one run of a batch: forwards its progress only."""
 
-    def __init__(self, watch: Watch, text: str = "simulating") -> None:
+    def __init__(self, progress: Watch, text: str = "simulating") -> None:
         super().__init__(quiet=True)
-        self._watch, self._text = watch, text
+        self._batch, self._text = progress, text
 
     def report(self, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
-            self._watch.show_one(self._text, row["fraction"])
+            self._batch.show_one(self._text, row["fraction"])
         elif row["kind"] == "stopping":
             self.stopping = row["reason"]
-            self._watch.tell(f"{self.stopping}: ending the run that is under way")
+            self._batch.note(f"{self.stopping}: ending the current run")
 
 
 def resolve_for_training(config: RunConfig) -> RunConfig:
-    """Resolved, with the data named that it will have: what is compared with a folder's config."""
+    """Resolve a real run's config, with its data set filled in, to compare with a folder's config."""
     return settle_data(resolve(config))[0]
 
 
 def train_missing(configs: list[RunConfig], console: Console) -> None:
-    """Train every settled config whose result is not there yet."""
+    """Train every resolved config that has no result yet."""
     for config in configs:
         require_device(config)
-    with alone_in(Path(configs[0].runs)):
+    with lock_folder(Path(configs[0].runs)):
         todo = [config for config in configs if not is_done(config)]
         if len(todo) < len(configs):
             console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
-        watch = Watch(console, len(todo))
+        progress = Watch(console, len(todo))
         for config in todo:
-            remove_half_made(folder_of(config))
-            inner = Inner(watch, f"training {config.name}")
+            remove_incomplete(folder_of(config))
+            inner = Inner(progress, f"training {config.name}")
             try:
                 _, result = train(config, inner, rank_here())
-                watch.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
-                stopped = inner.stopping is not None  # perhaps when the run had only its scoring left
+                progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+                stopped = inner.stopping is not None  # the run may still have finished
             except KeyboardInterrupt:
                 stopped = True
             if stopped:
-                num_done = len(configs) - len(todo) + watch.num_done
+                num_done = len(configs) - len(todo) + progress.num_done
                 raise Interrupted(
-                    f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; the same "
-                    "command goes on from there"
+                    f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; "
+                    "run the same command to continue"
                 )

@@ -1,4 +1,4 @@
-"""`paceline plan`: probe this machine (or take a run, or stated speeds), simulate every strategy and size, choose."""
+"""`paceline plan`: measure or read step times, simulate every strategy and worker count, recommend one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from paceline.simulation.forecast import Forecast, forecast
 from paceline.system.cpu import cores
 from paceline.system.terminal import UNLIMITED_WIDTH, fold
 
-WORTH_IT = 1.2
+STALE_LOCAL_THRESHOLD = 1.2
+"""A strategy with both local steps and staleness must be this many times faster than any other."""
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
 LOCAL_STEPS = 16
-GOOD_ENOUGH = 0.9
-"""A pace without staleness is preferred while it keeps this share of the fastest; so is a smaller crew."""
+SPEED_THRESHOLD = 0.9
+"""Prefer fewer workers, and no staleness, at or above this share of the highest speed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every forecast, the one to use, and why."""
+    """All forecasts, the recommended one, and the reason."""
 
     forecasts: list[Forecast]
     choice: Forecast
@@ -38,7 +39,7 @@ class Plan:
 
 
 def probe(config: RunConfig, console: Console, folder: Path) -> Path:
-    """Train for a few seconds on two processes, and return that run."""
+    """Train for a few seconds on two processes and return the run's folder."""
     imagined: dict[str, Any] = {name: None for name in SIMULATED_ONLY if name != "timing_only"}
     trial = dataclasses.replace(config, **imagined, strategy=ASYNC, workers=2, threads=1, epoch_mode="shared")
     steps = PROBE_STEPS
@@ -51,7 +52,7 @@ def probe(config: RunConfig, console: Console, folder: Path) -> Path:
 
 
 def sizes(config: RunConfig) -> list[int]:
-    """Doubling, up to what was asked for; else to twice this machine's cores, or 32 machines on a link."""
+    """Return worker counts, doubling up to --workers; by default up to twice the cores, or 32 with --link."""
     most = config.workers or (32 if config.link is not None else 2 * (config.cores or cores()))
     found = [1]
     while 2 * found[-1] < most:
@@ -60,7 +61,7 @@ def sizes(config: RunConfig) -> list[int]:
 
 
 def make_plan(config: RunConfig, console: Console) -> Plan:
-    """Probe if nothing is known, simulate all, choose."""
+    """Probe this machine if no step times are given, simulate every candidate, and choose one."""
     if config.speeds is not None and ("*" in config.speeds or ("," in config.speeds and ":" not in config.speeds)):
         raise UserError(
             f"--speeds '{config.speeds}': a plan tries several numbers of workers; give one speed for all, as in 30ms"
@@ -74,7 +75,7 @@ def make_plan(config: RunConfig, console: Console) -> Plan:
 
 def _simulate_all(config: RunConfig, console: Console) -> Plan:
     if config.task is not None and config.parameters is None:
-        raise UserError("a task of your own: give its size too, as in --parameters 25.6M")
+        raise UserError("a plan for a custom task needs its size: add --parameters, as in --parameters 25.6M")
     layout = timing_layout(config)
     cells = [(workers, strategy) for workers in sizes(config) for strategy in worth_comparing(workers, LOCAL_STEPS)]
     found = []
@@ -89,25 +90,25 @@ def _simulate_all(config: RunConfig, console: Console) -> Plan:
 
 
 def choose(found: list[Forecast]) -> Plan:
-    """The smallest crew near the fastest; on it, if near the fastest, an exchange every step, then no staleness.
+    """Choose the fewest workers near the highest speed; then prefer an exchange every step, then no staleness.
 
-    Drifts that are stale as well cost most, so they must be worth a good deal more speed.
+    Stale drifts of local steps cost the most accuracy, so they must be clearly faster (`STALE_LOCAL_THRESHOLD`).
     """
     top = max(one.samples_per_second for one in found)
     prudent = [one for one in found if not (one.staleness and strategy_of(one.strategy).is_local)]
-    crews = prudent if any(WORTH_IT * one.samples_per_second >= top for one in prudent) else found
-    fastest = max(crews, key=lambda one: one.samples_per_second)
-    enough = GOOD_ENOUGH * fastest.samples_per_second
-    workers = min(one.workers for one in crews if one.samples_per_second >= enough)
-    crew = [one for one in crews if one.workers == workers and one.samples_per_second >= enough]
-    every_step = [one for one in crew if not strategy_of(one.strategy).is_local]
-    even = [one for one in every_step or crew if not one.staleness]
-    choice = max(even or every_step or crew, key=lambda one: one.samples_per_second)
+    candidates = prudent if any(STALE_LOCAL_THRESHOLD * one.samples_per_second >= top for one in prudent) else found
+    fastest = max(candidates, key=lambda one: one.samples_per_second)
+    enough = SPEED_THRESHOLD * fastest.samples_per_second
+    workers = min(one.workers for one in candidates if one.samples_per_second >= enough)
+    smallest = [one for one in candidates if one.workers == workers and one.samples_per_second >= enough]
+    every_step = [one for one in smallest if not strategy_of(one.strategy).is_local]
+    even = [one for one in every_step or smallest if not one.staleness]
+    choice = max(even or every_step or smallest, key=lambda one: one.samples_per_second)
     return Plan(found, choice, _reason(choice, fastest))
 
 
 def _reason(choice: Forecast, fastest: Forecast) -> str:
-    """In a sentence."""
+    """Return the reason for the choice as one sentence."""
     share = choice.samples_per_second / fastest.samples_per_second
     pace = f"{choice.strategy} on {choice.workers} worker{'s' if choice.workers > 1 else ''}"
     speed = f"{100 * share:.0f} % of the fastest ({fastest.strategy} on {fastest.workers})"
@@ -128,7 +129,7 @@ COLUMNS = (
 
 
 def plan_lines(plan: Plan, width: int = UNLIMITED_WIDTH) -> list[str]:
-    """The table, with the choice marked, and the reason under it."""
+    """Return the table with the choice marked, and the reason below it."""
     alone = next((one.samples_per_second for one in plan.forecasts if one.workers == 1), None)
     rows = []
     for one in plan.forecasts:
@@ -148,7 +149,7 @@ def plan_lines(plan: Plan, width: int = UNLIMITED_WIDTH) -> list[str]:
         )
     return [
         fit_table(COLUMNS, rows, width, keep_empty=True),
-        fold("* several steps alone between exchanges: accuracy in docs/local-steps.md", width),
+        fold("* several local steps between exchanges: accuracy in docs/local-steps.md", width),
         "",
         fold(f"use {plan.reason}", width),
     ]

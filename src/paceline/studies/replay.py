@@ -1,4 +1,4 @@
-"""`paceline replay`: a run executed again from its log and compared with what it left."""
+"""`paceline replay`: execute a run again from its arrival log and compare the weights."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from paceline.settings.strategies import in_this_process, on_ring
 
 
 def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:
-    """Replay to the end of the log, or to update `until` and save its weights to `output`; JSON values come back."""
+    """Replay the whole log, or up to update `until` and save its weights to `output`; return JSON values."""
     recording = open_recording(path, until, output)
     for note in recording.notes():
         console.note(note)
-    return _with_the_script(recording, console) if is_script(recording.config) else _here(recording, console)
+    return _replay_script(recording, console) if is_script(recording.config) else _replay_here(recording, console)
 
 
-def _here(recording: Recording, console: Console) -> dict[str, Any]:
-    """In this process: every push is computed again by a seat."""
+def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
+    """Replay in this process: a `LocalWorker` recomputes every push."""
     config = recording.config
     if config.codec is not None and on_ring(config):
         raise UserError(
-            f"{recording.folder.path} exchanged by {config.codec} around a ring, in buckets that no replay makes "
-            "again: runs without a codec, or over a server, can be replayed"
+            f"{recording.folder.path} used --codec {config.codec} on a ring, whose buckets a replay cannot rebuild: "
+            "only ring runs without a codec can be replayed"
         )
     location = locate_data(config)
     require_device(config)
@@ -57,50 +57,50 @@ def _here(recording: Recording, console: Console) -> dict[str, Any]:
     return compare(again, recording, task, console.report)
 
 
-def _with_the_script(recording: Recording, console: Console) -> dict[str, Any]:
-    """By starting the user's script again, on as many workers."""
+def _replay_script(recording: Recording, console: Console) -> dict[str, Any]:
+    """Replay by starting the user's script again with the same number of workers."""
     from paceline.runtimes.scripts.replay import replay_script
 
     call = ScriptCall.load(recording.folder)
     if call.changed:
-        console.note(f"script {call.path} was changed since the run: it may train otherwise")
+        console.note(f"script {call.path} was changed since the run: the replay may differ")
     return replay_script(recording, call, console.report)
 
 
 def describe(outcome: dict[str, Any]) -> list[str]:
-    """The outcome in words."""
+    """Return the outcome as sentences."""
     digest = outcome["weights_sha256"]
     lines = [f"{outcome['records']} records, {outcome['updates']} updates, weights {digest[:16]}"]
     if outcome["weights_file"] is not None:
         lines.append(f"weights of update {outcome['updates']} are in {outcome['weights_file']}, sha256 {digest}")
     mismatch = outcome["first_departure"]
     if mismatch is not None:
-        lines.append(f"DIFFERENT from the run: departs {_where(mismatch)}")
+        lines.append(f"DIFFERENT from the run: {_where(mismatch)}")
         lines += [f"the run was made with {name} {value}" for name, value in outcome["made_with"].items()]
         if outcome["stuck"] is not None:
-            lines.append(f"it could not go on: {outcome['stuck']}")
+            lines.append(f"the replay could not continue: {outcome['stuck']}")
     elif outcome["identical"]:
         lines.append("identical to the run")
     elif outcome["weights_file"] is not None:
-        lines.append("up to there no push departs from the run's log")
+        lines.append("every push up to that update equals the run's log")
     else:
-        lines.append("the run left no result to compare; no push departs from its log")
+        lines.append("the run has no result to compare; every push equals its log")
     return lines
 
 
 def _where(mismatch: dict[str, Any]) -> str:
-    """Update, push, and what differs there."""
+    """Return the first mismatch as text: its update, its push, and the differing value."""
     recorded, replayed, what = mismatch["recorded"], mismatch["replayed"], mismatch["what"]
-    if what == "weights":  # somewhere since the last loss that was the same
+    if what == "weights":  # the first difference lies after the last equal loss
         return f"by update {mismatch['update']}: its weights were {recorded}, are {replayed}"
     where = f"first at update {mismatch['update']}"
     if mismatch["push"] is not None:
         where += f", worker {mismatch['worker']}'s push {mismatch['push']}"
     if what == "push":
-        return f"{where}: it was made then and is not now"
+        return f"{where}: the run made it, the replay did not"
     if what == "loss":
         from numpy import float32
 
-        recorded, replayed = float32(recorded), float32(replayed)  # as many digits as tell two apart
+        recorded, replayed = float32(recorded), float32(replayed)  # prints enough digits to show the difference
     was, now = ("were", "are") if what == "samples" else ("was", "is")
     return f"{where}: {what} {was} {recorded}, {now} {replayed}"

@@ -1,4 +1,4 @@
-"""`paceline bench scaling`: the same run on 1, 2, 4, ... workers, for real, one after the other."""
+"""`paceline bench scaling`: train the same run on 1, 2, 4, ... workers, one count after the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.system.cpu import cores
 
 KINDS = ("strong", "weak")
 STEPS = 200
-"""Of each worker, unless said."""
+"""Default number of steps per worker."""
 
 
 def parse_counts(text: str | None, device: str) -> list[int]:
-    """`1,2,4`, rising; by default doubled from 1 up to the cores (on a GPU, which workers share, 1, 2 and 4).
+    """Parse rising worker counts; by default powers of two up to the cores (on a shared GPU 1, 2 and 4).
 
     >>> parse_counts("1,2,4", "cpu")
     [1, 2, 4]
@@ -36,43 +36,43 @@ def parse_counts(text: str | None, device: str) -> list[int]:
     return counts
 
 
-def configs_for(asked: RunConfig, kind: str, counts: list[int], repeats: int) -> list[RunConfig]:
-    """One config a count and repeat; `asked` says everything but how many workers.
+def configs_for(base: RunConfig, kind: str, counts: list[int], repeats: int) -> list[RunConfig]:
+    """Return one config per count and repeat, from `base` with another number of workers.
 
-    Strong: --batch-size is shared by all workers. Weak: it is each worker's own. Steps are a worker's own, so that
-    every run takes about as long where workers do not get into each other's way.
+    Strong scaling divides --batch-size among the workers; weak scaling gives it to each. Steps are counted per
+    worker, so that with perfect scaling every run takes equally long.
     """
-    strategy = strategy_of(asked)
+    strategy = strategy_of(base)
     configs = []
     for count in counts:
-        if kind == "strong" and asked.batch_size % count:
+        if kind == "strong" and base.batch_size % count:
             raise UserError(
-                f"--kind strong divides --batch-size {asked.batch_size} among the workers, and {count} do not divide "
-                f"it: try --batch-size {count * max(1, asked.batch_size // count)}, or --kind weak"
+                f"--kind strong divides --batch-size {base.batch_size} among the workers, and {count} do not divide "
+                f"it: try --batch-size {count * max(1, base.batch_size // count)}, or --kind weak"
             )
-        batch = asked.batch_size // count if kind == "strong" else asked.batch_size
-        steps = (asked.steps or STEPS) * (1 if strategy.in_rounds else count)
+        batch = base.batch_size // count if kind == "strong" else base.batch_size
+        steps = (base.steps or STEPS) * (1 if strategy.in_rounds else count)
         for repeat in range(repeats):
             name = f"{count}-workers-{repeat + 1}"
-            how = replace(asked, workers=count, batch_size=batch, steps=steps, threads=asked.threads or 1, score="none")
+            how = replace(base, workers=count, batch_size=batch, steps=steps, threads=base.threads or 1, score="none")
             configs.append(replace(how, name=name))
     return configs
 
 
-def measure(asked: RunConfig, kind: str, counts: list[int], repeats: int, folder: Path, console: Console) -> Scaling:
-    """Run what is missing; returns what all came to."""
-    configs = configs_for(replace(asked, runs=str(folder)), kind, counts, repeats)
-    settled = [resolve_for_training(config) for config in configs]
-    note_sample(configs, settled, console)
-    room = cores() // (asked.threads or 1)
-    if asked.device == "cpu" and counts[-1] > room:
+def measure(base: RunConfig, kind: str, counts: list[int], repeats: int, folder: Path, console: Console) -> Scaling:
+    """Train the missing runs and return the table of all."""
+    configs = configs_for(replace(base, runs=str(folder)), kind, counts, repeats)
+    resolved = [resolve_for_training(config) for config in configs]
+    note_sample(configs, resolved, console)
+    room = cores() // (base.threads or 1)
+    if base.device == "cpu" and counts[-1] > room:
         console.note(
-            f"{cores()} cores have room for {room} workers of {asked.threads or 1} threads: more share them, and the "
-            "ideal grows no further"
+            f"{cores()} cores fit {room} workers of {base.threads or 1} threads: more workers share cores, and the "
+            "ideal stays the same"
         )
-    train_missing(settled, console)
-    ideal = [min(count, max(1, room)) if asked.device == "cpu" else 1 for count in counts]
+    train_missing(resolved, console)
+    ideal = [min(count, max(1, room)) if base.device == "cpu" else 1 for count in counts]
     rows = [
-        (config.workers or 1, config.batch_size, folder / str(config.name), result_of(config)) for config in settled
+        (config.workers or 1, config.batch_size, folder / str(config.name), result_of(config)) for config in resolved
     ]
-    return gather(kind, asked.strategy, asked.model, dict(zip(counts, ideal, strict=True)), rows)
+    return gather(kind, base.strategy, base.model, dict(zip(counts, ideal, strict=True)), rows)

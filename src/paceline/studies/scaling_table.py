@@ -1,4 +1,4 @@
-"""Scaling as a table and a figure: samples a second by workers, the ideal line, and where the time went."""
+"""Scaling as a table and a figure: samples/s by worker count, the ideal, and the workers' time shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = ("workers", "batch", "samples/s", "ideal", "speed-up", "efficiency", "com
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of the workers' time, of 1."""
+    """Mean shares of the workers' time; they add up to 1."""
 
     compute: float
     exchange: float
@@ -27,7 +27,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Count:
-    """What one number of workers came to; rates are samples a second, one a run."""
+    """Results of one number of workers; `rates` has the samples per second of each run."""
 
     workers: int
     batch: int
@@ -45,7 +45,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Scaling:
-    """All counts of one measurement; the first is what the others are compared with."""
+    """All worker counts of one measurement; the first is the baseline."""
 
     kind: str
     strategy: str
@@ -54,7 +54,7 @@ class Scaling:
 
 
 def split_of(result: dict[str, Any], timing: dict[str, Any] | None) -> Split | None:
-    """Waiting is the exchange itself, as it is when nobody is held back (a worker's lower tenth), and what is beyond.
+    """Split the waiting time: its 10th percentile per worker is the exchange, the rest is waiting for other workers.
 
     >>> timing = {"workers": {"0": {"wall": 0.03, "waited_least": 0.002}}}
     >>> split_of({"utilisation": [{"computing": 0.75, "waiting": 0.25}]}, timing)
@@ -73,7 +73,7 @@ def split_of(result: dict[str, Any], timing: dict[str, Any] | None) -> Split | N
 def gather(
     kind: str, strategy: str, model: str, ideals: dict[int, int], rows: list[tuple[int, int, Path, dict[str, Any]]]
 ) -> Scaling:
-    """`rows`: workers, batch, folder and result of each run; `ideals`: how many workers' worth each count is."""
+    """Build the table from `rows` (workers, batch, folder, result) and `ideals` (ideal speed-up per count)."""
     counts: list[Count] = []
     for workers, ideal in ideals.items():
         mine = [row for row in rows if row[0] == workers]
@@ -126,13 +126,13 @@ def title(scaling: Scaling) -> str:
     return f"{scaling.kind} scaling ({batch}): {scaling.model}, {scaling.strategy}"
 
 
-LEAVING = {"runs": 1, "batch": 2, "ideal": 3, "exchange %": 4, "wait %": 5, "compute %": 6, "speed-up": 7}
-"""Columns that go where room is short, the first first."""
+DROP_ORDER = {"runs": 1, "batch": 2, "ideal": 3, "exchange %": 4, "wait %": 5, "compute %": 6, "speed-up": 7}
+"""Columns left out of a narrow table, lowest number first."""
 
 
 def plain(scaling: Scaling, width: int = UNLIMITED_WIDTH) -> str:
-    """The table for a terminal."""
-    columns = [Column(name, LEAVING.get(name, 0)) for name in HEAD]
+    """Return the table for a terminal."""
+    columns = [Column(name, DROP_ORDER.get(name, 0)) for name in HEAD]
     return fold(title(scaling), width) + "\n" + fit_table(columns, cells(scaling), width, keep_empty=True)
 
 
@@ -141,14 +141,14 @@ def markdown(scaling: Scaling) -> str:
     first = scaling.counts[0]
     legend = (
         f"Samples/s: median of the runs. Speed-up and efficiency against {first.workers} worker"
-        f"{'s' if first.workers > 1 else ''}; the ideal grows with the workers as far as there are cores for them. "
-        "Exchange: what a push and its reply take when nobody is held back; wait: what is beyond."
+        f"{'s' if first.workers > 1 else ''}; the ideal grows with the workers until every core is used. "
+        "Exchange: the time of a push and its reply without waiting for other workers; wait: the rest."
     )
     return "\n".join([f"# {title(scaling)}", "", *lines, "", legend, ""])
 
 
 def rows_of(scaling: Scaling) -> list[dict[str, Any]]:
-    """For `table.csv` and `--json`."""
+    """Return the rows of `table.csv` and `--json`."""
     rows = []
     for count in scaling.counts:
         split = count.split
@@ -171,7 +171,7 @@ def rows_of(scaling: Scaling) -> list[dict[str, Any]]:
 
 
 def draw(scaling: Scaling, path: Path) -> str | None:
-    """Samples a second over workers, and the ideal line; returns why not where there is no figure."""
+    """Draw samples/s over workers and the ideal line; return why no figure was drawn, or None."""
     counts = scaling.counts
     spread = [statistics.stdev(count.rates) if len(count.rates) > 1 else None for count in counts]
     measured = [

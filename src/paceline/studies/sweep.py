@@ -1,4 +1,4 @@
-"""`paceline sweep`: every combination of a grid checked, then run into a folder of its own."""
+"""`paceline sweep`: check every combination of a grid, then run each into its own folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import SCHEMA, write_atomically
 from paceline.simulation.run import check
-from paceline.studies.batch_runs import note_sample, result_of, run_missing, settle
-from paceline.studies.sweep_file import Grid, at
+from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
+from paceline.studies.sweep_file import Grid, prefix_errors
 
 MARKER = "sweep.json"
 MANY_RUNS = 1000
@@ -26,27 +26,27 @@ MANY_RUNS = 1000
 def prepare(
     grid: Grid, folder: Path, device: str, data_dir: str | None, yes: bool, console: Console
 ) -> list[RunConfig]:
-    """Every run's settled config, all of them checked; starts and writes nothing."""
+    """Resolve and check the config of every run; start and write nothing."""
     if grid.num_runs > MANY_RUNS and not yes:
         raise UserError(f"{grid.path} asks for {grid.num_runs:,} runs: add --yes if that is what you want")
     require_device(RunConfig(device=device))
     _require_same_sweep(grid, folder)
     divided: set[tuple[Any, ...]] = set()
     data: dict[tuple[str, str | None], Dataset] = {}
-    asked, settled = list(grid.configs(folder, data_dir)), []
-    for config in asked:
-        with at(f"{grid.path}: {config.name}"):
-            settled.append(settle(config))
-            check(settled[-1])
-            _check_division(settled[-1], divided, data)
-    note_sample(asked, settled, console)
-    return settled
+    requested, resolved = list(grid.configs(folder, data_dir)), []
+    for config in requested:
+        with prefix_errors(f"{grid.path}: {config.name}"):
+            resolved.append(resolve_for_simulation(config))
+            check(resolved[-1])
+            _check_division(resolved[-1], divided, data)
+    note_sample(requested, resolved, console)
+    return resolved
 
 
 def _check_division(
     config: RunConfig, divided: set[tuple[Any, ...]], data: dict[tuple[str, str | None], Dataset]
 ) -> None:
-    """Divide the data as the run will; once for all that do it alike."""
+    """Split the data as the run will, to find mistakes early; once per distinct split."""
     c = config
     how = (c.dataset, c.data_dir, c.task, c.split, c.workers, c.batch_size, c.validation, c.fold)
     address = (*how, c.seed if c.split != "full" else 0, tuple(c.shard_weights or ()))
@@ -65,17 +65,17 @@ def _check_division(
 
 
 def _identity(grid: Grid) -> dict[str, Any]:
-    """What must be the same for two calls to be one sweep; the lists may grow and shrink."""
+    """Return the settings that two calls of one sweep must share; the lists of values may change."""
     return {"run": grid.fixed, "grid over": list(grid.axes), "folds": grid.folds}
 
 
 def _require_same_sweep(grid: Grid, folder: Path) -> None:
-    """A folder that holds something else is not touched."""
+    """Refuse a folder that holds another sweep or other files."""
     what_to_do = "give this sweep another name, use another --runs, or remove it"
     marker = folder / MARKER
     if not marker.is_file():
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UserError(f"{folder} is there already and is no sweep: {what_to_do}")
+            raise UserError(f"{folder} exists and is not a sweep: {what_to_do}")
         return
     try:
         there = dict(json.loads(marker.read_text(encoding="utf-8"))["sweep"])
@@ -87,7 +87,7 @@ def _require_same_sweep(grid: Grid, folder: Path) -> None:
 
 
 def sweep(grid: Grid, configs: list[RunConfig], folder: Path, device: str, console: Console) -> list[dict[str, Any]]:
-    """Run what is not there yet; returns the results of all."""
+    """Run the missing configs and return the results of all."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         content = {"schema": SCHEMA, "sweep": _identity(grid), "grid": grid.axes}

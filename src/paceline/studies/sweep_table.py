@@ -1,4 +1,4 @@
-"""A sweep's results: settings with their runs, the best first, as a table, as CSV and as one figure."""
+"""Results of a sweep, best setting first, as a table, as CSV and as a figure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from paceline.analysis.statistics import Several
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
 from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
-from paceline.studies.sweep_file import Grid, in_words, shown
+from paceline.studies.sweep_file import Grid, describe, value_text
 from paceline.system.terminal import UNLIMITED_WIDTH
 
-MOST_LINES, MOST_ROWS = 8, 60
-"""What a figure still shows legibly."""
+MAX_LINES, MAX_ROWS = 8, 60
+"""Limits of a legible figure."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One combination of the grid, and its runs: one a seed and fold."""
+    """One combination of the grid and its runs: one per seed and fold."""
 
     values: dict[str, Any]
     runs: Several
@@ -29,11 +29,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Swept:
-    """All combinations, the best first: those of which no run came to nothing, by their mean."""
+    """All combinations, best first: those without a failed run by their mean, then the others."""
 
     settings: list[Setting]
-    part: str  # what was scored: validation or test
-    measure: str  # accuracy, or loss where there is none
+    part: str  # validation or test
+    measure: str  # accuracy, or loss if the task has no accuracy
 
     @property
     def score(self) -> str:
@@ -46,7 +46,7 @@ class Swept:
 
 
 def gather(grid: Grid, results: list[dict[str, Any]]) -> Swept:
-    """Results in the order of the grid's configs to settings, the best first."""
+    """Group results, given in the order of the grid's configs, by setting, best first."""
     combined: dict[str, Setting] = {}
     for number, values in enumerate(itertools.product(*grid.axes.values())):
         chosen = {name: value for name, value in zip(grid.axes, values, strict=True) if name != "seed"}
@@ -67,36 +67,36 @@ def gather(grid: Grid, results: list[dict[str, Any]]) -> Swept:
 
 
 def verdict(swept: Swept) -> str:
-    """The last line: the best setting, and whether the next is told apart from it."""
+    """Return the last line: the best setting, and whether the second differs by more than the spread."""
     best = swept.best
     if best is None:
-        return "no best setting: of every one some run diverged (try a lower lr) or was stopped"
+        return "no best setting: each has a run that diverged (try a lower lr) or was stopped"
     unit = f"% {swept.part} accuracy" if swept.measure == "accuracy" else f"{swept.part} loss"
     form = ".2f" if swept.measure == "accuracy" else ".4f"
-    line = f"best: {in_words(best.values)}: {best.runs.text(swept.score, form)} {unit}"
+    line = f"best: {describe(best.values)}: {best.runs.text(swept.score, form)} {unit}"
     if len(swept.settings) > 1 and not swept.settings[1].runs.unfinished:
         second = swept.settings[1]
         ours, theirs = best.runs.mean(swept.score), second.runs.mean(swept.score)
         spread = max(best.runs.spread(swept.score) or 0.0, second.runs.spread(swept.score) or 0.0)
         if ours is not None and theirs is not None and abs(ours - theirs) <= spread:
-            line += f"; the next, {in_words(second.values)}, is within the spread"
+            line += f"; the next, {describe(second.values)}, is within the spread"
     return line
 
 
 def columns(swept: Swept) -> list[tuple[str, str, str]]:
-    """Heading, figure and form of what the table shows of each setting."""
+    """Return heading, result key and format of each column of figures."""
     parts = [swept.part, "train"]
     accuracy = [(f"{part} %", f"{part}_accuracy", ".2f") for part in parts] if swept.measure == "accuracy" else []
     return [*accuracy, *((f"{part} loss", f"{part}_loss", ".4f") for part in parts)]
 
 
 def cells(swept: Swept) -> tuple[list[str], list[list[str]]]:
-    """The table's head and rows, the best first."""
+    """Return the table's head and rows, best first."""
     axes = list(swept.settings[0].values) or ["setting"]
     head = [*axes, *(title for title, _, _ in columns(swept)), "runs", "diverged"]
     rows = []
     for setting in swept.settings:
-        values = [shown(value) for value in setting.values.values()] or ["the only one"]
+        values = [value_text(value) for value in setting.values.values()] or ["the only one"]
         figures = [setting.runs.text(figure, form) for _, figure, form in columns(swept)]
         lost = setting.runs.unfinished.replace(" diverged", "")
         rows.append([*values, *figures, str(len(setting.runs.results)), lost or "-"])
@@ -108,23 +108,23 @@ def markdown(swept: Swept) -> str:
     return "\n".join([*markdown_table(head, rows), "", verdict(swept), ""])
 
 
-LEAVING = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}
-"""Columns that go where room is short, the first first; settings and what they are judged by stay."""
+DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}
+"""Columns left out of a narrow table, lowest number first; the settings and the score always stay."""
 
 
 def plain(swept: Swept, width: int = UNLIMITED_WIDTH) -> str:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     head, rows = cells(swept)
     judged = columns(swept)[0][0]
-    shown_as = [Column(name, 0 if name == judged else LEAVING.get(name, 0)) for name in head]
+    shown_as = [Column(name, 0 if name == judged else DROP_ORDER.get(name, 0)) for name in head]
     return fit_table(shown_as, rows, width, keep_empty=True)
 
 
 def rows_of(swept: Swept) -> list[dict[str, Any]]:
-    """Every setting with its means and spreads, for `table.csv` and `--json`."""
+    """Return every setting with its means and spreads, for `table.csv` and `--json`."""
     rows = []
     for setting in swept.settings:
-        row = {name: shown(value) if isinstance(value, list) else value for name, value in setting.values.items()}
+        row = {name: value_text(value) if isinstance(value, list) else value for name, value in setting.values.items()}
         for _, figure, _ in columns(swept):
             row |= {f"{figure}_mean": setting.runs.mean(figure), f"{figure}_spread": setting.runs.spread(figure)}
         row |= {"runs": len(setting.runs.results), "diverged": setting.runs.num_diverged}
@@ -133,18 +133,21 @@ def rows_of(swept: Swept) -> list[dict[str, Any]]:
 
 
 def runs_as_csv(grid: Grid, configs: list[RunConfig], results: list[dict[str, Any]]) -> str:
-    """One line a run."""
+    """Return one CSV line per run."""
     parts = [f"{part}_{measure}" for part in ("train", "validation", "test") for measure in ("accuracy", "loss")]
     rows = []
     for config, result in zip(configs, results, strict=True):
-        values = {name: shown(getattr(config, name)) for name in (*grid.axes, *(["fold"] if grid.folds else []))}
+        values = {name: value_text(getattr(config, name)) for name in (*grid.axes, *(["fold"] if grid.folds else []))}
         figures = {name: result[name] for name in (*parts, "status", "updates")}
         rows.append({"run": config.name, **values, **figures, "in_lab": bool(result.get("lab"))})
     return as_csv(rows)
 
 
 def draw(grid: Grid, swept: Swept, path: Path) -> str | None:
-    """Lines over the longest list of numbers where they are few, else one row a setting, the best on top."""
+    """Draw lines over the longest numeric list, or one row per setting, best on top, if that takes too many lines.
+
+    Return why no figure was drawn, or None.
+    """
     unit = f"{swept.part} accuracy, %" if swept.measure == "accuracy" else f"{swept.part} loss"
     repeated = max(len(setting.runs.results) for setting in swept.settings)
     title = grid.name + (f": {repeated} runs a setting, bars: standard deviation" if repeated > 1 else "")
@@ -153,13 +156,13 @@ def draw(grid: Grid, swept: Swept, path: Path) -> str | None:
     lines: dict[str, dict[float, Setting]] = {}
     for setting in swept.settings:
         rest = {name: value for name, value in setting.values.items() if name != along}
-        lines.setdefault(in_words(rest), {})[setting.values.get(along or "", 0.0)] = setting
-    if along is None or len(lines) > MOST_LINES:
-        best = swept.settings[:MOST_ROWS]
+        lines.setdefault(describe(rest), {})[setting.values.get(along or "", 0.0)] = setting
+    if along is None or len(lines) > MAX_LINES:
+        best = swept.settings[:MAX_ROWS]
         if len(best) < len(swept.settings):
-            title += f" (the best {MOST_ROWS} of {len(swept.settings)})"
+            title += f" (the best {MAX_ROWS} of {len(swept.settings)})"
         points = [_point(setting, swept.score) for setting in best]
-        return draw_rows(path, title, unit, [in_words(setting.values) for setting in best], [Series("mean", points)])
+        return draw_rows(path, title, unit, [describe(setting.values) for setting in best], [Series("mean", points)])
     values = sorted(grid.axes[along])
     series = [
         Series(name, [_point(found[value], swept.score) for value in values]) for name, found in sorted(lines.items())

@@ -206,12 +206,12 @@ def test_rows_take_turns_where_there_is_no_room_for_all(dataset: Dataset, monkey
     device, spent, cramped = torch.device("cpu"), Spent(), Spent()
     wanted = {one.config.seed: one.weights for one in run_rows(configs, dataset, device, silent, spent)}
     each = memory_of([row_of(configs[0], dataset)], device)
-    monkeypatch.setattr(room, "ON_A_CPU", 2.5 * each)
+    monkeypatch.setattr(room, "CPU_MEMORY", 2.5 * each)
     for one in run_rows(configs, dataset, device, silent, cramped):
         assert torch.allclose(one.weights, wanted[one.config.seed], atol=1e-6)
-    assert (spent.num_families, cramped.num_families) == (1, 3)
-    assert "cut to fit the memory" in cramped.line() and "cut" not in spent.line()
-    monkeypatch.setattr(room, "ON_A_CPU", 0.5 * each)
+    assert (spent.num_batches, cramped.num_batches) == (1, 3)
+    assert "split to fit memory" in cramped.line() and "split" not in spent.line()
+    monkeypatch.setattr(room, "CPU_MEMORY", 0.5 * each)
     with pytest.raises(UserError, match=r"one run of lenet5 with 2 workers needs about .* use fewer workers"):
         list(run_rows(configs, dataset, device, silent))
 

@@ -161,7 +161,7 @@ def wait_for_who_left(patch: Patch) -> None:
 
 
 def never_send_again(patch: Patch) -> None:
-    patch.setattr(Simulation, "_try_again", lambda self, lost: None)
+    patch.setattr(Simulation, "_retry", lambda self, lost: None)
 
 
 def never_come_up_again(patch: Patch) -> None:

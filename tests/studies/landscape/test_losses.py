@@ -14,7 +14,7 @@ from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
 from paceline.settings.resolve import resolve
-from paceline.studies.landscape.losses import LEAST_BATCH, Losses, chosen_rows
+from paceline.studies.landscape.losses import MIN_BATCH, Losses, chosen_rows
 from paceline.tasks.supervised import SupervisedTask
 
 
@@ -61,17 +61,17 @@ def test_batches_shrink_until_the_device_has_room() -> None:
 
     def scarce(outputs: Tensor, targets: Tensor) -> Tensor:
         seen.append(len(targets))
-        if len(targets) > LEAST_BATCH:
+        if len(targets) > MIN_BATCH:
             raise torch.OutOfMemoryError
         return F.cross_entropy(outputs, targets)
 
     task.loss = scarce
     assert Losses(task, task.train, 50)([(task.initial(), None)]).tolist() == pytest.approx(plenty.tolist())
-    assert max(seen[-2:]) <= LEAST_BATCH < seen[0]
+    assert max(seen[-2:]) <= MIN_BATCH < seen[0]
 
     def none(outputs: Tensor, targets: Tensor) -> Tensor:
         raise torch.OutOfMemoryError
 
     task.loss = none
-    with pytest.raises(UserError, match="no room"):
+    with pytest.raises(UserError, match="too little memory"):
         Losses(task, task.train, 50)([(task.initial(), None)])

@@ -12,7 +12,7 @@ from paceline.studies.landscape.plane import nearest_plane
 
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_what_a_singular_value_decomposition_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planes, "PART", 64)  # several parts, the last one shorter
+    monkeypatch.setattr(planes, "COLUMNS_PER_SLICE", 64)  # several parts, the last one shorter
     generator = torch.Generator().manual_seed(seed)
     stretch = torch.linspace(1.0, 3.0, 9)[:, None]
     points = torch.randn(9, 300, generator=generator) * stretch + 5.0

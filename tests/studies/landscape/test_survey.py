@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_left_out_and_said(run: Path, capsys: pytest.Captu
     names = [path.name for path in sorted(run.glob("snapshots/*.safetensors"))]
     spoil(run, names[-2:])
     look(run, "--grid", "3")
-    assert "left out, not finite: updates 14, 16" in capsys.readouterr().out
+    assert "left out because not finite: updates 14, 16" in capsys.readouterr().out
     facts = json.loads(Path("out/landscape.json").read_text())
     assert facts["runs"][0]["left_out"] == [14, 16] and len(facts["runs"][0]["path"]) == len(names) - 2
     spoil(run, names[2:])

@@ -52,7 +52,8 @@ def test_rows_are_chosen_by_number_and_by_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("56", "rows 1 to 55"), ("asink", "did you mean"), ("classic cnn", "no row has all of these")]
+    ("text", "words"),
+    [("56", "rows 1 to 55"), ("asink", "did you mean"), ("classic cnn", "no row.s name has all")],
 )
 def test_rows_that_do_not_exist_are_named(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -96,9 +97,7 @@ def test_what_was_interrupted_goes_on(
     runs = tmp_path / "optml"
     assert main(flags(runs)) == 130
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        said == f"paceline: interrupted: 1 of 3 runs are done and kept in {runs}; the same command goes on from there"
-    )
+    assert said == f"paceline: interrupted: 1 of 3 runs are done and kept in {runs}; run the same command to continue"
     half_made = runs / "02-sync-2-full-lenet5-sgd-seed0"
     half_made.mkdir()
     shutil.copy(runs / str(made[0]) / "config.toml", half_made)
@@ -151,7 +150,7 @@ def test_a_folder_that_is_no_run_is_not_touched(tmp_path: Path, capsys: pytest.C
     strange.mkdir()
     (strange / "notes").write_text("keep me")
     assert main([*flags(tmp_path), "--rows", "1"]) == 2
-    assert "is in the way and is no run folder" in capsys.readouterr().err
+    assert "exists and is not a run folder" in capsys.readouterr().err
     assert (strange / "notes").read_text() == "keep me"
 
 

@@ -1,6 +1,6 @@
-"""The order in which a simulated run's pushes count: who made each update, on which batches, and who got its weights.
+"""Arrival order of a simulated run: which workers made each update from which batches, and which got its weights.
 
-Taken from the pure Server under the simulator, so the lab follows every policy without knowing one.
+Recorded from the real `Server` under the simulator, so that the lab follows every policy without implementing any.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from paceline.simulation.event_queue import Agenda
 from paceline.simulation.simulator import Simulation
 from paceline.tasks.synthetic import TimingModel
 
-NOBODY = -1
+NO_WORKER = -1
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One row an update, padded with NOBODY to the most pushes and releases of any."""
+    """One row per update, padded with `NO_WORKER` to the maximum number of pushes and releases."""
 
     workers: NDArray[np.int32]  # [T, pushes]
     batches: NDArray[np.int32]  # [T, pushes]
     released: NDArray[np.int32]  # [T, releases]
-    staleness: NDArray[np.int32]  # [T]: the largest of its pushes
+    staleness: NDArray[np.int32]  # [T]: the maximum of its pushes
     lr: NDArray[np.float32]  # [T]
     num_live: NDArray[np.int32]  # [T]
-    left: NDArray[np.int32]  # [number, 2]: after which update which worker had done all its work
+    left: NDArray[np.int32]  # [number, 2]: update after which a worker had finished its work, worker
     virtual_seconds: float
     server: Server
-    """As the simulation left it: versions, samples, drops, staleness."""
+    """The server after the simulation, with its counts of versions, samples, drops and staleness."""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -78,7 +78,7 @@ class _TracingDriver(Unlogged):
 
 
 class _Counted:
-    """Batches known by their size."""
+    """Batches without data, with their sizes."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -88,7 +88,7 @@ class _Counted:
 
 
 def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
-    """Simulate the run's times, and write down what made its updates."""
+    """Simulate the run without computing gradients and return its arrival order."""
     num_workers = config.workers or 1
     model = TimingModel(num_floats, config.batch_size)
     drivers: list[_TracingDriver] = []
@@ -100,11 +100,11 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
         drivers.append(_TracingDriver(server, send))
         return drivers[-1]
 
-    def come(worker: int, incarnation: int) -> Seat:
+    def make_worker(worker: int, incarnation: int) -> Seat:
         return Seat(model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker]))
 
-    agenda = Agenda()
-    Simulation(agenda, cluster_of(config, num_floats), num_workers, come, start).run()
+    queue = Agenda()
+    Simulation(queue, cluster_of(config, num_floats), num_workers, make_worker, start).run()
     trace = drivers[-1]
     trace.server.on_update = None  # the trace outlives the driver
     workers, batches, staleness, lr, live = zip(*trace.rows, strict=True)
@@ -116,14 +116,14 @@ def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
         np.array(lr, np.float32),
         np.array(live, np.int32),
         np.array(trace.left, np.int32).reshape(-1, 2),
-        agenda.now,
+        queue.now,
         trace.server,
     )
 
 
 def _padded(rows: Any) -> NDArray[np.int32]:
-    """Lists of unequal length as one array."""
+    """Return lists of unequal length as one array, padded with `NO_WORKER`."""
     widest = max(1, max(map(len, rows)))
     if all(len(row) == widest for row in rows):
         return np.array(rows, np.int32)
-    return np.array([[*row, *[NOBODY] * (widest - len(row))] for row in rows], np.int32)
+    return np.array([[*row, *[NO_WORKER] * (widest - len(row))] for row in rows], np.int32)

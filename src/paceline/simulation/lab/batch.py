@@ -1,6 +1,6 @@
-"""Runs that make the same kind of step, side by side: weights [R, P], every update one pass over all of them.
+"""A batch of runs with the same kind of update: weights [R, P], one pass updates all runs.
 
-On a GPU updates are captured as graphs and replayed; a counter on the device says which update is next.
+On a GPU the updates are captured as CUDA graphs and replayed; a counter on the device selects the update.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from paceline.core.rules.worker_rows import Live
 from paceline.core.rules.wrapper import Around
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
-from paceline.simulation.lab.arrival_order import NOBODY, Trace
+from paceline.simulation.lab.arrival_order import NO_WORKER, Trace
 from paceline.simulation.lab.gradients import gradients_for
 from paceline.simulation.lab.inputs import Feed, Gradients, Images, Inputs
 from paceline.simulation.lab.models import DROPOUT_LAYERS
 
 WARM_UP = 3
-TOGETHER = 0.05
-"""Rows whose lengths differ by less than this share of them end together."""
+LENGTH_TOLERANCE = 0.05
+"""Runs whose lengths differ by at most this share end together."""
 UNROLL = 10
-"""Updates of the longer graph: one launch by the host for so many."""
+"""Updates in the longer CUDA graph, launched at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One run of a family: its settings, its order of updates, what it reads, and where it starts."""
+    """One run in the lab: its config, arrival order, inputs and initial weights."""
 
     config: RunConfig
     trace: Trace
@@ -45,10 +45,10 @@ class Row:
 
 
 class Family:
-    """Rows that share model, rule, optimizer and pushes an update, from update `begin` until the first of them end.
+    """Runs that share model, rule, optimizer and pushes per update, from update `begin` until the first of them end.
 
-    Rows that end within a few updates of each other end together: what each came to is kept at its own last update, and
-    what it goes on to do meanwhile counts for nothing.
+    Runs of nearly equal length end together: the weights of each are saved at its own last update, and its updates
+    after that are discarded.
     """
 
     def __init__(self, rows: list[Row], data: Images, begin: int = 0, places: int | None = None) -> None:
@@ -58,31 +58,31 @@ class Family:
         self.weights = torch.stack([row.initial for row in rows]).to(device)
         lengths = [len(row.trace) for row in rows]
         self._begin = begin
-        self.end = max(length for length in lengths if length <= min(lengths) * (1.0 + TOGETHER))
+        self.end = max(length for length in lengths if length <= min(lengths) * (1.0 + LENGTH_TOLERANCE))
         self.num_updates = self.end - begin
         self.ended = [number for number, length in enumerate(lengths) if length <= self.end]
         self.final: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of each row that has made its last update: the weights that are scored, and the live ones."""
+        """Evaluated and live weights of each run after its last update."""
         self._in_rounds = rows[0].trace.workers.shape[1] > 1
-        self._several = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
-        self.places = places or max(row.config.workers or 1 for row in rows) + self._several
+        self._many_released = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
+        self.places = places or max(row.config.workers or 1 for row in rows) + self._many_released
         self.rule: Rule = make_rule(config, layout, self.places, rows[0].skew)
         self.state = self.rule.start(self.weights)
-        self._ahead = None if hands_out_live(self.rule) else torch.empty_like(self.weights)
+        self._ahead = None if sends_live_weights(self.rule) else torch.empty_like(self.weights)
         self._gradient = torch.zeros_like(self.weights)
         self.losses = torch.zeros(len(rows), device=device)
         self.held = self.weights if self._in_rounds else self.weights.repeat_interleave(self.places, 0)
-        self._inputs = self._bring(device)
+        self._inputs = self._load_inputs(device)
         self._find_gradients: Gradients = gradients_for(config.model, self._inputs, layout, self._gradient, self.losses)
         self._stops = self._find_stops()
         self._done = 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._queued: list[torch.cuda.Event] = []
-        self._begin_after_this()
+        self._wait_for_current_stream()
 
-    def _bring(self, device: torch.device) -> Inputs:
-        """What the rows read onto the device, one entry an update."""
+    def _load_inputs(self, device: torch.device) -> Inputs:
+        """Copy the runs' inputs to the device, one entry per update."""
         rows, span = self.rows, slice(self._begin, self.end)
         pushes = max(row.trace.workers.shape[1] for row in rows)
 
@@ -105,10 +105,10 @@ class Family:
             self._worker = stacked([row.trace.workers[span, 0] for row in rows], torch.int64)
             owner = self._worker + self._base
             self._released = [owner]
-        if self._several:
+        if self._many_released:
             most = max(row.trace.released.shape[1] for row in rows)
-            free = stacked([_wide(row.trace.released[span], most, NOBODY) for row in rows], torch.int64)
-            free = torch.where(free == NOBODY, self.places - 1, free) + self._base[:, None]  # nobody is the last place
+            free = stacked([_wide(row.trace.released[span], most, NO_WORKER) for row in rows], torch.int64)
+            free = torch.where(free == NO_WORKER, self.places - 1, free) + self._base[:, None]  # padding
             self._released = list(free.unbind(-1))
         return Inputs(
             self.data,
@@ -122,7 +122,7 @@ class Family:
         )
 
     def _find_stops(self) -> dict[int, list[tuple[int, int]]]:
-        """After which updates something is due: a worker for the rule to forget, as (row, worker), or a row's end."""
+        """Return the updates after which a worker leaves, as (run, worker), or a run ends, as (run, NO_WORKER)."""
         found: dict[int, list[tuple[int, int]]] = {}
         for number, row in enumerate(self.rows):
             if not self._in_rounds:
@@ -130,11 +130,11 @@ class Family:
                     if self._begin <= update < self.end:
                         found.setdefault(update + 1 - self._begin, []).append((number, worker))
             if number in self.ended:
-                found.setdefault(len(row.trace) - self._begin, []).append((number, NOBODY))
+                found.setdefault(len(row.trace) - self._begin, []).append((number, NO_WORKER))
         return found
 
     def _update(self) -> None:
-        """One update of every row, at the place the counter names."""
+        """Make one update of every run, the one that the counter selects."""
         at = self._inputs.at
         self._find_gradients()
         with torch.no_grad():
@@ -153,11 +153,11 @@ class Family:
 
     @property
     def left(self) -> int:
-        """Updates until the first rows end."""
+        """Updates until the first runs end."""
         return self.num_updates - self._done
 
     def advance(self, updates: int) -> int:
-        """Make so many updates, or those that are left; on a GPU they are only queued. Returns how many."""
+        """Make at most `updates` updates and return how many; on a GPU they are only queued."""
         number = min(updates, self.left)
         target = self._done + number
         while self._done < target:
@@ -177,15 +177,15 @@ class Family:
 
     @property
     def num_queued(self) -> int:
-        """Calls of `advance` whose updates the device has not finished yet."""
+        """Calls of `advance` whose updates the device has not finished."""
         while self._queued and self._queued[0].query():  # type: ignore[no-untyped-call]
             del self._queued[0]
         return len(self._queued)
 
     def _stop_at(self, place: int) -> None:
-        """Tell the rule who has left, and keep what rows came to."""
+        """Remove workers that left from the rule, and save the weights of runs that ended."""
         for number, worker in self._stops.get(place, ()):
-            if worker == NOBODY:
+            if worker == NO_WORKER:
                 evaluated = self.rule.evaluated(self.weights, self.state)
                 self.final[number] = evaluated[number].clone(), self.weights[number].clone()
             else:
@@ -204,7 +204,7 @@ class Family:
             self._done, number = self._done + size, number - size
 
     def _captured(self, size: int) -> torch.cuda.CUDAGraph:
-        """So many updates recorded; recording executes nothing. An old graph must not be freed meanwhile."""
+        """Capture `size` updates as a CUDA graph without executing them; no old graph may be freed meanwhile."""
         gc.collect()
         gc.disable()
         graph = torch.cuda.CUDAGraph()
@@ -216,8 +216,8 @@ class Family:
             gc.enable()
         return graph
 
-    def without_the_ended(self) -> list[Family]:
-        """The rows that have updates left, where they are now, as a family of their own."""
+    def remaining(self) -> list[Family]:
+        """Return a batch of the runs that have updates left, with their current state, or nothing."""
         keep = [number for number in range(len(self.rows)) if number not in self.ended]
         if not keep:
             return []
@@ -227,17 +227,17 @@ class Family:
             tensor.copy_(self.state[name][keep])
         if not self._in_rounds:
             rest.held.copy_(self.held.view(len(self.rows), self.places, -1)[keep].flatten(0, 1))
-        rest._begin_after_this()
+        rest._wait_for_current_stream()
         return [rest]
 
-    def _begin_after_this(self) -> None:
-        """What was queued so far on the usual stream comes before this family's own."""
+    def _wait_for_current_stream(self) -> None:
+        """Make this batch's stream wait for the work queued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.weights.device))
 
 
-def hands_out_live(rule: Rule) -> bool:
-    """Whether workers are sent plain copies of the live weights, and nothing is written down of it."""
+def sends_live_weights(rule: Rule) -> bool:
+    """Return whether the rule sends plain copies of the live weights and keeps no record of them."""
     inner = rule
     while isinstance(inner, Around):
         inner = inner.rule
@@ -245,7 +245,7 @@ def hands_out_live(rule: Rule) -> bool:
 
 
 def _long(array: NDArray[Any], updates: int) -> NDArray[Any]:
-    """Repeat the last entry of a row that ends before the others."""
+    """Repeat the last entry of a run that ends before the others."""
     return array if len(array) == updates else np.concatenate([array, array[-1:].repeat(updates - len(array), 0)])
 
 

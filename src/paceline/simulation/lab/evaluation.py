@@ -1,4 +1,4 @@
-"""How good the rows of a family are that have ended: on what they trained on, what they held out, and the test set."""
+"""Evaluates the finished runs of a batch on train, validation and test data."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from paceline.simulation.lab.gradients import views
 from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
 
-EVERYTHING = ("train", "test", "validation")
+ALL_PARTS = ("train", "test", "validation")
 
 
 def scores_of(
-    family: Family, train: Images, test: Images, parts: Sequence[str] = EVERYTHING
+    batch: Family, train: Images, test: Images, parts: Sequence[str] = ALL_PARTS
 ) -> dict[int, dict[str, Scores | None]]:
-    """Of the rows that have ended, by place in the family; only rows that are no folds are shown the test set."""
-    weights = torch.stack([family.final[number][0] for number in family.ended])
-    configs = [family.rows[number].config for number in family.ended]
+    """Return the scores of the finished runs by their index in the batch; folds are not scored on the test set."""
+    weights = torch.stack([batch.final[number][0] for number in batch.ended])
+    configs = [batch.rows[number].config for number in batch.ended]
 
     def on(data: Images) -> tuple[Tensor, Tensor, Tensor]:
-        return score(configs[0].model, family.layout, weights, data)
+        return score(configs[0].model, batch.layout, weights, data)
 
-    found: dict[int, dict[str, Scores | None]] = {number: {} for number in family.ended}
+    found: dict[int, dict[str, Scores | None]] = {number: {} for number in batch.ended}
     on_train = on(train) if "train" in parts else None
     on_test = on(test) if "test" in parts and any(config.fold is None for config in configs) else None
     labels = train.labels.cpu().numpy()
     on_part: dict[tuple[int, float, str | None], tuple[tuple[Tensor, Tensor, Tensor], int]] = {}
-    for place, (number, config) in enumerate(zip(family.ended, configs, strict=True)):
+    for place, (number, config) in enumerate(zip(batch.ended, configs, strict=True)):
         scores = found[number]
         if on_train is not None:
             scores["train"] = _scores(on_train, place, len(labels))
@@ -51,7 +51,7 @@ def scores_of(
 
 
 def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row of `weights` [G, P] on `data`: mean loss, share of right answers, and that share for each class."""
+    """Return mean loss, accuracy and accuracy per class of every row of `weights` [G, P] on `data`."""
     total, num_rows, device = len(data.labels), len(weights), data.labels.device
     num_classes = int(data.labels.max()) + 1
     loss = torch.zeros(num_rows, device=device)
@@ -61,7 +61,7 @@ def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int 
     with torch.no_grad():
         for start in range(0, total, chunk):
             rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
-            images, labels = data.take(rows)
+            images, labels = data.select(rows)
             shared = images.expand(num_rows, *images.shape).contiguous()
             found = logits(parameters, shared, None)
             every = labels.expand(num_rows, -1)
@@ -82,7 +82,7 @@ def _part(data: Images, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Ima
 
 
 def _without(whole: Scores, held: Scores) -> Scores:
-    """The figures of what was trained on: all but what was held out."""
+    """Return the scores of the training part: the whole set without the held-out samples."""
     total = whole.total - held.total
     loss = (whole.loss * whole.total - held.loss * held.total) / total
     return Scores(loss, whole.correct - held.correct, total, (None,) * len(whole.per_class))

@@ -1,4 +1,4 @@
-"""The gradients of LeNet5 and the CNN for many runs at once, as a few Triton kernels a step (GPU)."""
+"""Gradients of LeNet5 and the CNN for many runs at once, in a few Triton kernels per step (GPU)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.simulation.lab.inputs import Gradients, Inputs
 from paceline.simulation.lab.kernels import convolution, dense
 
 PROGRAMS = 528
-"""Programs that keep a large GPU busy: four for each of 132 multiprocessors."""
+"""Triton programs that fill a large GPU: four for each of 132 multiprocessors."""
 
 
-def _up(number: int, least: int = 16) -> int:
-    """The next power of two: the sizes of a kernel's tiles."""
+def _tile_size(number: int, least: int = 16) -> int:
+    """Return the next power of two, the size of a kernel's tile."""
     return max(least, 1 << (number - 1).bit_length())
 
 
@@ -28,7 +28,7 @@ def _blocks(number: int, size: int) -> int:
 
 
 class Tile(NamedTuple):
-    """How much of a product one program makes, and with how many warps and stages of prefetching."""
+    """Tile of a product per Triton program, with its warps and pipeline stages."""
 
     positions: int
     depth: int
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """One convolution over inputs that are padded already, and the tiles it is computed in each way."""
+    """Shape of one convolution over padded inputs, and its tiles for the three kernels."""
 
     height: int
     width: int
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def out(self) -> tuple[int, int]:
-        """Height and width of what it leaves."""
+        """Height and width of the output."""
         return (self.height - self.size + 1) // self.step, (self.width - self.size + 1) // self.step
 
     @property
@@ -75,7 +75,7 @@ class Shape:
         return 1.0 / (1.0 - self.dropped)
 
     def constants(self) -> dict[str, Any]:
-        """What all three kernels are compiled for."""
+        """Return the compile-time constants of all three kernels."""
         return {
             "H": self.height,
             "W": self.width,
@@ -87,7 +87,7 @@ class Shape:
 
 
 class Convolution:
-    """One layer: its memory, and its way forth and back."""
+    """One convolution layer: its buffers, forward and backward pass."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class Convolution:
         device = gradient.device
         down, across = shape.out
         each = self.runs * self.samples
-        self.values = _roomy((each, down, across, shape.outputs), device)
+        self.values = _with_spare_memory((each, down, across, shape.outputs), device)
         self.winner = torch.empty(each * shape.positions * shape.outputs, dtype=torch.int8, device=device)
         self.margin = 0 if isinstance(below, Tensor) else shape.size - 1
         sides = (side * shape.step + 2 * self.margin for side in shape.out)
-        self.flow = _roomy((each, *sides, shape.outputs), device)
+        self.flow = _with_spare_memory((each, *sides, shape.outputs), device)
         self.spread = torch.empty(self.runs, shape.patch, shape.outputs, device=device)
         self.turned = torch.empty_like(self.spread)
         self.everyone = torch.arange(self.runs, device=device)
@@ -125,14 +125,14 @@ class Convolution:
 
     @property
     def _source(self) -> tuple[Tensor, Tensor]:
-        """Where the inputs lie, and which of the data set are read."""
+        """The input tensor, and the sample indices for the first layer."""
         return self.below if isinstance(self.below, Tensor) else self.below.values, self.inputs.samples
 
     @property
     def _owner_step(self) -> int:
         return 0 if len(self.inputs.owner) == 1 else self.runs
 
-    def forth(self) -> None:
+    def forward(self) -> None:
         inputs, shape = self.inputs, self.shape
         number = shape.patch * shape.outputs
         if shape.channels > 1:
@@ -152,18 +152,20 @@ class Convolution:
             *strides, self.row,
             **shape.constants(), RELU=shape.relu, FIRST=isinstance(self.below, Tensor), DROPPED=shape.dropped > 0.0,
             THRESHOLD=threshold(shape.dropped), RAISED=shape.raised, FLAT=shape.flat,
-            BP=positions, BN=_up(shape.outputs), BK=depth, PRECISION=self.precision, num_warps=warps, num_stages=stages,
+            BP=positions, BN=_tile_size(shape.outputs), BK=depth, PRECISION=self.precision,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    def back(self) -> None:
-        """From `flow` to the gradient of the weights, and to the flow of the layer below."""
+    def backward(self) -> None:
+        """Compute the weight gradient from `flow`, the output gradient, and then the flow of the layer below."""
         inputs, shape = self.inputs, self.shape
         positions, depth, warps, stages = shape.to_weights
         chunk = _blocks(_blocks(self.places, self.splits), positions) * positions
         convolution.weight_gradient[(_blocks(shape.patch + 1, depth), self.splits, self.runs)](
             *self._source, self.flow, self.partial, inputs.at, self.runs, self.samples, chunk, self.splits,
             **shape.constants(), FIRST=isinstance(self.below, Tensor), MARGIN=self.margin,
-            BP=positions, BN=_up(shape.outputs), BK=depth, PRECISION=self.precision, num_warps=warps, num_stages=stages,
+            BP=positions, BN=_tile_size(shape.outputs), BK=depth, PRECISION=self.precision,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         convolution.gather_gradient[(_blocks((shape.patch + 1) * shape.outputs, 256), self.runs)](
             self.partial, self.gradient, self.splits, self.row, self.weight, self.bias,
@@ -175,25 +177,25 @@ class Convolution:
         convolution.input_gradient[(_blocks(self.samples * shape.height * shape.width, positions), self.runs)](
             self.flow, self.turned, self.below.flow, self.below.winner, self.samples,
             **shape.constants(), BELOW_STEP=self.below.shape.step, BELOW_RAISED=self.below.shape.raised,
-            BM=positions, BN=_up(shape.channels), BK=depth, PRECISION=self.precision, num_warps=warps,
+            BM=positions, BN=_tile_size(shape.channels), BK=depth, PRECISION=self.precision, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
 
 
-def _roomy(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Zeros, with room behind them for a tile that reads past the last patch."""
+def _with_spare_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return zeros with spare memory behind them, for a tile that reads past the last patch."""
     number = math.prod(shape)
     behind = 8 * shape[-1] * shape[-2] + 1024
     return torch.zeros(number + behind, device=device)[:number].view(shape)
 
 
 def threshold(probability: float) -> int:
-    """Where `models.dropout.keep_mask` cuts its 32 bits."""
+    """Return the smallest int32 that `models.dropout.keep_mask` keeps."""
     return -(1 << 31) + round(probability * (1 << 32))
 
 
 class _Fused:
-    """What both models share: two convolutions, and rows of gradients from blocks of samples, summed into place."""
+    """Shared by both models: two convolutions, and per-block gradients that are summed at the end."""
 
     first: Convolution
     second: Convolution
@@ -203,7 +205,7 @@ class _Fused:
         _, self.runs, self.samples = inputs.samples.shape
         self.at = {p.name: p.offset for p in layout.parameters}
         self.row, self.start = layout.size, self.at[first]
-        self.block = min(_up(self.samples), 32)
+        self.block = min(_tile_size(self.samples), 32)
         self.blocks = _blocks(self.samples, self.block)
         self.block_losses = torch.zeros(self.runs, self.blocks, device=gradient.device)
         width = layout.size - self.start
@@ -212,19 +214,19 @@ class _Fused:
         self.place = (self.row, 0, 0) if self.blocks == 1 else (self.blocks * width, width, self.start)
 
     def __call__(self) -> None:
-        self.first.forth()
-        self.second.forth()
+        self.first.forward()
+        self.second.forward()
         self.linear_layers()
-        self.second.back()
-        self.first.back()
-        self.add_up()
+        self.second.backward()
+        self.first.backward()
+        self.sum_blocks()
 
     def linear_layers(self) -> None:
-        """From the second convolution's values to its flow, with the loss and the gradients on the way."""
+        """Compute the loss, the gradients of the linear layers and the second convolution's flow."""
         raise NotImplementedError
 
-    def add_up(self) -> None:
-        """Sum what the blocks left: the gradients and the losses."""
+    def sum_blocks(self) -> None:
+        """Sum the gradients and the losses of all blocks."""
         if self.blocks > 1:
             torch.sum(self.parts, 1, out=self.gradient[:, self.start :])
         torch.sum(self.block_losses, 1, out=self.losses)

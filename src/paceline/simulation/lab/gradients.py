@@ -1,4 +1,4 @@
-"""What an update reads, and how its gradients are found by torch itself; `fused` has them as kernels of our own."""
+"""Gradients of a batch of runs by torch autograd, or by the Triton kernels of fused_gradients.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.simulation.lab.models import BATCHED
 
 
 class Autograd:
-    """The gradients of every run by torch, through the models of `batched`."""
+    """Computes the gradients of every run by autograd through the models of models.py."""
 
     def __init__(self, model: str, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor) -> None:
         self._logits, self._inputs, self._losses = BATCHED[model], inputs, losses
@@ -25,7 +25,7 @@ class Autograd:
         inputs, at = self._inputs, self._inputs.at
         with torch.no_grad():
             torch.index_select(inputs.held, 0, inputs.owners_now, out=self._held.detach())
-        images, labels = inputs.data.take(inputs.samples.index_select(0, at)[0])
+        images, labels = inputs.data.select(inputs.samples.index_select(0, at)[0])
         weights = inputs.weights.index_select(0, at)[0]
         keys = [(low.index_select(0, at)[0], high.index_select(0, at)[0]) for low, high in inputs.keys]
         found = self._logits(self._leaves, images, keys)
@@ -38,7 +38,7 @@ class Autograd:
 
 
 def gradients_for(model: str, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor) -> Gradients:
-    """Kernels of our own on a GPU that Triton can compile for, torch's everywhere else."""
+    """Return the Triton kernels on a GPU if Triton is installed, otherwise `Autograd`."""
     if gradient.is_cuda and importlib.util.find_spec("triton") is not None:
         from paceline.simulation.lab.fused_gradients import FUSED
 
@@ -47,5 +47,5 @@ def gradients_for(model: str, inputs: Inputs, layout: Layout, gradient: Tensor, 
 
 
 def views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    """Each parameter of every row by name, as a view into `flat` [R, P]."""
+    """Return each parameter of every run by name, as a view into `flat` [R, P]."""
     return {p.name: flat[:, p.offset : p.offset + p.size].view(-1, *p.shape) for p in layout.parameters}

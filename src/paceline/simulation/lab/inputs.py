@@ -1,4 +1,4 @@
-"""What a traced run reads at each update: sample numbers, their weights, and the keys of its dropout masks."""
+"""Inputs of a lab run at each update: sample indices, sample weights, keys of the dropout masks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 from paceline.assembly.work import Work
 from paceline.config import RunConfig
 from paceline.randomness import mix64_array
-from paceline.simulation.lab.arrival_order import NOBODY, Trace
+from paceline.simulation.lab.arrival_order import NO_WORKER, Trace
 
 
 @dataclass(frozen=True)
 class Feed:
-    """One row an update; a place that no sample fills has weight zero."""
+    """The inputs of one run, one row per update; padding has weight zero."""
 
     samples: NDArray[np.int32]  # [T, pushes, batch]
-    weights: NDArray[np.float32]  # [T, pushes, batch]: one over the samples of the update
-    keys: NDArray[np.uint64]  # [T, pushes]: of each push's batch
+    weights: NDArray[np.float32]  # [T, pushes, batch]: 1 / samples of the update
+    keys: NDArray[np.uint64]  # [T, pushes]: dropout key per push
 
 
 def feed_of(trace: Trace, work: Work, config: RunConfig) -> Feed:
-    """Every batch of the trace, by its address."""
+    """Return the batches of every push in the arrival order."""
     updates, pushes = trace.workers.shape
     size = config.batch_size
     samples = np.zeros((updates, pushes, size), np.int32)
@@ -42,15 +42,15 @@ def feed_of(trace: Trace, work: Work, config: RunConfig) -> Feed:
         filled[rows, places] = counts[numbers]
     weights = (np.arange(size) < filled[..., None]).astype(np.float32)
     weights /= filled.sum(1).astype(np.float32)[:, None, None]
-    present = np.where(trace.workers == NOBODY, 0, trace.workers)
-    keys = mix64_array(config.seed, present, np.where(trace.workers == NOBODY, 0, trace.batches))
+    present = np.where(trace.workers == NO_WORKER, 0, trace.workers)
+    keys = mix64_array(config.seed, present, np.where(trace.workers == NO_WORKER, 0, trace.batches))
     return Feed(samples, weights, keys)
 
 
 def _all_batches(
     work: Work, config: RunConfig, worker: int, number: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The first `number` batches of a worker, padded to the batch size, and how many samples each holds."""
+    """Return a worker's first `number` batches, padded to the batch size, and the samples in each."""
     batches = work.batches(worker, config)
     order = np.zeros((number, config.batch_size), np.int32)
     counts = np.zeros(number, np.int64)
@@ -63,7 +63,7 @@ def _all_batches(
 
 @dataclass(frozen=True)
 class Images:
-    """A data set on the device, as bytes."""
+    """A data set on the device, as uint8 images."""
 
     images: Tensor  # uint8 [N, H, W, C]
     labels: Tensor  # int64 [N]
@@ -71,33 +71,33 @@ class Images:
     shift: Tensor
     _padded: dict[int, Tensor] = field(default_factory=dict)
 
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised images and labels of the samples `rows`, whatever its shape."""
+    def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised images and labels of the samples `rows`, a tensor of any shape."""
         flat = rows.flatten()
         images = torch.addcmul(self.shift, self.images.index_select(0, flat).to(torch.float32), self.scale)
         return images.view(*rows.shape, *images.shape[1:]), self.labels.index_select(0, flat).view(rows.shape)
 
     def padded(self, margin: int) -> Tensor:
-        """All images normalised, with `margin` zeros around each, ready to be read; made once."""
+        """Return all images normalised, with `margin` zeros around each (cached)."""
         if margin not in self._padded:
             images = torch.addcmul(self.shift, self.images.to(torch.float32), self.scale)
             wide = F.pad(images, (0, 0, margin, margin, margin, margin))
-            behind = 8 * wide[0, 0].numel() + 1024  # room for a kernel's tile that reads past the last patch
+            behind = 8 * wide[0, 0].numel() + 1024  # a kernel's tile may read past the last patch
             self._padded[margin] = F.pad(wide.flatten(), (0, behind))[: wide.numel()].view(wide.shape)
         return self._padded[margin]
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What R runs read at each of T updates; `at` says which update it is."""
+    """The inputs of R runs at each of T updates; `at` is the current update."""
 
     data: Images
     at: Tensor  # int64 [1]
     samples: Tensor  # int32 [T, R, S]: S = pushes x batch
-    weights: Tensor  # [T, R, S]: of each sample in its update
-    keys: list[tuple[Tensor, Tensor]]  # of each dropout layer, int32 [T, R, pushes], low and high halves
-    owner: Tensor  # int64 [T or 1, R]: the row of `held` that the gradient is of
-    held: Tensor  # [rows, P]: weights that workers hold
+    weights: Tensor  # [T, R, S]: weight of each sample in its update
+    keys: list[tuple[Tensor, Tensor]]  # per dropout layer, int32 [T, R, pushes], low and high halves
+    owner: Tensor  # int64 [T or 1, R]: row of `held` at which the gradient is computed
+    held: Tensor  # [rows, P]: the workers' copies of the weights
     batch: int
 
     @property
@@ -106,4 +106,4 @@ class Inputs:
 
 
 Gradients = Callable[[], None]
-"""Fills the family's gradient and losses from its inputs."""
+"""Computes the gradients and losses of all runs of a batch from its inputs."""

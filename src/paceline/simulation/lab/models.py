@@ -1,4 +1,4 @@
-"""The built-in models over many weight vectors at once: G runs, each with its own weights and its own batch.
+"""LeNet5 and the CNN for many runs at once: G weight vectors, each with its own batch.
 
 Activations are [G, B, H, W, C]; a convolution is one gather of patches and one batched product.
 """
@@ -18,7 +18,7 @@ Logits = Callable[[dict[str, Tensor], Tensor, "list[tuple[Tensor, Tensor]] | Non
 
 
 def patches(images: Tensor, size: int) -> Tensor:  # [G, B, H, W, C] -> [G, B H' W', size size C]
-    """Every `size` x `size` window as a row."""
+    """Return every `size` x `size` window as a row."""
     g, b, h, w, c = images.shape
     down, right = h - size + 1, w - size + 1
     strides = images.stride()
@@ -27,7 +27,7 @@ def patches(images: Tensor, size: int) -> Tensor:  # [G, B, H, W, C] -> [G, B H'
 
 
 def convolve(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # weight [G, O, C, k, k]
-    """A convolution without padding."""
+    """Convolve without padding."""
     g, b, h, w, _ = images.shape
     outputs, size = weight.shape[1], weight.shape[-1]
     matrix = weight.permute(0, 3, 4, 2, 1).reshape(g, -1, outputs)
@@ -36,7 +36,7 @@ def convolve(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # weight 
 
 
 def pool(images: Tensor) -> Tensor:
-    """The largest of each 2 x 2 window; where values tie, all of them share the gradient."""
+    """Return the maximum of each 2 x 2 window; equal maxima share the gradient."""
     g, b, h, w, c = images.shape
     return images.view(g, b, h // 2, 2, w // 2, 2, c).amax((3, 5))
 
@@ -46,12 +46,12 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # [G, B, I]
 
 
 def flat(images: Tensor) -> Tensor:
-    """As torch flattens [B, C, H, W]."""
+    """Flatten in the order of torch's [B, C, H, W]."""
     return images.permute(0, 1, 4, 2, 3).flatten(2)
 
 
 def dropout(values: Tensor, key: tuple[Tensor, Tensor], probability: float) -> Tensor:
-    """The mask of `models.dropout.keep_mask` for keys [G, pushes] in two 32-bit halves; values [G, pushes B, N]."""
+    """Apply the mask of `models.dropout.keep_mask` to values [G, pushes B, N]; keys [G, pushes] in 32-bit halves."""
     low, high = key
     g, pushes = low.shape
     each = values.view(g, pushes, -1)

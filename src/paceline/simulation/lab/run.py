@@ -1,4 +1,4 @@
-"""Many configs to many results: traced, grouped into families, run side by side, scored."""
+"""The lab: trains many simulated runs at once on one device, in batches of runs with the same kind of update."""
 
 from __future__ import annotations
 
@@ -18,63 +18,64 @@ from paceline.runs.result import summarise
 from paceline.settings.preprocessing import ways_of
 from paceline.settings.strategies import strategy_of
 from paceline.simulation.lab.batch import Family
-from paceline.simulation.lab.evaluation import EVERYTHING, scores_of
+from paceline.simulation.lab.evaluation import ALL_PARTS, scores_of
 from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
-from paceline.simulation.lab.packing import cut_to_fit, families, memory_of, room_on
+from paceline.simulation.lab.packing import available_memory, group_rows, memory_of, split_to_fit
 from paceline.simulation.lab.trace_pool import traced
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One run's end: its figures as `result.json` has them, and its weights."""
+    """A finished run: its result as in `result.json`, and its weights."""
 
     config: RunConfig
     result: dict[str, Any]
     weights: Tensor
-    """Those that were scored."""
+    """The evaluated weights."""
     live: Tensor
     layout: Layout
 
 
 CHUNK = 40
-"""Updates that a family queues before it is the next one's turn."""
-AHEAD = 2
-"""Chunks that a family may have queued: enough to keep a device busy, and no family waits long for another."""
+"""Updates that a batch of runs queues before the next batch's turn."""
+MAX_QUEUED = 2
+"""Maximum queued chunks per batch: enough to keep the device busy without long waits for other batches."""
 POLL = 1e-4
 
 
 @dataclass
 class Spent:
-    """Where the seconds of many rows went, and what was done in them."""
+    """Time and work of a call of the lab."""
 
     tracing: float = 0.0
     training: float = 0.0
     scoring: float = 0.0
     num_rows: int = 0
-    num_families: int = 0
+    num_batches: int = 0
     num_kinds: int = 0
-    """Fewer than families where the device had no room for all rows of a kind at once."""
+    """Fewer than batches if the device has too little memory for all runs of a kind at once."""
     gradients: int = 0
     longest: int = 0
-    """Updates of the longest row: each waits for the one before."""
+    """Updates of the longest run, which are sequential."""
 
     def line(self) -> str:
+        """Return the times as one line."""
         rate, chain = (number / max(self.training, 1e-9) for number in (self.gradients, self.longest))
-        cut = f" in {self.num_families} families, cut to fit the memory" if self.num_families > self.num_kinds else ""
+        split = f" in {self.num_batches} batches, split to fit memory" if self.num_batches > self.num_kinds else ""
         return (
-            f"{self.num_rows} rows{cut}, {self.gradients:,} gradients: tracing {self.tracing:.1f} s, training "
-            f"{self.training:.1f} s ({rate:,.0f} gradients/s, longest row {self.longest:,} updates, {chain:,.0f}/s), "
+            f"{self.num_rows} runs{split}, {self.gradients:,} gradients: tracing {self.tracing:.1f} s, training "
+            f"{self.training:.1f} s ({rate:,.0f} gradients/s, longest run {self.longest:,} updates, {chain:,.0f}/s), "
             f"scoring {self.scoring:.1f} s"
         )
 
 
 Progress = Callable[[str, float], None]
-"""What is being done, and how much of all updates is done."""
+"""Called with the current activity and the finished share of all updates."""
 
 
 def images_of(dataset: Dataset, train: bool, device: torch.device) -> Images:
-    """One part of a data set on the device."""
+    """Return one part of a data set on the device."""
     images = torch.from_numpy(dataset.train_images if train else dataset.test_images)
     labels = torch.from_numpy(dataset.train_labels if train else dataset.test_labels)
     mean, std = torch.tensor(dataset.info.mean), torch.tensor(dataset.info.std)
@@ -83,25 +84,26 @@ def images_of(dataset: Dataset, train: bool, device: torch.device) -> Images:
 
 
 def check_rows(configs: list[RunConfig]) -> None:
-    """What the lab cannot do, said before anything is done."""
+    """Raise UserError if the lab does not support a config."""
     for config in configs:
         if config.model not in BATCHED or config.task is not None:
             raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
         strategy = strategy_of(config)
         if strategy.is_local or config.eval_every is not None or config.faults is not None:
             raise UserError(
-                f"the lab has no local steps, evaluations on the way or faults: {config.strategy} asked for"
+                f"the lab has no local steps, no --eval-every and no --faults ({config.strategy} given): "
+                "use 'paceline simulate'"
             )
         if config.max_seconds is not None:
-            raise UserError("the lab counts updates, not seconds: leave out --max-seconds, or 'paceline simulate'")
+            raise UserError("the lab has no --max-seconds: leave it out, or use 'paceline simulate'")
         if ways_of(config) or config.dataset == "imagenet":
-            raise UserError(f"the lab takes images as they are: leave out --augment, or --dataset {config.dataset}")
+            raise UserError(f"the lab does not transform images: leave out --augment, or --dataset {config.dataset}")
         if config.codec is not None or config.pull_codec is not None:
-            raise UserError("the lab has no codecs: 'paceline simulate' has them, on the CPU")
+            raise UserError("the lab has no codecs: use 'paceline simulate', which computes on the CPU")
         if config.snapshots is not None:
-            raise UserError("the lab keeps no weights on the way: leave out --snapshots")
+            raise UserError("the lab keeps no snapshots: leave out --snapshots")
         if config.precision != "fp32" or config.compile or config.capture or config.accumulate > 1:
-            raise UserError("the lab has its own steps: leave out --precision, --compile, --capture and --accumulate")
+            raise UserError("the lab has a fixed step: leave out --precision, --compile, --capture and --accumulate")
 
 
 def run_rows(
@@ -110,9 +112,9 @@ def run_rows(
     device: torch.device,
     progress: Progress,
     spent: Spent | None = None,
-    parts: Sequence[str] = EVERYTHING,
+    parts: Sequence[str] = ALL_PARTS,
 ) -> Iterator[Finished]:
-    """Run all families side by side, in turns; each result comes as soon as it is there."""
+    """Train all configs, batch by batch in turns, and yield each result as soon as its run ends."""
     check_rows(configs)
     spent = spent or Spent()
     if device.type == "cuda":
@@ -126,24 +128,24 @@ def run_rows(
     scoring = 0.0
     spent.num_rows += len(rows)
     spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
-    room = room_on(device)
-    kinds = families(rows)
-    waiting = cut_to_fit(kinds, room, device)
-    spent.num_kinds, spent.num_families = spent.num_kinds + len(kinds), spent.num_families + len(waiting)
+    room = available_memory(device)
+    kinds = group_rows(rows)
+    waiting = split_to_fit(kinds, room, device)
+    spent.num_kinds, spent.num_batches = spent.num_kinds + len(kinds), spent.num_batches + len(waiting)
     active: list[Family] = []
     while active or waiting:
-        taken = sum(memory_of(family.rows, device) for family in active)
+        taken = sum(memory_of(batch.rows, device) for batch in active)
         while waiting and (not active or taken + memory_of(waiting[0], device) <= room):
             taken += memory_of(waiting[0], device)
             active.append(Family(waiting.pop(0), train))
-        ready = [family for family in active if family.num_queued < (AHEAD if family.left else 1)]
-        for family in ready:
-            done += family.advance(CHUNK) * sum(row.trace.workers.shape[1] for row in family.rows)
-            progress(f"{sum(len(one.rows) for one in active)} rows side by side", done / total)
-            if not family.left and not family.num_queued:
-                active[active.index(family) : active.index(family) + 1] = family.without_the_ended()
+        ready = [batch for batch in active if batch.num_queued < (MAX_QUEUED if batch.left else 1)]
+        for batch in ready:
+            done += batch.advance(CHUNK) * sum(row.trace.workers.shape[1] for row in batch.rows)
+            progress(f"{sum(len(one.rows) for one in active)} runs at once", done / total)
+            if not batch.left and not batch.num_queued:
+                active[active.index(batch) : active.index(batch) + 1] = batch.remaining()
                 paused = time.perf_counter()
-                found = list(_results(family, train, test, parts, paused - began))
+                found = list(_results(batch, train, test, parts, paused - began))
                 scoring += time.perf_counter() - paused
                 yield from found
         if not ready:
@@ -153,12 +155,12 @@ def run_rows(
     spent.training += time.perf_counter() - started - scoring
 
 
-def _results(family: Family, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[Finished]:
-    for number, scores in scores_of(family, train, test, parts).items():
-        row, (evaluated, live) = family.rows[number], family.final[number]
+def _results(batch: Family, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[Finished]:
+    for number, scores in scores_of(batch, train, test, parts).items():
+        row, (evaluated, live) = batch.rows[number], batch.final[number]
         found = bool(torch.isfinite(evaluated).all())
         scores = scores if found else {}
         result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
-        result["rule_applied"] = family.rule.name  # the trace was made without weights
-        yield Finished(row.config, result, evaluated.cpu(), live.cpu(), family.layout)
+        result["rule_applied"] = batch.rule.name  # the arrival order was simulated without weights
+        yield Finished(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)

@@ -1,4 +1,4 @@
-"""Every config with its order of updates; those that differ only in what is trained share one, and cores share them."""
+"""Simulates the arrival orders of many configs in parallel; configs with equal timing share one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from paceline.simulation.lab.inputs import Feed, feed_of
 from paceline.system.cpu import cores
 from paceline.tasks.nested import num_samples
 
-WORTH_PROCESSES = 200_000
-"""Pushes to trace that are worth the seconds that processes take to start."""
+PARALLEL_THRESHOLD = 200_000
+"""Minimum pushes to trace in parallel: with fewer, starting processes takes longer."""
 _ANY = RunConfig(rule="plain")
 _NOT_TIMES = (
     "model", "optimizer", "momentum", "nesterov", "betas", "weight_decay", "clip", "name", "runs", "rule", "average"
@@ -31,12 +31,12 @@ _NOT_TIMES = (
 
 
 def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, float], None]) -> list[Row]:
-    """The rows of all configs, in their order."""
+    """Return the runs of all configs, in their order."""
     wanted: dict[str, tuple[RunConfig, int]] = {}
     tasks = [make_task(config, dataset) for config in configs]
     for config, task in zip(configs, tasks, strict=True):
-        alike = _alike(config)
-        wanted.setdefault(to_toml(alike), (alike, task.layout.size))
+        timing = _timing_settings(config)
+        wanted.setdefault(to_toml(timing), (timing, task.layout.size))
     labels = class_labels(tasks[0].train[1], num_samples(tasks[0].train[0]), configs[0])
     found: dict[str, tuple[Trace, Feed, float]] = {}
     for key, one in zip(wanted, _all_traces(list(wanted.values()), labels), strict=True):
@@ -44,14 +44,14 @@ def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, 
         progress(f"tracing {len(found)} of {len(wanted)}", 0.0)
     rows = []
     for config, task in zip(configs, tasks, strict=True):
-        trace, feed, skew = found[to_toml(_alike(config))]
+        trace, feed, skew = found[to_toml(_timing_settings(config))]
         own = dataclasses.replace(trace, lr=trace.lr * np.float32(config.lr or 0.0))
         rows.append(Row(config, own, feed, task.initial(), task.layout, skew))
     return rows
 
 
-def _alike(config: RunConfig) -> RunConfig:
-    """The config as far as the order of updates depends on it, at a learning rate of 1."""
+def _timing_settings(config: RunConfig) -> RunConfig:
+    """Return the config reduced to the settings that determine the arrival order, with lr 1."""
     changes = {name: getattr(_ANY, name) for name in _NOT_TIMES}
     if config.link is not None:
         del changes["model"]  # its bytes take time
@@ -62,11 +62,11 @@ def _alike(config: RunConfig) -> RunConfig:
 
 def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) -> Iterator[tuple[Trace, Feed, float]]:
     size = sum(config.epochs * len(labels) / config.batch_size * (config.workers or 1) for config, _ in wanted)
-    if len(wanted) < 2 or size < WORTH_PROCESSES or cores() < 2:
+    if len(wanted) < 2 or size < PARALLEL_THRESHOLD or cores() < 2:
         yield from (_one_trace(config, num_floats, labels) for config, num_floats in wanted)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(cores(), len(wanted)), context, _leave_interrupts_to_the_parent) as pool:
+    with ProcessPoolExecutor(min(cores(), len(wanted)), context, _ignore_interrupts) as pool:
         futures = [pool.submit(_one_trace, config, num_floats, labels) for config, num_floats in wanted]
         try:
             yield from (future.result() for future in futures)
@@ -74,7 +74,7 @@ def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) 
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

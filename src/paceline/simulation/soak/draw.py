@@ -207,7 +207,7 @@ def _cluster(chance: np.random.Generator, strategy: str, workers: int, pushes: i
         16,
         link=link,
         ring=ring,
-        steps_a_push=steps,
+        steps_per_push=steps,
         server_seconds=server_seconds,
         cores=cores,
         delay=delay,

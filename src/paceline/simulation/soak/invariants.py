@@ -1,4 +1,4 @@
-"""The promises of the design as things that can be seen to be broken, one input of the server after another."""
+"""Invariants of the design, checked after every input that the server handles in a soak trial."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from paceline.simulation.soak.draw import Trial
 
 ROUNDING = 1e-5
-"""How far float32 may stray from the oracle, relative to the answer or to a coordinate that is far beyond it."""
+"""Tolerance of float32 against the oracle, relative to the larger of coordinate and optimum."""
 
-Portrait = tuple[dict[str, Any], dict[str, Tensor]]
+ServerState = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def portrait(server: Server) -> Portrait:
-    """All that a server is, at any moment: plain values and tensors."""
+def server_state(server: Server) -> ServerState:
+    """Return the complete state of a server as plain values and tensors."""
     values = {
         "version": server.version,
         "samples": server.samples,
@@ -52,8 +52,8 @@ def portrait(server: Server) -> Portrait:
     return values, tensors
 
 
-def require_same(promise: str, before: Portrait, after: Portrait) -> None:
-    """A server made from checkpoint and log is the one that wrote them: nothing that it took is lost."""
+def require_same(promise: str, before: ServerState, after: ServerState) -> None:
+    """Require that a server rebuilt from checkpoint and log equals the original in every value and bit."""
     for name, value in before[0].items():
         require(after[0][name] == value, promise, "{} was {}, is {}", name, value, after[0][name])
     require(before[1].keys() == after[1].keys(), promise, "{} became {}", set(before[1]), set(after[1]))
@@ -62,14 +62,14 @@ def require_same(promise: str, before: Portrait, after: Portrait) -> None:
 
 
 class Witness:
-    """Sees every input, every update and every answer, over all the lives of the server."""
+    """Checks every input, update and reply, across all restarts of the server."""
 
     def __init__(self, trial: Trial) -> None:
         self._strategy = strategy_of(trial.strategy)
         self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
         self._quota = trial.quota
         self._membership = Membership(trial.workers, trial.room is not None, self._strategy.in_rounds)
-        self._looks_ahead = rule_of(trial.rule).traits.sends_others
+        self._predicts = rule_of(trial.rule).traits.sends_others
         self._plain = rule_of(trial.rule).name in ("plain", "ringmaster")
         self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, OPTIMUM[0])
         self._weights = [torch.zeros(len(OPTIMUM))]
@@ -78,14 +78,14 @@ class Witness:
         self._accepted: Counter[int] = Counter()
         self._applied: set[tuple[int, int, int]] = set()
         self._dropped: set[tuple[int, int, int]] = set()
-        self._told: dict[int, Reply] = {}
+        self._last_reply: dict[int, Reply] = {}
         self._sent: dict[int, Tensor] = {}
-        self._here: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._dead: set[tuple[int, int]] = set()
         self._clocks: dict[int, int] = {}
 
-    def applied(self, pushes: list[Push], server: Server) -> None:
-        """The server has made one update of these pushes."""
+    def on_update(self, pushes: list[Push], server: Server) -> None:
+        """Check one update that the server made of these pushes."""
         version = len(self._weights) - 1
         spent = self._budget.spent(self._samples, version)
         require(not spent, "budget", "update {} after the budget was spent", version)
@@ -94,7 +94,7 @@ class Witness:
         for push in pushes:
             quota = self._quota(push.worker)
             left = quota is None or self._accepted[push.worker] < quota
-            require(left, "budget", "push {} goes beyond a quota of {}", push[:3], quota)
+            require(left, "budget", "push {} exceeds a quota of {}", push[:3], quota)
             self._accepted[push.worker] += 1
             self._clocks[push.worker] = self._clocks.get(push.worker, 0) + 1
             self._samples += push.samples
@@ -102,47 +102,47 @@ class Witness:
         finite = math.isfinite(sum(server.weights.tolist()))
         require(finite, "finite", "update {} gives {}", version, server.weights)
         if not self._plain:
-            return  # each of these rules has an oracle of its own in the tests
+            return  # the tests have an oracle for each of the other rules
         expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
         near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(OPTIMUM[0]))
-        require(near, "weights", "update {} gives {}, alone it gives {}", version, found, expected)
+        require(near, "weights", "update {} gives {}, the serial oracle {}", version, found, expected)
 
     def _part(self, push: Push, version: int) -> Part:
-        """A push that may be applied: new, from somebody here, the gradient at the weights that it was sent."""
+        """Check an applied push: new, from a live worker, and the gradient at the weights the worker was sent."""
         identity = push[:3]
         require(identity not in self._applied, "once", "push {} is applied again in update {}", identity, version)
         self._applied.add(identity)
-        told = self._told.get(push.worker)
+        last = self._last_reply.get(push.worker)
         require(identity[:2] not in self._dead, "dead", "push {} of a worker that left is applied", identity)
-        known = told is not None and (told.incarnation, told.serial) == (push.incarnation, push.reply)
-        require(known, "weights", "push {} is no answer to {}", identity, told)
-        assert told is not None
+        known = last is not None and (last.incarnation, last.serial) == (push.incarnation, push.reply)
+        require(known, "weights", "push {} does not answer {}", identity, last)
+        assert last is not None
         if self._strategy.in_rounds:
-            require(told.version == version, "bound", "a round of version {} holds a push from {}", version, told)
-        part = shard_of(push.worker, told.deal)
-        gradient = gradient_at(self._sent[push.worker], part, told.batch, self._scratch)
-        finite = (push.worker, told.batch) != self._poison
-        require(finite, "finite", "push {} is applied though it holds a NaN", identity)
+            require(last.version == version, "bound", "a round of version {} holds a push from {}", version, last)
+        part = shard_of(push.worker, last.deal)
+        gradient = gradient_at(self._sent[push.worker], part, last.batch, self._scratch)
+        finite = (push.worker, last.batch) != self._poison
+        require(finite, "finite", "push {} is applied although it has a NaN", identity)
         same = torch.equal(gradient, push.update)
-        require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, told.batch, told.version)
-        return Part(told.version, push.samples, curvature(part, told.batch))
+        require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, last.batch, last.version)
+        return Part(last.version, push.samples, curvature(part, last.batch))
 
-    def sent(self, worker: int, weights: Tensor) -> None:
-        """These weights went along with an answer: those of its version, unless the rule looks ahead."""
-        same = self._looks_ahead or same_bits(weights, self._weights[-1])
+    def on_weights(self, worker: int, weights: Tensor) -> None:
+        """Check the weights sent with a reply: those of its version, unless the rule sends predicted weights."""
+        same = self._predicts or same_bits(weights, self._weights[-1])
         require(same, "weights", "worker {} is sent {}, not {}", worker, weights, self._weights[-1])
         self._sent[worker] = weights.clone()
 
-    def saw(self, message: Input, outcome: Outcome, server: Server) -> None:
-        """An input was taken, and these are the answers."""
+    def on_input(self, message: Input, outcome: Outcome, server: Server) -> None:
+        """Check the server and its replies after one input."""
         version = len(self._weights) - 1
         require(server.version == version, "growth", "version {} after {} updates", server.version, version)
         require(server.samples == self._samples, "growth", "{} samples, not {}", server.samples, self._samples)
-        settled = self._accepted.total() + server.dropped + server.late + len(server.held)
+        counted = self._accepted.total() + server.dropped + server.late + len(server.held)
         if server.divergence is None:
-            require(server.pushes == settled, "counts", "{} pushes, {} accounted for", server.pushes, settled)
+            require(server.pushes == counted, "counts", "{} pushes, {} accounted for", server.pushes, counted)
         if outcome.verdict == Verdict.TAKEN:
-            self._note(message)
+            self._track(message)
         for worker in [w for w in self._clocks if self._accepted[w] == self._quota(w)]:
             del self._clocks[worker]
         if isinstance(message, Push) and outcome.verdict == Verdict.DROPPED:
@@ -151,82 +151,82 @@ class Witness:
             if reply.over and not server.over:
                 self._check_last_push(reply)
             self._check(reply, version, outcome.verdict == Verdict.REPEATED)
-        self._membership.require_entrance(self._clocks)
+        self._membership.check_waiting(self._clocks)
         if server.started and not server.over and self._clocks:
             self._check_held_back(server)
 
-    def _note(self, message: Input) -> None:
-        """Who is here, and at which clock."""
+    def _track(self, message: Input) -> None:
+        """Update the expected members and their clocks from an accepted input."""
         match message:
             case Join(worker, incarnation):
-                self._here[worker] = incarnation
-                if not self._membership.waits(worker, self._clocks, len(self._weights) - 1):
+                self._incarnations[worker] = incarnation
+                if not self._membership.on_join(worker, self._clocks, len(self._weights) - 1):
                     self._clocks[worker] = min(self._clocks.values(), default=0)
             case Push():
                 self._membership.begun = True
             case Drain(worker):
                 self._membership.draining.add(worker)
             case Leave(worker, incarnation):
-                known = self._here.get(worker, -1)
+                known = self._incarnations.get(worker, -1)
                 self._dead.add((worker, min(incarnation, known)))
                 if incarnation >= known:
                     self._clocks.pop(worker, None)
-                    self._membership.coming.pop(worker, None)
+                    self._membership.waiting.pop(worker, None)
             case Resume():
-                self._dead |= set(self._here.items())
+                self._dead |= set(self._incarnations.items())
                 self._clocks.clear()
                 self._membership.clear()
 
     def _check(self, reply: Reply, version: int, repeated: bool) -> None:
-        """An answer goes to somebody who is here, with the newest weights and the next batch, within the bound."""
-        worker, told = reply.worker, self._told.get(reply.worker)
+        """Check a reply: to a live worker, with the newest version and the next batch, within the staleness bound."""
+        worker, last = reply.worker, self._last_reply.get(reply.worker)
         name = (worker, reply.incarnation)
         require(name not in self._dead, "dead", "{} for a worker that left", reply)
-        require(self._here.get(worker) == reply.incarnation, "dead", "{} for somebody unknown", reply)
+        require(self._incarnations.get(worker) == reply.incarnation, "dead", "{} for an unknown worker", reply)
         if repeated:
-            same = told is not None and told._replace(over=reply.over) == reply
-            require(same, "growth", "a repeat is answered with {}, at first with {}", reply, told)
+            same = last is not None and last._replace(over=reply.over) == reply
+            require(same, "growth", "a repeated push gets {}, the first got {}", reply, last)
             return
-        newest = reply.version == version or (reply.over and reply.version < version)  # its leaving may close a round
+        newest = reply.version == version or (reply.over and reply.version < version)  # its leave may complete a round
         require(newest, "growth", "{} at version {}", reply, version)
-        require(told is None or told.version <= reply.version, "growth", "{} after {}", reply, told)
+        require(last is None or last.version <= reply.version, "growth", "{} after {}", reply, last)
         if not reply.over:
-            self._membership.enter(worker, self._clocks, version)
-            self._membership.deal(reply, self._accepted[worker], self._clocks)
-        accepted = self._accepted[worker] - self._membership.before(worker)
+            self._membership.on_reply(worker, self._clocks, version)
+            self._membership.check_assignment(reply, self._accepted[worker], self._clocks)
+        accepted = self._accepted[worker] - self._membership.accepted_before(worker)
         require(reply.batch == accepted, "batch", "{} after {} accepted", reply, accepted)
-        self._told[worker] = reply
+        self._last_reply[worker] = reply
         if reply.over and worker in self._membership.draining:
             self._membership.draining.discard(worker)
-            self._membership.dismissed.add(worker)
+            self._membership.released.add(worker)
             self._clocks.pop(worker, None)
         require(reply.over or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
         if self._strategy.waiting is Waiting.BOUNDED and not reply.over:
             ahead = self._clocks[worker] - min(self._clocks.values())
-            require(ahead <= self._strategy.max_lead, "bound", "{} is sent on {} steps ahead", name, ahead)
+            require(ahead <= self._strategy.max_lead, "bound", "{} continues {} steps ahead", name, ahead)
 
     def _check_last_push(self, reply: Reply) -> None:
-        """Who is sent away has nothing left to push: what it was told to compute counts, or the policy dropped it."""
-        told = self._told.get(reply.worker)
-        if told is not None and not told.over and told.incarnation == reply.incarnation:
-            last = (told.worker, told.incarnation, told.serial)
-            settled = last in self._applied or last in self._dropped
-            require(settled, "last push", "{} though push {} does not count", reply, last)
+        """Check that the last push of a worker that is sent away was applied, or dropped by the policy."""
+        last = self._last_reply.get(reply.worker)
+        if last is not None and not last.over and last.incarnation == reply.incarnation:
+            push = (last.worker, last.incarnation, last.serial)
+            counted = push in self._applied or push in self._dropped
+            require(counted, "last push", "{} although push {} was not counted", reply, push)
 
     def _check_held_back(self, server: Server) -> None:
-        """Nobody waits without a reason: a round that lacks pushes, or a worker too far behind."""
+        """Check that a worker waits only for missing pushes of its round, or for one too far behind."""
         held = [worker for worker in self._clocks if server.members[worker].waiting]
         if self._strategy.in_rounds:
             needed = max(1, self._strategy.pushes_per_update(len(self._clocks)))
-            require(len(held) < needed, "held", "a round of {} waits though {} have pushed", needed, held)
+            require(len(held) < needed, "held", "a round of {} waits although {} have pushed", needed, held)
             return
         if self._strategy.waiting is Waiting.BOUNDED:
             least = min(self._clocks.values()) + self._strategy.max_lead
             held = [worker for worker in held if self._clocks[worker] <= least]
         require(not held, "held", "workers {} wait without a reason, clocks {}", held, self._clocks)
 
-    def ended(self, server: Server, gone: set[int | None]) -> None:
-        """The run is over: its budget is spent to the sample, or all who are missing are gone for good."""
+    def on_end(self, server: Server, gone: set[int | None]) -> None:
+        """Check the end of a run: its budget is spent exactly, or every missing worker is gone permanently."""
         if server.divergence is not None:
             found = self._poison is not None and server.divergence.worker == self._poison[0]
             require(found and server.over, "finite", "ended by {}, poison is {}", server.divergence, self._poison)
@@ -235,11 +235,11 @@ class Witness:
         working = [w for w, quota in enumerate(self._quotas) if quota is None or accepted[w] < quota]
         if not server.over:
             missing = [w for w in working if w not in gone]
-            require(not missing, "budget", "the run ended though workers {} were to come back", missing)
+            require(not missing, "budget", "the run ended although workers {} were to return", missing)
         elif self._budget.own and self._budget.steps is None:
-            excused = self._membership.dismissed
-            working = [w for w in working if w in self._here and w not in excused]
-            missing = [w for w in working if (w, self._here[w]) not in self._dead]
+            excused = self._membership.released
+            working = [w for w in working if w in self._incarnations and w not in excused]
+            missing = [w for w in working if (w, self._incarnations[w]) not in self._dead]
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
             require(self._budget.spent(self._samples, version), "budget", "over after {} samples", self._samples)
@@ -247,4 +247,4 @@ class Witness:
             return
         for found, answer in zip(server.weights.tolist(), OPTIMUM, strict=True):
             left, allowed = abs(found - answer), self._oracle.tolerance(abs(answer)) + ROUNDING
-            require(left <= allowed, "optimum", "{} is {} from the answer, {} is allowed", found, left, allowed)
+            require(left <= allowed, "optimum", "{} is {} from the optimum, {} is allowed", found, left, allowed)

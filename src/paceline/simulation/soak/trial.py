@@ -1,4 +1,4 @@
-"""One trial of a soak: a cluster on a problem whose answer is known, its log and checkpoints kept in memory."""
+"""One soak trial: a simulated cluster on a problem with a known optimum, log and checkpoints in memory."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from paceline.simulation.event_queue import Action, Agenda
 from paceline.simulation.faults import inject
 from paceline.simulation.simulator import Deadlock, Simulation, Worker
 from paceline.simulation.soak.draw import Trial
-from paceline.simulation.soak.invariants import Witness, portrait, require_same
+from paceline.simulation.soak.invariants import Witness, require_same, server_state
 from paceline.simulation.soak.violation import Broken, require
 from paceline.tasks.synthetic import OPTIMUM
 
-MOST_PLANS = 20_000
-REPLAYED = 3
-"""One trial in so many is replayed from its whole log."""
+MAX_EVENTS = 20_000
+REPLAY_EVERY = 3
+"""Every third trial is replayed from its whole log."""
 
 
 class Limited(Agenda):
-    """An agenda that ends: a cluster that never stops planning is going round in circles."""
+    """An event queue with a maximum number of events: a cluster that never stops planning is in a livelock."""
 
     def at(self, time: float, action: Action, argument: object) -> None:
-        if self._serial > MOST_PLANS:
-            raise Broken("livelock", f"{MOST_PLANS} plans at {self.now:g} s, and training is not over")
+        if self._serial > MAX_EVENTS:
+            raise Broken("livelock", f"{MAX_EVENTS} events at {self.now:g} s, and training is not finished")
         super().at(time, action, argument)
 
 
 @dataclass(frozen=True)
 class Story:
-    """What a trial came to; the same seed tells the same story, bit for bit."""
+    """The outcome of a trial; equal seeds give equal records, bit for bit."""
 
     records: tuple[Record, ...]
     weights: tuple[float, ...]
@@ -56,19 +56,19 @@ class Story:
 
 
 class Stage:
-    """A trial while it runs: the server's side with its log and checkpoints in memory, over all the server's lives."""
+    """Runs the server of a trial, with log and checkpoints in memory, across all its restarts."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        self.agenda = Limited()
-        self.witness = Witness(trial)
+        self.queue = Limited()
+        self.checker = Witness(trial)
         self.memories: dict[int, Memory] = {}
         self.send: Callable[[Reply], None] = lambda reply: None
         self.records: list[Record] = []
         self.restarts = 0
-        self._cut: Cut | None = None
-        self._chance = Random(trial.seed)
-        self.server: Server = self._watched(self._new_server())
+        self._checkpoint: Cut | None = None
+        self._random = Random(trial.seed)
+        self.server: Server = self._observed(self._new_server())
         self._begun = False
 
     def _new_server(self) -> Server:
@@ -77,47 +77,47 @@ class Stage:
         training, roster = Training(trial.budget, Schedule(trial.lr)), Roster(trial.workers, trial.room)
         return Server(weights, rule, trial.make_policy(), training, roster)
 
-    def _watched(self, server: Server) -> Server:
-        server.on_update = lambda update: self.witness.applied(update.pushes, server)
+    def _observed(self, server: Server) -> Server:
+        server.on_update = lambda update: self.checker.on_update(update.pushes, server)
         return server
 
     def start(self, send: Callable[[Reply], None]) -> Stage:
-        """The first server; later, what checkpoint and log say it was, which must be what it was."""
+        """Start the server; after a crash, rebuild it from checkpoint and log and check that it is equal."""
         self.send = send
         if not self._begun:
             self._begun = True
             return self
         self.restarts += 1
-        rebuilt = self.rebuild(self._cut)
-        require_same("kept", portrait(self.server), portrait(rebuilt))
-        self.server = self._watched(rebuilt)
+        rebuilt = self.rebuild(self._checkpoint)
+        require_same("kept", server_state(self.server), server_state(rebuilt))
+        self.server = self._observed(rebuilt)
         self.memories.clear()
         self.handle(Resume())
         return self
 
-    def rebuild(self, cut: Cut | None) -> Server:
-        """The server that a checkpoint and the log behind it make."""
+    def rebuild(self, checkpoint: Cut | None) -> Server:
+        """Return the server rebuilt from a checkpoint and the log after it."""
         server = self._new_server()
-        if cut is not None:
-            cut = replace(cut, facts=json.loads(json.dumps(cut.facts)))  # as from a file
-        replay = Replay(server, self.trial.make_seat, cut)
-        replay.feed(self.records[cut.log_offset if cut is not None else 0 :])
+        if checkpoint is not None:
+            checkpoint = replace(checkpoint, facts=json.loads(json.dumps(checkpoint.facts)))  # as if read from a file
+        replay = Replay(server, self.trial.make_seat, checkpoint)
+        replay.feed(self.records[checkpoint.log_offset if checkpoint is not None else 0 :])
         if replay.mismatch is not None:
-            raise Broken("kept", f"a replay departs: {replay.mismatch}")
+            raise Broken("kept", f"a replay differs: {replay.mismatch}")
         return server
 
     def handle(self, message: Input) -> None:
-        """As `Host` does: server, log, weights and replies, then perhaps a checkpoint."""
+        """Handle an input as `Host` does: update, log, send replies, sometimes take a checkpoint."""
         outcome = self.server.handle(message)
-        self.records.append(_record(message, outcome.verdict, self.agenda.now))
-        self.witness.saw(message, outcome, self.server)
+        self.records.append(_record(message, outcome.verdict, self.queue.now))
+        self.checker.on_input(message, outcome, self.server)
         for reply in outcome.replies:
             if outcome.verdict != Verdict.REPEATED:
                 self.server.hand_out(reply, self.memories[reply.worker])
-                self.witness.sent(reply.worker, self.memories[reply.worker].weights)
+                self.checker.on_weights(reply.worker, self.memories[reply.worker].weights)
             self.send(reply)
-        if self.trial.cuts and self.server.can_be_cut and self._chance.random() < self.trial.cuts:
-            self._cut = take_checkpoint(self.server, self.memories, len(self.records), self.agenda.now)
+        if self.trial.cuts and self.server.can_be_cut and self._random.random() < self.trial.cuts:
+            self._checkpoint = take_checkpoint(self.server, self.memories, len(self.records), self.queue.now)
 
 
 def _record(message: Input, verdict: Verdict, now: float) -> Record:
@@ -131,64 +131,65 @@ def _record(message: Input, verdict: Verdict, now: float) -> Record:
     return Record(type(message).__name__.lower(), worker, incarnation, 0, 0, 0, 0.0, now, verdict)
 
 
-def forgotten(simulation: Simulation) -> list[int]:
-    """Workers that are here, that the server does not hold back, and for which nothing is planned or under way."""
-    planned: list[object] = [plan[3] for plan in simulation.agenda._planned] + list(simulation._queue)
-    for shared in (*simulation.wire._shared.values(), simulation._cores):
-        planned += [job.argument for _, _, job in shared._jobs if not job.off] if shared is not None else []
-    expected = {worker for plan in planned for worker in _mentioned(plan)}
+def unscheduled_workers(simulation: Simulation) -> list[int]:
+    """Return live workers without any planned event or message that the server does not make wait."""
+    planned: list[object] = [plan[3] for plan in simulation.queue._heap] + list(simulation._inbox)
+    for shared in (*simulation.network._shared.values(), simulation._cores):
+        planned += [job.argument for _, _, job in shared._jobs if not job.ended] if shared is not None else []
+    expected = {worker for plan in planned for worker in _workers_in(plan)}
     for worker, member in simulation.side.server.members.items():
         if member.waiting and member.incarnation == simulation.workers[worker].incarnation:
             expected.add(worker)
-    return [worker.number for worker in simulation.workers if worker.seat is not None and worker.number not in expected]
+    live = [worker.number for worker in simulation.workers if worker.instance is not None]
+    return [number for number in live if number not in expected]
 
 
-def _mentioned(plan: object) -> set[int]:
-    """The workers in a plan's argument, a message's or its own."""
+def _workers_in(plan: object) -> set[int]:
+    """Return the workers that an event's argument refers to."""
     if isinstance(plan, Join | Push | Reply):
         return {plan.worker}
     if isinstance(plan, Worker):
         return {plan.number}
-    return {worker for part in plan for worker in _mentioned(part)} if isinstance(plan, tuple) else set()
+    return {worker for part in plan for worker in _workers_in(part)} if isinstance(plan, tuple) else set()
 
 
-def _is_for_good(fault: Fault) -> bool:
-    """Whether a worker may be gone and not come back."""
+def _is_permanent(fault: Fault) -> bool:
+    """Return whether a fault may remove a worker permanently."""
     return fault.kind == "drain" or (fault.kind == "crash" and fault.restart_after is None)
 
 
 def perform(trial: Trial) -> Story:
-    """Run a trial to its end; a promise that is not kept is raised as Broken."""
+    """Run a trial to its end; raise `InvariantViolation` if an invariant does not hold."""
     with torch.inference_mode():
         return _perform(trial)
 
 
 def _perform(trial: Trial) -> Story:
-    stage = Stage(trial)
+    driver = Stage(trial)
 
-    def come(worker: int, incarnation: int) -> Seat:
+    def make_worker(worker: int, incarnation: int) -> Seat:
         return trial.make_seat(Join(worker, incarnation, trial.quota(worker)))
 
-    simulation = Simulation(stage.agenda, trial.cluster, trial.workers, come, stage.start, trial.room, inject)
+    simulation = Simulation(driver.queue, trial.cluster, trial.workers, make_worker, driver.start, trial.room, inject)
     try:
         simulation.run()
-        stage.witness.ended(stage.server, {fault.worker for fault in trial.cluster.faults if _is_for_good(fault)})
-        require(not (lost := forgotten(simulation)), "forgotten", "workers {} wait for nothing", lost)
-        if trial.seed % REPLAYED == 0:
-            require_same("replay", portrait(stage.server), portrait(stage.rebuild(None)))
+        driver.checker.on_end(driver.server, {fault.worker for fault in trial.cluster.faults if _is_permanent(fault)})
+        require(not (lost := unscheduled_workers(simulation)), "forgotten", "no event is planned for workers {}", lost)
+        if trial.seed % REPLAY_EVERY == 0:
+            require_same("replay", server_state(driver.server), server_state(driver.rebuild(None)))
     except Broken:
         raise
     except Deadlock as error:
         raise Broken("deadlock", str(error)) from error
     except Exception as error:
         raise Broken("crash", f"{type(error).__name__}: {error}") from error
-    server = stage.server
+    server = driver.server
     return Story(
-        tuple(stage.records),
+        tuple(driver.records),
         tuple(server.weights.tolist()),
-        stage.agenda.now,
+        driver.queue.now,
         simulation.num_events,
-        stage.restarts,
+        driver.restarts,
         server.pushes,
         server.version,
         server.over,

@@ -1,10 +1,10 @@
-"""How a promise that was not kept is told."""
+"""The exception for a violated invariant of a soak trial."""
 
 from __future__ import annotations
 
 
 class Broken(Exception):
-    """A promise that was not kept: its name, and what was seen."""
+    """A violated invariant: its name, and what was observed."""
 
     def __init__(self, promise: str, text: str) -> None:
         super().__init__(f"{promise}: {text}")
@@ -12,6 +12,6 @@ class Broken(Exception):
 
 
 def require(kept: bool, promise: str, text: str, *values: object) -> None:
-    """Raise Broken unless `kept`; the text is put together only then."""
+    """Raise `InvariantViolation` unless `kept`; the text is formatted only then."""
     if not kept:
         raise Broken(promise, text.format(*values))

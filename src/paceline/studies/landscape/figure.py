@@ -1,4 +1,4 @@
-"""The picture of a loss landscape with the paths of training on it, from what landscape.json and the grid hold."""
+"""Figure of a loss landscape with the training paths, drawn from landscape.json and the grid of losses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from paceline.errors import UserError
 
 LEVELS = 16
-BEYOND = 0.5
-"""How much higher than the paths contours go, as a share of what the paths descend."""
+CONTOUR_MARGIN = 0.5
+"""Height of the contours above the paths, as a share of the loss the paths descend."""
 LABELLED = 3
-"""Every so many contour lines carry their loss."""
+"""Every third contour line is labelled with its loss."""
 STYLES = (
     ("#d62728", "-", "o"),
     ("#111111", "--", "s"),
@@ -22,19 +22,19 @@ STYLES = (
     ("#8c564b", (0, (5, 1, 1, 1, 1, 1)), "v"),
     ("#5b2a86", (0, (1, 1)), "P"),
 )
-"""Colour, line and marker of each run, so that runs can be told apart without colour."""
+"""Colour, line and marker per run: runs differ without colour as well."""
 OFFSETS = ((5, 6), (5, -12), (-11, 6), (-11, -12))
-"""Where each run's epochs are written, beside their snapshots."""
+"""Offsets of each run's epoch labels from their snapshots."""
 
 
 def draw(facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]], path: Path) -> None:
-    """Write the picture to `path`; without matplotlib, a UserError that names the extra."""
+    """Draw the figure to `path`; raise UserError if matplotlib is not installed."""
     try:
         figures = importlib.import_module("matplotlib.figure")
         layout = importlib.import_module("matplotlib.layout_engine").ConstrainedLayoutEngine
     except ModuleNotFoundError:
         raise UserError(
-            "the picture needs matplotlib, which is not installed: pip install 'paceline[report]'; "
+            "the figure needs matplotlib, which is not installed: pip install 'paceline[report]'; "
             f"its numbers are in {path.parent}/landscape.csv and landscape.json"
         ) from None
     width, height = _size(x, y)
@@ -56,23 +56,23 @@ def draw(facts: dict[str, Any], x: list[float], y: list[float], losses: list[lis
 
 
 def _faithfulness(facts: dict[str, Any]) -> str:
-    """How far the plane is from the truth, in one line."""
+    """Return one line on the largest distance and loss difference between snapshots and plane."""
     points = [point for run in facts["runs"] for point in run["path"]]
     known = [p for p in points if p["loss"] is not None and p["loss_in_plane"] is not None]
     gap = max((abs(p["loss"] - p["loss_in_plane"]) for p in known), default=math.nan)
     far = max(point["distance_from_plane"] for point in points)
-    return f"snapshots lie up to {_short(far)} off this plane; their true loss differs by up to {_short(gap)}"
+    return f"snapshots are up to {_short(far)} off this plane; their true loss differs by up to {_short(gap)}"
 
 
 def _size(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Inches, so that one unit is as long across as it is up."""
+    """Return width and height in inches, with the same scale on both axes."""
     return 7.5, min(9.0, 5.9 * (y[-1] - y[0]) / (x[-1] - x[0]) + 1.7)
 
 
 def _draw_surface(
     figure: Any, axes: Any, facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]]
 ) -> None:
-    levels, norm = _levels([loss for row in losses for loss in row], _highest_on_the_way(facts))
+    levels, norm = _levels([loss for row in losses for loss in row], _highest_path_loss(facts))
     ticker = importlib.import_module("matplotlib.ticker")
     top = levels[-1]
     shown = [[loss if math.isfinite(loss) else top + abs(top) for loss in row] for row in losses]
@@ -89,28 +89,28 @@ def _draw_surface(
     bar.ax.tick_params(labelsize=7)
 
 
-def _highest_on_the_way(facts: dict[str, Any]) -> float:
-    """The highest loss of any path, as the picture shows it."""
+def _highest_path_loss(facts: dict[str, Any]) -> float:
+    """Return the highest in-plane loss of all paths."""
     seen = [point["loss_in_plane"] for run in facts["runs"] for point in run["path"]]
     return max((loss for loss in seen if loss is not None), default=math.inf)
 
 
 def _levels(losses: list[float], highest: float) -> tuple[list[float], Any]:
-    """Contours evenly spaced in the logarithm of the loss, or in the loss itself where it is not positive.
+    """Return contour levels spaced evenly in the logarithm of the loss, or in the loss if it is not positive.
 
-    They end not far above the `highest` loss of the paths: slopes where nobody went need no telling apart.
+    The levels end shortly above `highest`, the highest loss of the paths: slopes beyond need no detail.
     """
     colors = importlib.import_module("matplotlib.colors")
     finite = sorted(loss for loss in losses if math.isfinite(loss))
     if not finite:
-        raise UserError("no place of the grid has a finite loss: use a smaller --margin")
+        raise UserError("no point of the grid has a finite loss: use a smaller --margin")
     low = finite[0]
-    high = min(finite[-1], highest + BEYOND * (highest - low))
+    high = min(finite[-1], highest + CONTOUR_MARGIN * (highest - low))
     if low <= 0.0 or high <= low:
         span = (high - low) * 1.001 or 1.0
         levels = [low + span * number / LEVELS for number in range(LEVELS + 1)]
         return levels, colors.Normalize(levels[0], levels[-1])
-    low, high = low * 0.999, high * 1.001  # so that no place is outside by rounding
+    low, high = low * 0.999, high * 1.001  # so that rounding puts no point outside
     ratio = high / low
     levels = [low * ratio ** (number / LEVELS) for number in range(LEVELS + 1)]
     return levels, colors.LogNorm(levels[0], levels[-1])
@@ -121,7 +121,7 @@ def _short(value: float) -> str:
 
 
 def _labels(runs: list[dict[str, Any]]) -> list[str]:
-    """Strategy, workers and split tell most runs apart; where they do not, the folder's name is added."""
+    """Return a label per run: strategy, workers and split, plus the folder's name if these are not unique."""
     plain = [_label(run) for run in runs]
     names = [Path(run["run"]).name for run in runs]
     return [text if plain.count(text) == 1 else f"{text} ({name})" for text, name in zip(plain, names, strict=True)]
@@ -152,7 +152,7 @@ def _draw_path(axes: Any, run: dict[str, Any], number: int, labels: list[str]) -
 
 
 def _whole_epochs(path: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """The first snapshot of each whole epoch, as (place in the path, epoch); no more than a dozen."""
+    """Return (index in the path, epoch) of the first snapshot of each whole epoch, at most twelve."""
     found: list[tuple[int, int]] = []
     for index, point in enumerate(path):
         epoch = math.floor(point["epochs"] + 1e-9)
@@ -168,5 +168,5 @@ def _write(axes: Any, text: str, place: tuple[float, float], color: str, offset:
 
 
 def _outline(width: float) -> Any:
-    """White around letters, so that they can be read on any ground."""
+    """Return a white outline that keeps letters legible on any colour."""
     return importlib.import_module("matplotlib.patheffects").withStroke(linewidth=width, foreground="white")

@@ -1,6 +1,6 @@
-"""The loss of many weight vectors on one part of a task's data; each vector alone, several side by side on a CPU.
+"""Loss of many weight vectors on one part of a task's data, several vectors in parallel on a CPU.
 
-Evaluating many in one product (`lab.batched`) was measured: 7 times slower on a CPU, no faster on a GPU.
+One batched product for many vectors (simulation/lab/models.py) is 7 times slower on a CPU, no faster on a GPU.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from paceline.tasks.nested import device_of, each, num_samples, outputs_of, rows
 from paceline.tasks.supervised import Pair, SupervisedTask
 
 Point = tuple[Tensor, Tensor | None]
-"""Weights and running statistics, flat."""
+"""Flat weights and flat running statistics."""
 BATCHES = {"cpu": 100, "cuda": 8192}
-"""Samples in a batch: those that fit a core's cache, those that fill a GPU."""
-LEAST_BATCH = 32
-MOST_THREADS = 8
-"""More wait for Python's own lock: on 16 cores, 16 were slower than 8."""
-AHEAD = 2
-"""Points that wait for each thread."""
+"""Samples per batch: enough to fill a GPU, few enough for a core's cache."""
+MIN_BATCH = 32
+MAX_THREADS = 8
+"""More threads wait for Python's GIL: on 16 cores, 16 were slower than 8."""
+QUEUED_POINTS = 2
+"""Queued points per thread."""
 
 
 def chosen_rows(total: int, wanted: int) -> Tensor:
-    """`wanted` of `total` rows (or all), the same ones every time."""
+    """Choose `wanted` of `total` rows (or all), the same at every call."""
     rows = rng(0, "landscape", total).permutation(total)[:wanted]
     rows.sort()
     return torch.from_numpy(rows)
 
 
 class Losses:
-    """Mean loss of weights on the chosen rows of `data`, in evaluation mode; the task is used up by it.
+    """Computes the mean loss of weights on the chosen rows of `data`, in evaluation mode; takes over the task.
 
-    With `side_by_side`, as many points at once as there are cores, each on one thread: threads that share a point
-    wait for each other, which on a machine that others use costs up to ten times. It asks of the task that its model
-    can be copied and that its loss keeps nothing between calls.
+    With `side_by_side` it evaluates several points at once, one per thread: threads that share a point wait for each
+    other, up to ten times as long on a busy machine. The task's model must be copyable and its loss stateless.
     """
 
     def __init__(self, task: SupervisedTask, data: Pair, wanted: int, side_by_side: bool = False) -> None:
@@ -56,28 +55,28 @@ class Losses:
         self._batch = BATCHES[self.device.type]
         self.num_samples = len(rows)
         task.model.eval()
-        self._num_threads = min(cores(), MOST_THREADS) if side_by_side and self.device.type == "cpu" else 1
+        self._num_threads = min(cores(), MAX_THREADS) if side_by_side and self.device.type == "cpu" else 1
         self._models: SimpleQueue[nn.Module] = SimpleQueue()
         for _ in range(self._num_threads):
             self._models.put(_sharing_tensors(task.model) if self._num_threads > 1 else task.model)
 
     def __call__(self, points: Iterable[Point], passed: Callable[[], None] = lambda: None) -> Tensor:
-        """One loss a point, in double precision on the CPU; `passed` is called after each."""
+        """Return one loss per point, in double precision on the CPU, and call `passed` after each."""
         found: list[Tensor] = []
         waiting: deque[Future[Tensor]] = deque()
         threads = 1 if self._num_threads > 1 else cores()
 
-        def take() -> None:
+        def collect() -> None:
             found.append(waiting.popleft().result())
             passed()
 
         with ThreadPoolExecutor(self._num_threads, "losses", torch.set_num_threads, (threads,)) as pool:
             for weights, state in points:
                 waiting.append(pool.submit(self._loss, weights, state))
-                if len(waiting) > AHEAD * self._num_threads:
-                    take()
+                if len(waiting) > QUEUED_POINTS * self._num_threads:
+                    collect()
             while waiting:
-                take()
+                collect()
         return torch.stack(found).cpu()
 
     @torch.inference_mode()
@@ -86,19 +85,19 @@ class Losses:
         tensors = self._task.flat.tensors(weights.to(self.device), placed)
         model = self._models.get()
         try:
-            return self._with_room(model, tensors)
+            return self._loss_in_memory(model, tensors)
         finally:
             self._models.put(model)
 
-    def _with_room(self, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
-        """The mean loss, in smaller batches where the device has no room for larger ones."""
+    def _loss_in_memory(self, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the mean loss; halve the batch size each time the device runs out of memory."""
         while True:
             try:
                 return self._mean(model, tensors)
             except torch.OutOfMemoryError:
-                if self._batch <= LEAST_BATCH:
+                if self._batch <= MIN_BATCH:
                     raise UserError(
-                        f"{self.device} has no room to evaluate {LEAST_BATCH} samples: free some of its memory, "
+                        f"{self.device} has too little memory to evaluate {MIN_BATCH} samples: free some of it, "
                         "or use --device cpu"
                     ) from None
                 self._batch //= 2
@@ -113,6 +112,6 @@ class Losses:
 
 
 def _sharing_tensors(model: nn.Module) -> nn.Module:
-    """A copy of the modules, which functional_call changes for a moment, around the same tensors."""
+    """Copy the modules, which functional_call changes temporarily, but share their tensors."""
     kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, kept)

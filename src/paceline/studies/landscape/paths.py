@@ -1,4 +1,4 @@
-"""From run folders to paths through weight space: their snapshots as flat vectors, checked."""
+"""Training paths: the snapshots of run folders, checked and read as flat weight vectors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from paceline.runs.snapshots import Entry, read_index, read_snapshot
 from paceline.system.memory import require_memory
 from paceline.tasks.supervised import SupervisedTask
 
-LEAST = 3
-"""Snapshots that make a path: two would only make a line."""
+MIN_POINTS = 3
+"""Minimum snapshots per run: two points span no plane."""
 
 
 @dataclass(frozen=True)
 class Trail:
-    """A run and the snapshots it kept."""
+    """A run and the index of its snapshots."""
 
     folder: RunFolder
     config: RunConfig
@@ -32,86 +32,86 @@ class Trail:
 
     @property
     def trained(self) -> str:
-        """What was trained on what: runs on one picture have this in common."""
+        """Model and data set, or the custom task; equal for all runs of one figure."""
         return f"task {self.config.task}" if self.config.task else f"{self.config.model} on {self.config.dataset}"
 
 
 @dataclass(frozen=True)
 class TrainingPath:
-    """The snapshots of one run that are finite: weights [n, P], running statistics [n, S] where there are any."""
+    """The finite snapshots of one run: weights [n, P] and, if the model has any, running statistics [n, S]."""
 
-    trail: Trail
+    run: Trail
     entries: list[Entry]
     points: Tensor
     states: Tensor | None
     left_out: list[int]
 
     def each(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Every snapshot's weights with its own running statistics."""
+        """Yield every snapshot's weights with its running statistics."""
         states: Iterable[Tensor | None] = self.states if self.states is not None else repeat(None)
         return zip(self.points, states, strict=False)
 
 
-def find_trails(runs: list[Path]) -> list[Trail]:
-    """The runs that are to be shown; everything that can be wrong with them before a tensor is read."""
-    trails = []
-    for path in runs:
+def open_runs(paths: list[Path]) -> list[Trail]:
+    """Open the runs to show and check them before any tensor is read."""
+    runs = []
+    for path in paths:
         folder = RunFolder.open(path)
         config = folder.config()
         if is_script(config):
             raise UserError(
-                f"{path} is a run of your own loop: its model lives in the script, which cannot be evaluated"
+                f"{path} is a run of a script, whose model cannot be evaluated here: give runs of 'paceline train'"
             )
         entries = read_index(folder)
-        if len(entries) < LEAST:
+        if len(entries) < MIN_POINTS:
             found = f"{len(entries)} snapshot{'s' if len(entries) > 1 else ''}" if entries else "no snapshots"
             raise UserError(
-                f"{path} has {found}, a path needs at least {LEAST}: train with --snapshots N (N an epoch), "
+                f"{path} has {found}, a path needs at least {MIN_POINTS}: train with --snapshots N (N per epoch), "
                 "as in 'paceline train --snapshots 4'"
             )
-        trails.append(Trail(folder, config, entries))
-    for trail in trails[1:]:
-        if trail.trained != trails[0].trained:
+        runs.append(Trail(folder, config, entries))
+    for run in runs[1:]:
+        if run.trained != runs[0].trained:
             raise UserError(
-                f"{trails[0].folder.path} trained {trails[0].trained}, {trail.folder.path} {trail.trained}: "
-                "one picture shows runs of one model on one data set"
+                f"{runs[0].folder.path} trained {runs[0].trained}, {run.folder.path} {run.trained}: "
+                "give runs of one model on one data set"
             )
-    if len({trail.folder.path.resolve() for trail in trails}) < len(trails):
-        raise UserError("a run is named twice: name each once")
-    return trails
+    if len({run.folder.path.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is given twice: give each once")
+    return runs
 
 
-def read_path(trail: Trail, task: SupervisedTask) -> TrainingPath:
-    """Every snapshot as a flat vector; those with a NaN or an infinity are left out."""
+def read_path(run: Trail, task: SupervisedTask) -> TrainingPath:
+    """Read every snapshot as a flat vector; leave out those with a NaN or an infinity."""
     flat = task.flat
-    count = len(trail.entries)
-    require_memory(4 * count * (flat.layout.size + flat.state_size), f"snapshots of {trail.folder.path}")
+    count = len(run.entries)
+    require_memory(4 * count * (flat.layout.size + flat.state_size), f"snapshots of {run.folder.path}")
     points, states = torch.zeros(count, flat.layout.size), torch.zeros(count, flat.state_size)
-    for number, entry in enumerate(trail.entries):
-        tensors = read_snapshot(trail.folder, entry)
-        _fill(flat.layout, points[number], tensors, trail, entry)
+    for number, entry in enumerate(run.entries):
+        tensors = read_snapshot(run.folder, entry)
+        _fill(flat.layout, points[number], tensors, run, entry)
         if flat.state_size:
-            _fill(flat.state_layout, states[number], tensors, trail, entry)
+            _fill(flat.state_layout, states[number], tensors, run, entry)
     finite = (torch.isfinite(points).all(1) & torch.isfinite(states).all(1)).tolist()
-    entries = [entry for entry, good in zip(trail.entries, finite, strict=True) if good]
-    left_out = [entry.version for entry, good in zip(trail.entries, finite, strict=True) if not good]
-    if len(entries) < LEAST:
+    entries = [entry for entry, good in zip(run.entries, finite, strict=True) if good]
+    left_out = [entry.version for entry, good in zip(run.entries, finite, strict=True) if not good]
+    if len(entries) < MIN_POINTS:
         raise UserError(
-            f"{trail.folder.path} has {len(entries)} snapshots without a NaN or an infinity, a path needs {LEAST}: "
+            f"{run.folder.path} has {len(entries)} snapshots without a NaN or an infinity, a path needs {MIN_POINTS}: "
             "the run diverged; train again with a lower --lr"
         )
     keep = torch.tensor(finite)
     kept = points[keep] if left_out else points
-    return TrainingPath(trail, entries, kept, states[keep] if flat.state_size else None, left_out)
+    return TrainingPath(run, entries, kept, states[keep] if flat.state_size else None, left_out)
 
 
-def _fill(layout: Layout, out: Tensor, tensors: dict[str, Tensor], trail: Trail, entry: Entry) -> None:
+def _fill(layout: Layout, out: Tensor, tensors: dict[str, Tensor], run: Trail, entry: Entry) -> None:
     for name, view in layout.views(out).items():
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != view.shape:
             found = "is not in" if tensor is None else f"has shape {list(tensor.shape)} in"
             raise UserError(
-                f"{name} {found} snapshot {entry.version} of {trail.folder.path}, the model's has {list(view.shape)}: "
-                "the model was changed since the run"
+                f"{name} {found} snapshot {entry.version} of {run.folder.path}, the model's has {list(view.shape)}: "
+                "the model was changed since the run; train it again"
             )
         view.copy_(tensor)

@@ -1,4 +1,4 @@
-"""The plane that lies nearest to some weights: their mean and their two principal directions."""
+"""The plane nearest to a set of weight vectors: their mean and first two principal components."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from paceline.errors import UserError
 
-PART = 1 << 18
-"""Weights taken at once in double precision."""
-NOTHING = 1e-12
-"""A share of the variance below this is rounding."""
+COLUMNS_PER_SLICE = 1 << 18
+"""Columns converted to double precision at a time."""
+MIN_SHARE = 1e-12
+"""Smaller shares of the variance are rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class Plane:
     shares: tuple[float, ...]
 
     def to(self, device: torch.device) -> Plane:
-        """The same plane, on `device`."""
+        """Return the plane on `device`."""
         return Plane(self.origin.to(device), self.directions.to(device), self.shares)
 
     def at(self, x: float, y: float) -> Tensor:  # [P]
-        """The weights at a place of the plane."""
+        """Return the weights at a point of the plane."""
         return torch.add(self.origin, self.directions[0], alpha=x).add_(self.directions[1], alpha=y)
 
     def coordinates(self, points: Tensor) -> Tensor:  # [n, P] -> [n, 2]
-        """Where weights lie when seen from straight above."""
+        """Project weights onto the plane."""
         found = torch.zeros(len(points), 2, dtype=torch.float64)
         for part, columns in _centred(points, self.origin):
             found += part @ self.directions[:, columns].double().T
         return found
 
     def distances(self, points: Tensor) -> Tensor:  # [n, P] -> [n]
-        """How far above the plane they are."""
+        """Return the distance of weights from the plane."""
         coordinates = self.coordinates(points)
         squares = torch.zeros(len(points), dtype=torch.float64)
         for part, columns in _centred(points, self.origin):
@@ -49,10 +49,10 @@ class Plane:
 
 
 def nearest_plane(points: Tensor) -> Plane:
-    """Principal components of the rows of `points` [n, P], n far below P: from the n x n Gram matrix.
+    """Fit a plane to the rows of `points` [n, P] by principal components, from the n x n Gram matrix (n << P).
 
     With D = points - mean and D D^T v = s v, the direction is D^T v / sqrt(s) and its share of the variance s / trace.
-    Each direction points the way from the first row to the row that is farthest along it.
+    Each direction is signed from the first row towards the row farthest along it.
     """
     origin = points.mean(0, dtype=torch.float64).to(points.dtype)
     gram = torch.zeros(len(points), len(points), dtype=torch.float64)
@@ -63,8 +63,8 @@ def nearest_plane(points: Tensor) -> Plane:
     if whole <= 0.0:
         raise UserError("all snapshots are the same point: train longer, or with another --lr")
     shares = tuple(max(0.0, value) / whole for value in values.tolist())
-    if len(shares) < 2 or shares[1] < NOTHING:
-        raise UserError("all snapshots lie on one straight line, which makes no plane: keep more, from a longer run")
+    if len(shares) < 2 or shares[1] < MIN_SHARE:
+        raise UserError("all snapshots lie on one straight line and span no plane: keep more, from a longer run")
     columns = vectors[:, :2] / values[:2].sqrt()
     columns = columns * _signs(columns - columns[0])
     directions = torch.empty(2, points.shape[1], dtype=points.dtype)
@@ -79,7 +79,7 @@ def _signs(rises: Tensor) -> Tensor:  # [n, 2] -> [2]
 
 
 def _centred(points: Tensor, origin: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """Points minus origin in double precision, some columns at a time, always in the same order."""
-    for start in range(0, points.shape[1], PART):
-        columns = slice(start, start + PART)
+    """Yield points minus origin in double precision, one slice of columns at a time, in a fixed order."""
+    for start in range(0, points.shape[1], COLUMNS_PER_SLICE):
+        columns = slice(start, start + COLUMNS_PER_SLICE)
         yield points[:, columns].double() - origin[columns].double(), columns

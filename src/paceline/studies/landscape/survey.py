@@ -1,4 +1,4 @@
-"""`paceline landscape`: the paths of training runs on the plane nearest to them, and the loss around them."""
+"""`paceline landscape`: project training runs onto their nearest plane and evaluate the loss around them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from paceline.tasks.supervised import SupervisedTask
 
 SCHEMA = 1
 SHOWN_SHARES = 10
-TELLING = 20
-"""Losses from which the time of the others can be told: the first are slow."""
-NARROWEST = 0.4
-"""The grid's shorter side, as a share of its longer one, is at least this."""
+MIN_TIMED_LOSSES = 20
+"""Losses evaluated before the remaining time is shown: the first are slow."""
+MIN_ASPECT = 0.4
+"""Minimum ratio of the grid's shorter side to its longer side."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What part of the landscape is looked at, on which data."""
+    """The part of the landscape to evaluate, and the data to evaluate it on."""
 
     grid: int = 41
     margin: float = 0.25
@@ -47,7 +47,7 @@ class View:
 
 @dataclass(frozen=True)
 class Landscape:
-    """`facts` as landscape.json has them; the loss [grid, grid] at every (y, x)."""
+    """The content of landscape.json (`facts`), and the loss [grid, grid] at every (y, x)."""
 
     facts: dict[str, Any]
     x: list[float]
@@ -55,7 +55,7 @@ class Landscape:
     losses: Tensor
 
     def as_csv(self) -> str:
-        """One line a place of the grid."""
+        """Return one CSV line per point of the grid."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["x", "y", "loss"])
@@ -64,38 +64,38 @@ class Landscape:
         return text.getvalue()
 
     def save(self, folder: Path) -> None:
-        """landscape.csv and landscape.json."""
+        """Write landscape.csv and landscape.json."""
         write_atomically(folder / "landscape.csv", self.as_csv().encode())
         write_atomically(folder / "landscape.json", (json.dumps(self.facts, indent=1) + "\n").encode())
 
 
-def survey(trails: list[Trail], view: View, console: Console) -> Landscape:
+def survey(runs: list[Trail], view: View, console: Console) -> Landscape:
     """Read the snapshots, find their plane, and evaluate the loss on it and along the paths."""
     require_device(RunConfig(device=view.device))
     torch.set_num_threads(cores())
     try:
-        task = _task_of(trails[0])
-        paths = [read_path(trail, task) for trail in trails]
+        task = _task_of(runs[0])
+        paths = [read_path(run, task) for run in runs]
         plane = nearest_plane(torch.cat([path.points for path in paths]))
         task.to(torch.device(view.device))
         data = task.train if view.on == "train" else task.test
         if data is None:
-            raise UserError(f"--on {view.on}: {trails[0].trained} has no test data; use --on train")
-        built_in = trails[0].config.task is None
-        return look_around(paths, plane, Losses(task, data, view.samples, built_in), view, console)
+            raise UserError(f"--on {view.on}: {runs[0].trained} has no test data; use --on train")
+        built_in = runs[0].config.task is None
+        return evaluate(paths, plane, Losses(task, data, view.samples, built_in), view, console)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"--device {view.device} has no room for the data: use fewer --samples, or --device cpu"
+            f"--device {view.device} has too little memory for the data: use fewer --samples, or --device cpu"
         ) from None
 
 
-def _task_of(trail: Trail) -> SupervisedTask:
-    location = locate_data(trail.config)
-    return make_task(trail.config, load(location) if location is not None else None)
+def _task_of(run: Trail) -> SupervisedTask:
+    location = locate_data(run.config)
+    return make_task(run.config, load(location) if location is not None else None)
 
 
-def look_around(paths: list[TrainingPath], plane: Plane, losses: Losses, view: View, console: Console) -> Landscape:
-    """The loss at every place of the grid, at every snapshot, and at every snapshot's place in the plane."""
+def evaluate(paths: list[TrainingPath], plane: Plane, losses: Losses, view: View, console: Console) -> Landscape:
+    """Evaluate the loss at every point of the grid, at every snapshot, and at every snapshot's projection."""
     places = [plane.coordinates(path.points) for path in paths]
     x, y = _axes(torch.cat(places), view)
     meter = Meter(console, len(x) * len(y) + 2 * sum(map(len, places)))
@@ -110,7 +110,7 @@ def look_around(paths: list[TrainingPath], plane: Plane, losses: Losses, view: V
         true = losses(path.each(), meter.tick)
         rows.append(_path_facts(path, place, true, in_plane(place), plane.distances(path.points)))
     surface = in_plane(torch.cartesian_prod(y, x).flip(1)).view(len(y), len(x))
-    first = paths[0].trail
+    first = paths[0].run
     facts = {
         "schema": SCHEMA,
         "trained": first.trained,
@@ -128,7 +128,7 @@ def look_around(paths: list[TrainingPath], plane: Plane, losses: Losses, view: V
 
 
 class Meter:
-    """Counts losses, and says how far it is and how long it will take."""
+    """Counts evaluated losses and reports progress and remaining time."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total, self._done = console, total, 0
@@ -139,20 +139,20 @@ class Meter:
         return time.perf_counter() - self._began
 
     def tick(self) -> None:
-        """One more loss is known."""
+        """Count one loss and report the progress."""
         self._done += 1
         left = self.seconds * (self._total - self._done) / self._done
-        later = f", about {left:.0f} s left" if self._done >= TELLING else ""
+        later = f", about {left:.0f} s left" if self._done >= MIN_TIMED_LOSSES else ""
         share = 100 * self._done / self._total
         text = f"{share:3.0f} %  {self._done} of {self._total} losses{later}"
         self._console.report({"kind": "working", "text": text})
 
 
 def _axes(places: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    """Evenly spaced places along both axes, around all paths; neither axis much shorter than the other."""
+    """Return evenly spaced coordinates on both axes around all paths; no axis is much shorter than the other."""
     low, high = places.amin(0), places.amax(0)
     spans = high - low
-    half = torch.maximum(spans, NARROWEST * spans.max()) * (0.5 + view.margin)
+    half = torch.maximum(spans, MIN_ASPECT * spans.max()) * (0.5 + view.margin)
     middle = (low + high) / 2
     x, y = (torch.linspace(float(m - h), float(m + h), view.grid) for m, h in zip(middle, half, strict=True))
     return x.double(), y.double()
@@ -163,22 +163,22 @@ def _ends(axis: Tensor) -> list[float]:
 
 
 def _lowest(surface: Tensor, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Where the grid's smallest loss is."""
+    """Return the point of the grid with the smallest loss."""
     finite = torch.where(torch.isfinite(surface), surface, torch.inf)
     row, column = divmod(int(finite.argmin()), surface.shape[1])
     return {"lowest": {"x": float(x[column]), "y": float(y[row]), "loss": _number(float(finite[row, column]))}}
 
 
 def _number(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+    """Return None for NaN and infinity, which JSON cannot represent."""
     return value if value - value == 0.0 else None
 
 
 def _path_facts(path: TrainingPath, place: Tensor, true: Tensor, seen: Tensor, distances: Tensor) -> dict[str, Any]:
-    config = path.trail.config
+    config = path.run.config
     columns = (place.tolist(), true.tolist(), seen.tolist(), distances.tolist())
     return {
-        "run": str(path.trail.folder.path),
+        "run": str(path.run.folder.path),
         "strategy": config.strategy,
         "workers": config.workers,
         "split": config.split,
@@ -201,7 +201,7 @@ def _path_facts(path: TrainingPath, place: Tensor, true: Tensor, seen: Tensor, d
 
 
 def summary(facts: dict[str, Any]) -> list[str]:
-    """How faithful the picture is, in words."""
+    """Return sentences on how well the plane represents the snapshots."""
     first, second = facts["explained"]
     lines = [f"the plane holds {100 * (first + second):.1f} % of the snapshots' variance"]
     for run in facts["runs"]:
@@ -209,11 +209,11 @@ def summary(facts: dict[str, Any]) -> list[str]:
         gaps = [abs(p["loss"] - p["loss_in_plane"]) for p in path if None not in (p["loss"], p["loss_in_plane"])]
         off = max(point["distance_from_plane"] for point in path)
         wide = max(facts["grid"]["x"]) - min(facts["grid"]["x"])
-        text = f"{run['run']}: {len(path)} snapshots, at most {off:.3g} from the plane (the picture is {wide:.3g} wide)"
-        lines.append(text + (f", loss there off by at most {max(gaps):.3g}" if gaps else ""))
+        text = f"{run['run']}: {len(path)} snapshots, at most {off:.3g} from the plane (the figure is {wide:.3g} wide)"
+        lines.append(text + (f", loss in the plane off by at most {max(gaps):.3g}" if gaps else ""))
         if run["left_out"]:
             versions = ", ".join(map(str, run["left_out"]))
-            lines.append(f"  left out, not finite: update{'s' if len(run['left_out']) > 1 else ''} {versions}")
+            lines.append(f"  left out because not finite: update{'s' if len(run['left_out']) > 1 else ''} {versions}")
     if facts["statistics_of"] is not None:
         lines.append(f"running statistics on the plane are those at the end of {facts['statistics_of']}")
     return lines

@@ -1,1 +1,1 @@
-"""Published tables as data, to be set beside our own rows."""
+"""Published results as data, and the runs that reproduce them."""

@@ -1,6 +1,6 @@
-"""The published all-reduce trainer in JAX on Ray: its 34 rows, and our settings for each.
+"""Published all-reduce trainer (JAX on Ray): its 34 rows and our settings for each.
 
-Batch 128 a GPU, Adam with lr .01 x GPUs and no warm-up, every worker through the whole train set each epoch.
+Batch 128 per GPU, Adam with lr .01 x GPUs and no warm-up; every worker passes over the whole train set each epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_LENGTH = 256
 
 @dataclass(frozen=True)
 class DistmlRow:
-    """One run of theirs."""
+    """One published run."""
 
     number: int
     model: str
@@ -30,11 +30,11 @@ class DistmlRow:
     speedup: float
     baseline: float
     test_accuracy: float | None
-    """In percent, after four epochs; the transformer's was never printed."""
+    """Percent after four epochs; None for the transformer, for which none was published."""
 
     @property
     def name(self) -> str:
-        """As in 19-resnet18-mnist-1+1-lm1+lm6; unique by its number."""
+        """The row's unique name, as in 19-resnet18-mnist-1+1-lm1+lm6."""
         return f"{self.number:02d}-{self.model}-{self.dataset}-{self.gpus}-{self.machine}"
 
     @property
@@ -42,18 +42,18 @@ class DistmlRow:
         return sum(int(part) for part in self.gpus.split("+"))
 
     def why_not(self, machine: Machine) -> str | None:
-        """Their subject is speed, so that each GPU of theirs needs a device of its own."""
+        """Return why the row cannot run here: it measures speed, so each published GPU needs its own device."""
         if self.nodes > 1:
             return f"needs {self.nodes} machines ({self.machine}), and this is one"
         if self.workers > machine.num_devices:
             return f"needs {self.workers} devices, and this machine has {machine}"
         return None
 
-    def config(self, asked: Asked) -> RunConfig:
-        """The same on this machine's devices; rows of their two machines are one run here."""
+    def config(self, options: Asked) -> RunConfig:
+        """Return our config; rows that differ only in the published machine share one run."""
         config = RunConfig(
             dataset=self.dataset,
-            data_dir=asked.data_dir,
+            data_dir=options.data_dir,
             split="full",
             model=self.model,
             strategy="classic" if self.workers == 1 else "allreduce",
@@ -62,25 +62,25 @@ class DistmlRow:
             lr=LR,
             scale_lr=str(float(self.workers)) if self.workers > 1 else "none",
             batch_size=self.batch,
-            epochs=asked.epochs or EPOCHS,
-            steps=asked.steps,
-            epoch_mode="own" if asked.steps is None else "shared",
-            eval_every=float(self.workers) if asked.steps is None else None,
+            epochs=options.epochs or EPOCHS,
+            steps=options.steps,
+            epoch_mode="own" if options.steps is None else "shared",
+            eval_every=float(self.workers) if options.steps is None else None,
             max_length=MAX_LENGTH,
             score="test",
-            device=asked.device,
-            threads=1 if asked.device == "cpu" else None,  # a core stands for a GPU
+            device=options.device,
+            threads=1 if options.device == "cpu" else None,  # a core stands for a GPU
             name=f"{self.model}-{self.dataset}-{self.workers}",
-            runs=asked.runs,
+            runs=options.runs,
         )
-        settings = dict(asked.settings)
+        settings = dict(options.settings)
         if self.workers == 1:
-            settings.pop("strategy", None)  # one worker has nobody to keep pace with
+            settings.pop("strategy", None)  # one worker always runs `classic`
         return replace(config, **settings)  # type: ignore[arg-type]
 
 
 def published_rows() -> list[DistmlRow]:
-    """The table, in its own order."""
+    """Return the published rows in their order."""
     rows = []
     for number, cells in enumerate(cells_of("distml.csv"), 1):
         accuracy = figure(cells["test_accuracy_epoch_3"])

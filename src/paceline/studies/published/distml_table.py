@@ -1,4 +1,4 @@
-"""The published all-reduce table with our runs beside it, and our runs' logs in its form."""
+"""Table of the published all-reduce rows next to our runs, and our logs in the published format."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ HEAD = (
     *("row", "GPUs", "data/sec", "ours", "speed-up", "of", "ours", "test %, epoch 3", "ours", "epoch s, ours"),
     *("test s, ours", "here"),
 )
-NOTES = """Theirs: RTX 2080 Ti, batch 128 a GPU, Adam with lr .01 x GPUs. data/sec is samples a second since the start.
-Speed-up: theirs of the data/sec named beside it, ours of our run with one worker. Their resnet18 had a 1-channel stem
-and no downsampling (8.89 M parameters); ours is the standard one (11.18 M). Their transformer classified on position 0
-under a causal mask and never printed an accuracy; ours attends both ways. Epoch 3 is the fourth."""
+NOTES = """Published: RTX 2080 Ti, batch 128 per GPU, Adam with lr .01 x GPUs. data/sec is samples per second since the
+start. The published speed-up is relative to the data/sec in column "of", ours to our run with one worker. The published
+resnet18 has a 1-channel stem and no downsampling (8.89 M parameters); ours is the standard one (11.18 M). The published
+transformer classifies on position 0 under a causal mask, without a published accuracy; ours attends in both directions.
+Epoch 3 is the fourth."""
 Rows = list[Made[DistmlRow]]
 
 
-def rows_of(made: Rows) -> list[dict[str, Any]]:
-    """Theirs and ours, for `table.csv` and the table."""
+def rows_of(results: Rows) -> list[dict[str, Any]]:
+    """Return the published figures and ours, for `table.csv` and the table."""
     alone = {
         (one.row.model, one.row.dataset): one.result["samples_per_second"]
-        for one in made
+        for one in results
         if one.result is not None and one.row.workers == 1
     }
-    return [_values(one, alone.get((one.row.model, one.row.dataset))) for one in made]
+    return [_values(one, alone.get((one.row.model, one.row.dataset))) for one in results]
 
 
 def _values(one: Made[DistmlRow], alone: float | None) -> dict[str, Any]:
@@ -63,15 +64,15 @@ def _events(one: Made[DistmlRow]) -> list[dict[str, Any]]:
     return list(read_events(RunFolder(one.folder).events_file))
 
 
-def markdown(made: Rows) -> str:
+def markdown(results: Rows) -> str:
     forms = ("", "", ".2f", ",.2f", ".2f", ".2f", ".2f", ".2f", ".2f", ".1f", ".2f", "")
-    return "\n".join([*markdown_table(HEAD, formatted(rows_of(made), forms)), "", NOTES, ""])
+    return "\n".join([*markdown_table(HEAD, formatted(rows_of(results), forms)), "", NOTES, ""])
 
 
-def log(made: Rows) -> str:
-    """Each run of ours once, step by step and epoch by epoch, as they print theirs."""
+def log(results: Rows) -> str:
+    """Return the log of each of our runs, by step and by epoch, in the published format."""
     lines, seen = [], set()
-    for one in made:
+    for one in results:
         if one.result is None or one.folder in seen:
             continue
         seen.add(one.folder)

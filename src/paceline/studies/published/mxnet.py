@@ -1,6 +1,7 @@
-"""The published key-value store on ps-lite: its runs by epoch, the async ones on CIFAR-10 it left empty, our settings.
+"""Published key-value store (ps-lite): its runs by epoch and our settings for each.
 
-SGD with momentum .9, weight decay 1e-5 and one lr; a batch is a machine's, and an epoch one pass of all together.
+SGD with momentum .9, weight decay 1e-5 and a constant lr; batch sizes are per machine, an epoch is one pass of all
+machines together. The publication leaves its async section on CIFAR-10 empty; we run it as well.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from paceline.studies.published.rows import Asked, Machine, cells_of
 
 STRATEGIES = {"single": "classic", "sync": "sync", "async": "async"}
 EMPTY_EPOCHS = 40.0
-"""Of the rows they left empty: as many as their others have."""
+"""Epochs of the rows published without figures: the same as the other rows."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What they print of one epoch; accuracies in percent."""
+    """Published figures of one epoch; accuracies in percent."""
 
     train_accuracy: float
     valid_accuracy: float
@@ -26,7 +27,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class MxnetRow:
-    """One run of theirs; nothing in `epochs` where they left the section empty."""
+    """One published run; `epochs` is empty if no figures were published."""
 
     number: int
     model: str
@@ -40,19 +41,19 @@ class MxnetRow:
 
     @property
     def name(self) -> str:
-        """As in 03-inception-28-small-cifar10-sync-5-512-0.1; unique by its number."""
+        """The row's unique name, as in 03-inception-28-small-cifar10-sync-5-512-0.1."""
         return f"{self.number:02d}-{self.model}-{self.dataset}-{self.mode}-{self.machines}-{self.batch}-{self.lr:g}"
 
     def why_not(self, machine: Machine) -> str | None:
-        """Accuracy needs no five machines: their workers may share this one."""
+        """Return None: the rows measure accuracy, so their workers may share one machine."""
         return None
 
-    def config(self, asked: Asked) -> RunConfig:
-        """Each of their machines is a worker here, with the machine's batch."""
+    def config(self, options: Asked) -> RunConfig:
+        """Return our config: one worker per published machine, with the machine's batch size."""
         last = float(self.epochs[-1][0]) if self.epochs else EMPTY_EPOCHS
         config = RunConfig(
             dataset="imagenet" if self.dataset == "ilsvrc12" else self.dataset,
-            data_dir=asked.data_dir,
+            data_dir=options.data_dir,
             split="iid",
             model=self.model,
             strategy=STRATEGIES[self.mode],
@@ -64,20 +65,20 @@ class MxnetRow:
             momentum=0.9,
             weight_decay=1e-5,
             batch_size=self.batch,
-            epochs=asked.epochs or last,
-            steps=asked.steps,
-            eval_every=1.0 if asked.steps is None else None,
-            eval_train=asked.steps is None,
+            epochs=options.epochs or last,
+            steps=options.steps,
+            eval_every=1.0 if options.steps is None else None,
+            eval_train=options.steps is None,
             score="test",
-            device=asked.device,
+            device=options.device,
             name=self.name,
-            runs=asked.runs,
+            runs=options.runs,
         )
-        return replace(config, **asked.settings)  # type: ignore[arg-type]
+        return replace(config, **options.settings)  # type: ignore[arg-type]
 
 
 def published_rows() -> list[MxnetRow]:
-    """The runs in the table's order, the empty ones on CIFAR-10 behind the sync ones they belong to."""
+    """Return the published runs in their order, with the async CIFAR-10 rows after the sync ones."""
     runs: dict[tuple[str, ...], list[tuple[int, Figures]]] = {}
     for cells in cells_of("mxnet.csv"):
         key = tuple(cells[name] for name in ("model", "dataset", "machines", "gpus", "mode", "batch_per_machine", "lr"))

@@ -1,4 +1,4 @@
-"""The published key-value store's table, epoch by epoch, with our runs beside it."""
+"""Table of the published key-value store by epoch, next to our runs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from paceline.studies.published.throughput import Epoch, epochs_of
 
 HEAD = ("row", "epoch", "train %", "ours", "valid %", "ours", "seconds", "ours", "here")
 FORMS = ("", "", ".2f", ".2f", ".2f", ".2f", "g", ",.1f", "")
-NOTES = """Theirs: machines with two GTX 980 each, 1 Gbit/s between them; a batch is a machine's, SGD with momentum .9.
-Each machine of theirs is one worker here; where workers share a device, accuracy can be compared and seconds cannot.
-Our train accuracy is of the whole train set after the epoch, theirs the running one over augmented images. Valid is
-the test set. They left the async rows on CIFAR-10 empty."""
+NOTES = """Published: machines with two GTX 980 each and 1 Gbit/s between them; batch sizes are per machine; SGD with
+momentum .9. Each published machine is one worker here; if workers share a device, compare accuracy but not seconds.
+Our train accuracy is measured on the whole train set after the epoch, the published one during it on augmented images.
+Valid is the test set. The async rows on CIFAR-10 were published without figures."""
 EVERY = 10
-"""Epochs of an empty row that are shown."""
+"""Shown epochs of a row published without figures: every tenth."""
 Rows = list[Made[MxnetRow]]
 
 
-def rows_of(made: Rows) -> list[dict[str, Any]]:
-    """One line an epoch of theirs (or of ours, where they have none)."""
-    return [line for one in made for line in _lines(one)]
+def rows_of(results: Rows) -> list[dict[str, Any]]:
+    """Return one line per published epoch, or per tenth epoch of ours if none was published."""
+    return [line for one in results for line in _lines(one)]
 
 
 def _lines(one: Made[MxnetRow]) -> list[dict[str, Any]]:
     theirs = dict(one.row.epochs)
-    ours = _course(one)
+    ours = _our_epochs(one)
     numbers = sorted(theirs) if theirs else [number for number in ours if number % EVERY == 0]
     if ours and not set(numbers) & set(ours):
-        numbers = sorted({*numbers, max(ours)})  # a quick look: what there is
+        numbers = sorted({*numbers, max(ours)})  # a short run ends before the first published epoch
     lines = []
     for number in numbers or [0]:
         published, mine = theirs.get(number), ours.get(number)
@@ -52,8 +52,8 @@ def _lines(one: Made[MxnetRow]) -> list[dict[str, Any]]:
     return lines
 
 
-def _course(one: Made[MxnetRow]) -> dict[int, Epoch]:
-    """Our epochs by number; of a run that was cut short by --steps, its end as epoch 0."""
+def _our_epochs(one: Made[MxnetRow]) -> dict[int, Epoch]:
+    """Return our epochs by number; a run ended by --steps before its first epoch is epoch 0."""
     if one.result is None or one.folder is None:
         return {}
     found = epochs_of(read_events(RunFolder(one.folder).events_file))
@@ -77,5 +77,5 @@ def _here(one: Made[MxnetRow], mine: Epoch | None) -> str:
     )
 
 
-def markdown(made: Rows) -> str:
-    return "\n".join([*markdown_table(HEAD, formatted(rows_of(made), FORMS)), "", NOTES, ""])
+def markdown(results: Rows) -> str:
+    return "\n".join([*markdown_table(HEAD, formatted(rows_of(results), FORMS)), "", NOTES, ""])

@@ -1,4 +1,4 @@
-"""The published parameter server on PyTorch RPC: its 55 rows (one was lost), and our settings for each."""
+"""Published parameter server (PyTorch RPC): its 55 rows (one without figures) and our settings for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JITTER = "lognormal:1s,.2"
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One run of theirs; figures are None where they lost it."""
+    """One published run; its figures are None if they were not published."""
 
     number: int
     mode: str
@@ -33,16 +33,16 @@ class PublishedRow:
 
     @property
     def name(self) -> str:
-        """As in 23-async-2-labels-cnn-sgd; unique by its number."""
+        """The row's unique name, as in 23-async-2-labels-cnn-sgd."""
         return f"{self.number:02d}-{self.mode}-{self.workers}-{self.split}-{self.model}-{self.optimizer}"
 
     @property
     def diverged(self) -> bool:
-        """Whether they ended at chance level, as after a NaN."""
+        """Whether the published run ended at chance level, as after a NaN."""
         return self.test_accuracy is not None and self.test_accuracy <= 10.0
 
     def config(self, seed: int, epochs: float, data_dir: str | None, runs: str) -> RunConfig:
-        """The same setting here: one shared optimizer, live weights, each worker its own passes, lr as it is."""
+        """Return our config: one shared optimizer, live weights, every worker its own epochs, the same lr."""
         return RunConfig(
             dataset="fashion-mnist",
             data_dir=data_dir,
@@ -67,7 +67,10 @@ class PublishedRow:
 
 
 def automatic(row: PublishedRow, seed: int, epochs: float, data_dir: str | None, runs: str) -> RunConfig:
-    """What Paceline does by itself with the row's strategy, workers, data and model; rows that share those share it."""
+    """Return the config with Paceline's defaults for the row's strategy, workers, data and model.
+
+    Rows that agree in these four share one run.
+    """
     usual = RunConfig()
     settings: dict[str, Any] = {"rule": "auto"} if row.mode == "async" else {"average": "on"}
     if row.mode == "sync":
@@ -79,7 +82,7 @@ def automatic(row: PublishedRow, seed: int, epochs: float, data_dir: str | None,
 
 
 def published_rows() -> list[PublishedRow]:
-    """The table, in its own order."""
+    """Return the published rows in their order."""
     return [
         PublishedRow(
             number,
@@ -100,7 +103,7 @@ def published_rows() -> list[PublishedRow]:
 
 
 def choose_rows(text: str | None) -> list[PublishedRow]:
-    """All rows, or those asked for.
+    """Return all rows, or those that `text` selects.
 
     >>> [row.number for row in choose_rows("1,3-4")]
     [1, 3, 4]

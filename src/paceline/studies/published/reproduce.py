@@ -1,4 +1,4 @@
-"""`paceline reproduce`: a published table, ours beside theirs; every row a run folder, finished rows are kept."""
+"""`paceline reproduce`: run the rows of a published table in the lab and compare the figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
 from paceline.reports.tables import markdown_table
-from paceline.studies.batch_runs import note_sample, result_of, run_missing, settle
+from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
 from paceline.studies.published.optml import PublishedRow, automatic, published_rows
 
 FIGURES = ("train_accuracy", "train_loss", "test_accuracy", "test_loss")
@@ -20,7 +20,7 @@ FIGURES = ("train_accuracy", "train_loss", "test_accuracy", "test_loss")
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One published row, our runs of it, one a seed, and where it was made our best automatic setting."""
+    """One published row, our runs of it (one per seed), and optionally runs with automatic settings."""
 
     published: PublishedRow
     ours: Several
@@ -28,13 +28,13 @@ class Reproduced:
 
     @property
     def difference(self) -> float | None:
-        """Ours minus theirs in test accuracy, where both have one."""
+        """Our test accuracy minus the published one, or None if one is missing."""
         ours, theirs = self.ours.mean("test_accuracy"), self.published.test_accuracy
         return ours - theirs if ours is not None and theirs is not None else None
 
     @property
     def lab_seconds(self) -> float:
-        """Until the last of its runs was there, all rows side by side."""
+        """Seconds until the last of the row's runs ended, with all rows in one lab batch."""
         return max(float(result["lab_seconds"]) for result in self.ours.results)
 
 
@@ -48,19 +48,19 @@ def reproduce(
     console: Console,
     with_automatic: bool = False,
 ) -> list[Reproduced]:
-    """Run every row that has no result yet, and gather them all."""
+    """Run every row that has no result yet, and return all rows."""
     where = (epochs, data_dir, str(folder))
-    asked = {row: [row.config(seed, *where) for seed in range(seeds)] for row in rows}
-    by_itself = {row: [automatic(row, seed, *where) for seed in range(seeds)] for row in rows if with_automatic}
-    named = {config.name: config for configs in (*asked.values(), *by_itself.values()) for config in configs}
-    settled = {name: settle(config) for name, config in named.items()}
-    note_sample(list(named.values()), list(settled.values()), console)
-    run_missing(list(settled.values()), device, console)
+    requested = {row: [row.config(seed, *where) for seed in range(seeds)] for row in rows}
+    auto = {row: [automatic(row, seed, *where) for seed in range(seeds)] for row in rows if with_automatic}
+    named = {config.name: config for configs in (*requested.values(), *auto.values()) for config in configs}
+    resolved = {name: resolve_for_simulation(config) for name, config in named.items()}
+    note_sample(list(named.values()), list(resolved.values()), console)
+    run_missing(list(resolved.values()), device, console)
 
     def several(configs: list[RunConfig]) -> Several:
-        return Several([result_of(settled[config.name]) for config in configs])
+        return Several([result_of(resolved[config.name]) for config in configs])
 
-    return [Reproduced(row, several(asked[row]), several(by_itself[row]) if with_automatic else None) for row in rows]
+    return [Reproduced(row, several(requested[row]), several(auto[row]) if with_automatic else None) for row in rows]
 
 
 HEAD = (
@@ -70,7 +70,7 @@ HEAD = (
 
 
 def markdown(found: list[Reproduced]) -> str:
-    """The table: theirs, ours, and the difference in test accuracy."""
+    """Return the table: published figures, ours, and the difference in test accuracy."""
     rows = []
     for one in found:
         theirs = one.published
@@ -98,7 +98,7 @@ def _cell(value: float | None, form: str = ".2f") -> str:
 
 
 def _accuracy(runs: Several) -> str:
-    """Mean and spread of the test accuracy; NaN where all runs diverged, and how many of several did."""
+    """Return mean and spread of the test accuracy and the number of diverged runs; NaN if all diverged."""
     total, diverged = len(runs.results), runs.num_diverged
     if diverged == total:
         return "NaN"
@@ -106,7 +106,7 @@ def _accuracy(runs: Several) -> str:
 
 
 def as_csv(found: list[Reproduced]) -> str:
-    """One line a row: theirs, and our means and spreads."""
+    """Return one CSV line per row: the published figures, our means and spreads."""
     text = io.StringIO()
     writer = csv.writer(text)
     ours = [f"{name}_{part}" for name in FIGURES for part in ("mean", "spread")]
@@ -122,7 +122,7 @@ def as_csv(found: list[Reproduced]) -> str:
 
 
 def runs_as_csv(found: list[Reproduced]) -> str:
-    """One line a run."""
+    """Return one CSV line per run."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["row", "seed", *FIGURES, "status", "updates", "lab_seconds"])
@@ -134,7 +134,7 @@ def runs_as_csv(found: list[Reproduced]) -> str:
 
 
 def draw(found: list[Reproduced], path: Path) -> str | None:
-    """Test accuracy by row, published against ours; returns why not where there is no figure."""
+    """Draw test accuracy by row, published and ours; return why no figure was drawn, or None."""
     published = [
         Point(None if one.published.diverged else one.published.test_accuracy, None, one.published.diverged)
         for one in found
@@ -144,7 +144,7 @@ def draw(found: list[Reproduced], path: Path) -> str | None:
         automatic = [_point(one.automatic) if one.automatic is not None else Point(None) for one in found]
         series.append(Series("ours, automatic", automatic))
     seeds = max(len(one.ours.results) for one in found)
-    title = "The published table, run again" + (f" ({seeds} seeds, bars: standard deviation)" if seeds > 1 else "")
+    title = "Published table, reproduced" + (f" ({seeds} seeds, bars: standard deviation)" if seeds > 1 else "")
     return draw_rows(path, title, "test accuracy, %", [one.published.name for one in found], series)
 
 
@@ -153,7 +153,7 @@ def _point(runs: Several) -> Point:
 
 
 def summary(found: list[Reproduced]) -> list[str]:
-    """How many rows agree, by strategy."""
+    """Return per strategy how many rows agree with the published accuracy."""
     lines = []
     for mode, within in (("classic", 1.0), ("sync", 1.0), ("async", 2.0)):
         rows = [one for one in found if one.published.mode == mode and one.published.test_accuracy is not None]
@@ -161,13 +161,13 @@ def summary(found: list[Reproduced]) -> list[str]:
         near = [one for one in same if one.difference is not None and abs(one.difference) <= within]
         both = sum(one.published.diverged and bool(one.ours.num_diverged) for one in rows)
         if rows:
-            nan = f"; {both} diverged there and here" if both else ""
+            nan = f"; {both} diverged in both" if both else ""
             lines.append(f"{mode}: {len(near)} of {len(same)} rows within {within:g} of the published accuracy{nan}")
-    return [*lines, *_of_automatic(found)]
+    return [*lines, *_automatic_summary(found)]
 
 
-def _of_automatic(found: list[Reproduced]) -> list[str]:
-    """How the automatic runs of async rows compare with the published sync row of the same data and model."""
+def _automatic_summary(found: list[Reproduced]) -> list[str]:
+    """Compare automatic runs of async rows with the published sync row of the same workers, data and model."""
     sync = {(row.workers, row.split, row.model): row.test_accuracy for row in published_rows() if row.mode == "sync"}
     total = above = diverged = 0
     for one in found:

@@ -1,4 +1,4 @@
-"""`paceline reproduce distml|mxnet`: published tables whose rows are run for real, as far as the machine goes."""
+"""`paceline reproduce distml|mxnet`: train the rows of a published table that this machine can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ILSVRC12, ILSVRC12_CLASSES = "ilsvrc12", 1000
 
 
 def machine_of(device: str) -> Machine:
-    """Its GPUs, or its cores."""
+    """Count this machine's GPUs, or its cores for device cpu."""
     if device == "cpu":
         return Machine(device, cores())
     import torch
@@ -23,33 +23,33 @@ def machine_of(device: str) -> Machine:
     return Machine(device, torch.cuda.device_count())
 
 
-def run_rows(rows: Sequence[AnyRealRow], asked: Asked, console: Console) -> list[Made[AnyRealRow]]:
-    """Run what can run and is not there yet; rows that come to the same setting share a run."""
-    machine = machine_of(asked.device)
-    reasons = {row.number: row.why_not(machine) or _missing_data(row, asked) for row in rows}
-    configs = {row.number: row.config(asked) for row in rows if reasons[row.number] is None}
+def run_rows(rows: Sequence[AnyRealRow], options: Asked, console: Console) -> list[Made[AnyRealRow]]:
+    """Train the missing rows that can run here; rows with equal settings share a run."""
+    machine = machine_of(options.device)
+    reasons = {row.number: row.why_not(machine) or _missing_data(row, options) for row in rows}
+    configs = {row.number: row.config(options) for row in rows if reasons[row.number] is None}
     named = {config.name: config for config in configs.values()}
-    settled = {name: resolve_for_training(config) for name, config in named.items()}
-    note_sample(list(named.values()), list(settled.values()), console)
-    if reasons and not settled:
-        console.note("none of these rows can run here: the table says why")
-    if settled:
-        train_missing(list(settled.values()), console)
-    made = []
+    resolved = {name: resolve_for_training(config) for name, config in named.items()}
+    note_sample(list(named.values()), list(resolved.values()), console)
+    if reasons and not resolved:
+        console.note("none of these rows can run here: the table lists the reasons")
+    if resolved:
+        train_missing(list(resolved.values()), console)
+    results = []
     for row in rows:
         if reasons[row.number] is not None:
-            made.append(Made(row, why_not=reasons[row.number]))
+            results.append(Made(row, why_not=reasons[row.number]))
             continue
-        config = settled[configs[row.number].name]
-        made.append(Made(row, folder_of(config).path, result_of(config)))
-    return made
+        config = resolved[configs[row.number].name]
+        results.append(Made(row, folder_of(config).path, result_of(config)))
+    return results
 
 
-def _missing_data(row: RealRow, asked: Asked) -> str | None:
-    """What the machine lacks of the row's data."""
-    config = row.config(asked)
+def _missing_data(row: RealRow, options: Asked) -> str | None:
+    """Return why the row's data cannot be read here, or None."""
+    config = row.config(options)
     if config.dataset not in DATASETS:
-        return f"data set {config.dataset} is not one that this version reads"
+        return f"this version cannot read data set {config.dataset}"
     try:
         location = locate_data(config)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""What all published tables share: how their figures are read, their rows chosen, and what a row needs of a machine."""
+"""Shared by the published tables: reading the CSV files, choosing rows, requirements on the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import UserError, unknown_name
 
 
 class Row(Protocol):
-    """A row by its number and its name, whose words are joined by dashes."""
+    """A row with a number and a name of words joined by dashes."""
 
     @property
     def number(self) -> int: ...
@@ -26,11 +26,11 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a table's rows can be run on."""
+    """The devices available to run rows."""
 
     device: str
     num_devices: int
-    """GPUs, or cores where the device is the CPU."""
+    """GPUs, or cores if the device is the CPU."""
 
     def __str__(self) -> str:
         what = "GPU" if self.device == "cuda" else "core"
@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks of all rows; a length of None is the published one."""
+    """Options of the command line for all rows; without `epochs` and `steps` a run has its published length."""
 
     epochs: float | None
     steps: int | None
@@ -47,21 +47,21 @@ class Asked:
     data_dir: str | None
     runs: str
     settings: dict[str, object]
-    """Flags of `paceline train` that are handed on."""
+    """Flags of `paceline train` to pass on."""
 
 
 class RealRow(Row, Protocol):
-    """A row that is run for real."""
+    """A row that is trained for real."""
 
     @property
     def dataset(self) -> str: ...
 
-    def config(self, asked: Asked) -> RunConfig:
-        """The same setting here; rows that come to the same have the same name."""
+    def config(self, options: Asked) -> RunConfig:
+        """Return our config for the row; equal configs have equal names."""
         ...
 
     def why_not(self, machine: Machine) -> str | None:
-        """What the machine lacks."""
+        """Return why the machine cannot run the row, or None."""
         ...
 
 
@@ -71,7 +71,7 @@ AnyRealRow = TypeVar("AnyRealRow", bound=RealRow)
 
 @dataclass(frozen=True)
 class Made(Generic[AnyRealRow]):
-    """A published row and our run of it, or why there is none."""
+    """A published row with our run of it, or the reason why it was not run."""
 
     row: AnyRealRow
     folder: Path | None = None
@@ -80,18 +80,18 @@ class Made(Generic[AnyRealRow]):
 
 
 def cells_of(file: str) -> Iterable[dict[str, str]]:
-    """The lines of a table that ships with the package."""
+    """Read a table shipped with the package, as one dict per line."""
     text = resources.files("paceline.studies.published").joinpath(file).read_text(encoding="utf-8")
     return csv.DictReader(io.StringIO(text))
 
 
 def figure(cell: str) -> float | None:
-    """A number, or None where they have none."""
+    """Return the number in a cell, or None if the cell is empty."""
     return float(cell) if cell else None
 
 
 def choose(rows: Sequence[AnyRow], text: str | None) -> list[AnyRow]:
-    """All rows, or those asked for: numbers and ranges (1,4,7-9) or words that all must be in the name (async cnn)."""
+    """Return all rows, or those selected by numbers and ranges (1,4,7-9) or by words of the name (async cnn)."""
     if text is None:
         return list(rows)
     if all(part.strip().replace("-", "", 1).isdecimal() for part in text.split(",")):
@@ -105,7 +105,7 @@ def choose(rows: Sequence[AnyRow], text: str | None) -> list[AnyRow]:
     chosen = [row for row in rows if all(word in row.name.split("-") for word in words)]
     if not chosen:
         example = rows[len(rows) // 3].name
-        raise UserError(f"--rows '{text}': no row has all of these; the names are like {example}")
+        raise UserError(f"--rows '{text}': no row's name has all of these words: give words as in {example}")
     return chosen
 
 
@@ -116,5 +116,5 @@ def _range(part: str) -> range:
 
 def _numbered(rows: Sequence[AnyRow], number: int) -> AnyRow:
     if not 1 <= number <= len(rows):
-        raise UserError(f"--rows {number}: the table has rows 1 to {len(rows)}")
+        raise UserError(f"--rows {number}: the table has rows 1 to {len(rows)}: give numbers in this range")
     return rows[number - 1]

@@ -1,4 +1,4 @@
-"""The course of a run in the units of published logs: data/sec by step, seconds and accuracy by epoch. Reads events."""
+"""Figures of a run in the units of published logs: data/sec by step, seconds and accuracy by epoch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch came to; accuracies in percent, None where they were not measured."""
+    """Figures of one epoch; accuracies in percent, None if not measured."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     seconds: float
     test_seconds: float | None
     test_accuracy: float | None
@@ -21,7 +21,7 @@ class Epoch:
 
 
 def rates_by_step(events: Iterable[dict[str, Any]], every: int = 200) -> list[tuple[int, float]]:
-    """(step, samples a second since the start) at every so many updates, between the rows that were kept.
+    """Return (step, samples per second since the start) every `every` updates, interpolated between progress events.
 
     >>> rows = [{"kind": "progress", "now": 10.0, "updates": 100, "samples": 3200}]
     >>> rates_by_step([*rows, {"kind": "progress", "now": 20.0, "updates": 300, "samples": 9600}])
@@ -41,7 +41,7 @@ def rates_by_step(events: Iterable[dict[str, Any]], every: int = 200) -> list[tu
 
 
 def epochs_of(events: Iterable[dict[str, Any]]) -> list[Epoch]:
-    """Of a run that was evaluated after every epoch; the clock stood still while it was tested."""
+    """Return the epochs of a run evaluated after each epoch; their seconds exclude the evaluation."""
     found: list[Epoch] = []
     before = 0.0
     for row in events:

@@ -1,10 +1,10 @@
-"""Convolutions of many runs at once, each with its own weights, as Triton kernels: no patch is ever written to memory.
+"""Triton kernels for convolutions of many runs at once, each run with its own weights.
 
-Activations are [R, S, H, W, C] for R runs of S samples; padding is in them already. A convolution may take the largest
-of each 2 x 2 window, set negative values to zero and drop values, all before it writes. Beside each value it writes its
-`winner`: which of the window's members it was, or LOST when nothing flows back through it. What flows back is written
-as the convolution's own output was before all that, with a margin of zeros around it: so every product reads plain
-memory. A patch's values are counted window places first, channels fastest: k = (ky SIZE + kx) C + c.
+Activations are [R, S, H, W, C] for R runs of S samples, padding included; patches are never written to memory. A
+convolution can pool 2 x 2 windows by maximum, apply ReLU and dropout before it writes. It also writes the `winner` of
+each value: the index of the maximum in its window, or LOST if no gradient passes. The flow, the gradient of the
+output, has the unpooled shape and a margin of zeros, so that every product reads plain memory. The values of a patch
+are ordered k = (ky SIZE + kx) C + c.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import triton.language as tl
 from paceline.simulation.lab.kernels.masks import kept
 
 LOST = tl.constexpr(4)
-TOKEN_VARIABLE = ("R", "S", "batch", "owner_step", "bias_step", "chunk", "splits")
-"""Numbers that differ from family to family: no kernel is compiled again for them."""
+VARIABLE = ("R", "S", "batch", "owner_step", "bias_step", "chunk", "splits")
+"""Arguments that differ between batches and must not cause a recompilation."""
 
 
 @triton.jit
 def _within_patch(k, W: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr):
-    """How far value k of a patch lies behind its first."""
+    """Return the offset of value k of a patch from its first."""
     tap = k // C
     return ((tap // SIZE) * W + tap % SIZE) * C + k % C
 
 
 @triton.jit
 def _read(pointers, k, K: tl.constexpr, BK: tl.constexpr):
-    """A tile of patches; what lies past a patch may be another run's, even not a number, and counts as zero."""
+    """Load a tile of patches; values past a patch may belong to another run, even be NaN, and read as zero."""
     if K % BK == 0:
         return tl.load(pointers)
     return tl.load(pointers, mask=(k < K)[None, :], other=0.0)
@@ -36,7 +36,7 @@ def _read(pointers, k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _samples_begin(samples, at, r, s, R, S, SIZE: tl.constexpr, FIRST: tl.constexpr):
-    """Where each sample's input begins: in the data set for the FIRST layer, else in the layer before."""
+    """Return the start of each sample's input: in the data set for the FIRST layer, else in the layer below."""
     if FIRST:
         return tl.load(samples + (at * R + r) * S + s).to(tl.int64) * SIZE
     return (r.to(tl.int64) * S + s) * SIZE
@@ -48,7 +48,7 @@ def _larger(best, won, other, number):
     return tl.where(take, other, best), tl.where(take, number, won)
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def forward(
     x, samples, w, owner, bias, bias_owner, y, winner, low, high, at_pointer,
     R, S, batch, owner_step, bias_step, w_row, w_k, w_o, bias_row,
@@ -57,7 +57,7 @@ def forward(
     RAISED: tl.constexpr, FLAT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of outputs of one run; FLAT writes them channels first, as torch flattens images."""
+    """Compute one block of outputs of one run; FLAT writes them channels first, as torch flattens images."""
     PH: tl.constexpr = (H - SIZE + 1) // STEP
     PW: tl.constexpr = (W - SIZE + 1) // STEP
     K: tl.constexpr = SIZE * SIZE * C
@@ -96,7 +96,7 @@ def forward(
     best += tl.load(bias + o, mask=o < O, other=0.0)[None, :]
     if RELU:
         won = tl.where(best <= 0.0, LOST, won)
-        best = tl.where(best <= 0.0, 0.0, best)  # not a number stays what it is
+        best = tl.where(best <= 0.0, 0.0, best)  # keeps NaN
     if DROPPED:
         push = (at * R + r) * (S // batch) + s // batch
         counter = ((s % batch) * O)[:, None] * (PH * PW) + o[None, :] * (PH * PW) + (place % (PH * PW))[:, None]
@@ -117,7 +117,7 @@ def flow_back(
     PW: tl.constexpr, O: tl.constexpr, POSITIONS: tl.constexpr, STEP: tl.constexpr, MARGIN: tl.constexpr,
     FH: tl.constexpr, FW: tl.constexpr, RAISED: tl.constexpr,
 ):  # fmt: skip
-    """Hand what flows back into a layer's values to the members that won, and zero to the others."""
+    """Write the gradient of pooled values to the winners of their windows, and zero to the others."""
     won = tl.load(winner + sample * (POSITIONS * O) + (py * PW + px) * O + channel, mask=there, other=LOST)
     first = sample * (FH * FW * O) + ((py * STEP + MARGIN) * FW + px * STEP + MARGIN) * O + channel
     for member in tl.static_range(STEP * STEP):
@@ -125,14 +125,14 @@ def flow_back(
         tl.store(flow + first + ((member // 2) * FW + member % 2) * O, handed, mask=there)
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def weight_gradient(
     x, samples, flow, partial, at_pointer, R, S, chunk, splits,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, SIZE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, MARGIN: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of patches^T flow over one part of the positions; row K is the bias's, as if its patch were 1."""
+    """Compute a block of rows of patches^T flow over one part of the positions; row K (patch = 1) is the bias."""
     OH: tl.constexpr = (H - SIZE + 1) // STEP * STEP
     OW: tl.constexpr = (W - SIZE + 1) // STEP * STEP
     FH: tl.constexpr = OH + 2 * MARGIN
@@ -155,18 +155,18 @@ def weight_gradient(
         there = (place < last)[:, None] & (o < O)[None, :]
         address = (r.to(tl.int64) * S + s) * (FH * FW * O) + ((oy + MARGIN) * FW + ox + MARGIN) * O
         flows = tl.load(flow + address[:, None] + o[None, :], mask=there, other=0.0)
-        patch = tl.where(one, 1.0, tl.load(x + begin[:, None]))  # rows past K + 1 are not kept
+        patch = tl.where(one, 1.0, tl.load(x + begin[:, None]))  # rows past K + 1 are not stored
         total = tl.dot(tl.trans(patch), flows, total, input_precision=PRECISION)
     out = ((r * splits + split) * (K + 1) + k)[:, None] * O + o[None, :]
     tl.store(partial + out, total, mask=(k <= K)[:, None] & (o < O)[None, :])
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def gather_gradient(
     partial, gradient, splits, row, weight_offset, bias_offset,
     C: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a weight gradient summed, where the flat vector has them ([O, C, taps], then the bias)."""
+    """Sum the parts of a weight gradient into the flat vector ([O, C, taps], then the bias)."""
     K: tl.constexpr = TAPS * C
     r = tl.program_id(1)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -181,13 +181,13 @@ def gather_gradient(
     tl.store(gradient + r.to(tl.int64) * row + target, total, mask=there)
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def spread_weights(
     w, owner, out, turned, at_pointer, owner_step, row, offset,
     C: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A convolution's weights [O, C, taps] of every run in the order the products read: [taps, C, O] on the way forth,
-    and [taps from last to first, O, C] on the way back."""
+    """Reorder the weights [O, C, taps] of every run: [taps, C, O] for the forward pass, and [reversed taps, O, C] for
+    the backward pass."""
     r = tl.program_id(1)
     own = tl.load(owner + tl.load(at_pointer) * owner_step + r).to(tl.int64)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -198,14 +198,14 @@ def spread_weights(
     tl.store(turned + r.to(tl.int64) * (O * C * TAPS) + ((TAPS - 1 - tap) * O + o) * C + c, value, mask=there)
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def input_gradient(
     flow, w, below, winner, S,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
     BELOW_STEP: tl.constexpr, BELOW_RAISED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What flows back to one block of inputs of one run: the convolution of `flow` with the turned weights."""
+    """Compute the gradient of one block of inputs of one run: `flow` convolved with the reversed weights."""
     MARGIN: tl.constexpr = SIZE - 1
     FH: tl.constexpr = (H - SIZE + 1) // STEP * STEP + 2 * MARGIN
     FW: tl.constexpr = (W - SIZE + 1) // STEP * STEP + 2 * MARGIN

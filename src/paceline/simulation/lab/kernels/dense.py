@@ -1,8 +1,7 @@
-"""The linear layers and the loss of many runs at once, forward and back, as Triton kernels.
+"""Triton kernels for the linear layers and the loss of many runs at once, forward and backward.
 
-Values come flattened channels first, as torch does it; what flows back is handed to the convolution below. Gradients go
-to where the flat vector has them. A run of many samples is cut into blocks, each with a row of its own in `out`, to be
-summed.
+Values are flattened channels first, as in torch; their gradient goes to the convolution below, weight gradients go
+into the flat vector. The samples of a run are split into blocks; each block has its own row in `out`, to be summed.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import triton.language as tl
 from paceline.simulation.lab.kernels.convolution import flow_back
 from paceline.simulation.lab.kernels.masks import kept
 
-TOKEN_VARIABLE = ("R", "S", "batch", "owner_step", "out_row", "out_block", "SHIFT", "tiles", "splits")
-"""Numbers that differ from family to family: no kernel is compiled again for them."""
+VARIABLE = ("R", "S", "batch", "owner_step", "out_row", "out_block", "SHIFT", "tiles", "splits")
+"""Arguments that differ between batches and must not cause a recompilation."""
 
 
 @triton.jit
 def _loss_gradient(logits, n, ok, s, r, at, labels, samples, sample_weights, losses, R, S, N: tl.constexpr):
-    """Adds the block's loss to `losses`, and returns what flows back into the logits."""
+    """Add the block's loss to `losses` and return the gradient of the logits."""
     number = tl.load(samples + (at * R + r) * S + s, mask=ok, other=0)
     weight = tl.load(sample_weights + (at * R + r) * S + s, mask=ok, other=0.0)
     hit = n[None, :] == tl.load(labels + number, mask=ok, other=0)[:, None]
@@ -32,7 +31,7 @@ def _loss_gradient(logits, n, ok, s, r, at, labels, samples, sample_weights, los
     return (raised / total[:, None] - tl.where(hit, 1.0, 0.0)) * weight[:, None]
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def lenet_head(
     x, below, winner, labels, samples, sample_weights, w, owner, out, losses, at_pointer,
     R, S, w_row, owner_step, out_row, out_block, W1, B1, W2, B2, W3, B3, SHIFT,
@@ -40,7 +39,7 @@ def lenet_head(
     N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     BS: tl.constexpr, BJ: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Three linear layers with ReLU between them, the loss, and all their gradients, for one block of samples."""
+    """Compute three linear layers with ReLU, the loss, and all their gradients for one block of samples."""
     J: tl.constexpr = PH * PW * CHANNELS
     at = tl.load(at_pointer)
     r = tl.program_id(1)
@@ -98,12 +97,12 @@ def lenet_head(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def project(
     x, w, owner, partial, at_pointer, S, owner_step, tiles, w_row, W1,
     J: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of a wide linear layer's sums: `tiles` blocks of its inputs."""
+    """Compute a partial sum of a wide linear layer over `tiles` blocks of its inputs."""
     split, r = tl.program_id(0), tl.program_id(2)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     n = tl.arange(0, BN)
@@ -119,14 +118,14 @@ def project(
     tl.store(partial + out, total, mask=(s < S)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def cnn_head(
     partial, dh, labels, samples, sample_weights, w, owner, out, losses, low, high, at_pointer,
     R, S, batch, splits, w_row, owner_step, out_row, out_block, B1, W2, B2, SHIFT,
     N1: tl.constexpr, N2: tl.constexpr, BS: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     THRESHOLD: tl.constexpr, RAISED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the wide layer's parts: ReLU, dropout, the last layer, the loss, and what flows back."""
+    """Compute ReLU, dropout, the last layer, the loss and the gradients from the wide layer's partial sums."""
     at = tl.load(at_pointer)
     r = tl.program_id(1)
     s = tl.program_id(0) * BS + tl.arange(0, BS)
@@ -158,14 +157,14 @@ def cnn_head(
     tl.store(dh + (r.to(tl.int64) * S + s)[:, None] * N1 + n1[None, :], d1, mask=there)
 
 
-@triton.jit(do_not_specialize=TOKEN_VARIABLE)
+@triton.jit(do_not_specialize=VARIABLE)
 def project_back(
     x, dh, below, winner, w, owner, gradient, at_pointer, S, owner_step, w_row, row, W1,
     PH: tl.constexpr, PW: tl.constexpr, CHANNELS: tl.constexpr, MARGIN: tl.constexpr, RAISED: tl.constexpr,
     N: tl.constexpr,
     BS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A wide linear layer's way back for BC channels at BQ positions: into them, and into their weights."""
+    """Compute the gradients of a wide linear layer's inputs and weights for BC channels at BQ positions."""
     POSITIONS: tl.constexpr = PH * PW
     J: tl.constexpr = POSITIONS * CHANNELS
     r = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The addressed dropout mask of `models.dropout`, inside a kernel."""
+"""The dropout mask of `models.dropout`, inside a Triton kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECOND = tl.constexpr(MULTIPLIER_B)
 
 @triton.jit
 def kept(counter, low, high, THRESHOLD: tl.constexpr):
-    """Whether each counter's value stays; wrapping 32-bit arithmetic, as everywhere."""
+    """Return whether the value of each counter is kept, in wrapping 32-bit arithmetic."""
     bits = counter ^ low
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * FIRST
