@@ -36,7 +36,7 @@ class Member:
     draining: bool = False
     """The worker is to leave after the push that it is computing."""
     dismissed: bool = False
-    """A reply told this worker alone that it is over."""
+    """A reply has ended the work of this worker alone."""
     threads: int = 0
     """CPU threads it computes with, which some sums depend on; 0: unknown."""
     usual: float = 0.0
