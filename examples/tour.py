@@ -93,7 +93,11 @@ def drive(policy: Policy, inside: Inside | None = None) -> list[list[str]]:
     agenda, forever = Agenda(), Budget(1_000_000, 1)
     schedule = Schedule(LR if inside is None else 1.0)  # a drift has its learning rate inside and is applied as it is
     server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, forever, schedule, NUM_WORKERS, inside=inside)
-    side = Watched(server, agenda, {}, [], send=lambda reply: None)
+    sides: list[Watched] = []
+
+    def start(send: Callable[[Reply], None]) -> Watched:
+        sides.append(Watched(server, agenda, {}, [], send))
+        return sides[-1]
 
     def come(worker: int, incarnation: int) -> Seat:
         task = Bowl(worker) if inside is None else LocalSteps(Bowl(worker), Sgd())
@@ -103,8 +107,8 @@ def drive(policy: Policy, inside: Inside | None = None) -> list[list[str]]:
     steps = inside.steps if inside is not None else 1
     cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_a_push=steps)
     agenda.at(SECONDS, lambda _: setattr(agenda, "stopped", True), None)
-    Simulation(agenda, cluster, NUM_WORKERS, come, lambda: side).run()
-    return side.rows
+    Simulation(agenda, cluster, NUM_WORKERS, come, start).run()
+    return sides[-1].rows
 
 
 def show(title: str, rows: list[list[str]], every: int, notice: str) -> None:
