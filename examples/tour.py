@@ -92,7 +92,11 @@ def drive(policy: Policy, inside: InnerLoop | None = None) -> list[list[str]]:
     agenda, forever = Agenda(), Budget(1_000_000, 1)
     schedule = Schedule(LR if inside is None else 1.0)  # a drift has its learning rate inside and is applied as it is
     server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, Training(forever, schedule, inside), Roster(NUM_WORKERS))
-    side = Watched(server, agenda, {}, [], send=lambda reply: None)
+    sides: list[Watched] = []
+
+    def start(send: Callable[[Reply], None]) -> Watched:
+        sides.append(Watched(server, agenda, {}, [], send))
+        return sides[-1]
 
     def make_worker(worker: int, incarnation: int) -> Seat:
         task = Bowl(worker) if inside is None else LocalSteps(Bowl(worker), Sgd())
@@ -102,8 +106,8 @@ def drive(policy: Policy, inside: InnerLoop | None = None) -> list[list[str]]:
     steps = inside.steps if inside is not None else 1
     cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_per_push=steps)
     agenda.at(SECONDS, lambda _: setattr(agenda, "stopped", True), None)
-    Simulation(agenda, cluster, NUM_WORKERS, make_worker, lambda: side).run()
-    return side.rows
+    Simulation(agenda, cluster, NUM_WORKERS, make_worker, start).run()
+    return sides[-1].rows
 
 
 def show(title: str, rows: list[list[str]], every: int, notice: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.assembly.core import make_inner_loop, make_policy
 from paceline.config import RunConfig
 from paceline.core.driver import Unlogged
-from paceline.core.messages import Input, Join
+from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
@@ -165,8 +165,8 @@ def crashes(cell: Cell, horizon: float) -> tuple[Fault, ...]:
 class Side(Unlogged):
     """A server that calls back after a given number of samples."""
 
-    def __init__(self, server: Server, samples: int, look: Callable[[], Look]) -> None:
-        super().__init__(server)
+    def __init__(self, server: Server, send: Callable[[Reply], None], samples: int, look: Callable[[], Look]) -> None:
+        super().__init__(server, send)
         self.begin: Look | None = None
         self._samples, self._look = samples, look
 
@@ -203,11 +203,14 @@ def simulate(cell: Cell) -> Found | None:
         computing = sum(worker.computing for worker in simulation.workers) + sum(begun)
         return Look(agenda.now, server.samples, computing, Counter(server.staleness), server.dropped, server.pushes)
 
-    def start_server() -> Side:
+    sides: list[Side] = []
+
+    def start_server(send: Callable[[Reply], None]) -> Side:
         config, budget = RunConfig(strategy=cell.text, workers=cell.workers), Budget(samples, samples)
         policy, training = make_policy(config), Training(budget, Schedule(0.0), make_inner_loop(config))
         server = Server(model.initial(), Plain(Sgd()), policy, training, Roster(cell.workers), Exchange(nbytes=NBYTES))
-        return Side(server, round(LEFT_OUT * samples), look)
+        sides.append(Side(server, send, round(LEFT_OUT * samples), look))
+        return sides[-1]
 
     def stop(_: None) -> None:
         agenda.stopped = True
@@ -221,14 +224,13 @@ def simulate(cell: Cell) -> Found | None:
         server_seconds=0.0 if cell.on_ring else SERVER_SECONDS,
         faults=crashes(cell, horizon),
     )
-    side = start_server()
     simulation = Simulation(
-        agenda, cluster, cell.workers, lambda worker, life: Seat(model, model, Join(worker, life)), lambda: side
+        agenda, cluster, cell.workers, lambda worker, life: Seat(model, model, Join(worker, life)), start_server
     )
     if cell.condition == "crashes":
         agenda.at(horizon, stop, None)
     simulation.run()
-    end = look(whole=False)
+    side, end = sides[0], look(whole=False)
     begin = side.begin if side.begin is not None and side.begin.samples < end.samples else Look()
     return _between(begin, end, cell.workers)
 

@@ -65,15 +65,15 @@ def run_list(rows: list[Row], where: str, width: int) -> str:
 
 
 def compare(rows: list[Row], width: int) -> str:
-    """Return one line per run with mismatched_keys settings and results; then problems and further differences."""
-    mismatched_keys = [
+    """Return one line per run with differing settings and results; then problems and further differences."""
+    differing = [
         name for name in SETTINGS if name not in IGNORED_SETTINGS and len({str(row[name]) for row in _sound(rows)}) > 1
     ]
-    shown = list(dict.fromkeys(["strategy", "workers", *mismatched_keys]))[:MAX_DIFFERENCES]
+    shown = list(dict.fromkeys(["strategy", "workers", *differing]))[:MAX_DIFFERENCES]
     figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in rows)]
     if not any(row["dropped_pushes"] for row in rows):
         figures = [figure for figure in figures if figure.key != "dropped_pushes"]
-    telling = {name: 5 if name not in mismatched_keys else 10 if name == "strategy" else 8 for name in shown}
+    telling = {name: 5 if name not in differing else 10 if name == "strategy" else 8 for name in shown}
     columns = [Column("run", 0), *(Column(name.replace("_", "-"), drop_order) for name, drop_order in telling.items())]
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] or {}))
     columns += [*(Column(figure.head, figure.drop_order) for figure in figures), *(Column(name, 5) for name in metrics)]
@@ -89,7 +89,7 @@ def compare(rows: list[Row], width: int) -> str:
         for row in rows
     ]
     lines = [fit_table(columns, cells, width), *_problems(rows, width)]
-    more = [name.replace("_", "-") for name in mismatched_keys if name not in shown]
+    more = [name.replace("_", "-") for name in differing if name not in shown]
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
     return "\n".join(lines)

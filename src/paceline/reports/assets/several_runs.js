@@ -1,4 +1,4 @@
-// Several runs side by side: a table, curves, scaling, classes, and mismatched_keys settings.
+// Several runs side by side: a table, curves, scaling, classes, and differing settings.
 
 const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
@@ -39,8 +39,8 @@ class SeveralRuns {
     const shown = notes.slice(0, 12);
     if (notes.length > shown.length) shown.push(`and ${notes.length - shown.length} more notes; each run's own are below`);
     this.notes.replaceChildren(...shown.map((text) => el("li", {}, text)));
-    const mismatched_keys = differences(runs);
-    this.updateTable(runs, mismatched_keys);
+    const differing = differences(runs);
+    this.updateTable(runs, differing);
     const seen = runs.map((run, number) => ({ run, number })).filter(({ run }) => !this.hidden.has(run.id));
     const labels = [...new Set(runs.map(timeLabel))];
     const label = labels.length > 1 ? "training or virtual time" : labels[0];
@@ -50,8 +50,8 @@ class SeveralRuns {
     this.classes.update(classesSpec(seen));
     settle(this.pair);
     this.more.hidden = this.scaling.figure.hidden && this.classes.figure.hidden;
-    this.changed.hidden = !mismatched_keys.length;
-    this.changedList.replaceChildren(...mismatched_keys.map(([name, groups]) => el("div", {},
+    this.changed.hidden = !differing.length;
+    this.changedList.replaceChildren(...differing.map(([name, groups]) => el("div", {},
       el("dt", { title: facts.help[name] || null }, name.replaceAll("_", "-")),
       el("dd", {}, ...valuesOf(groups, runs)))));
   }
@@ -63,8 +63,8 @@ class SeveralRuns {
     this.metric.set(has("test_accuracy") ? "test_accuracy" : has("test_loss") ? "test_loss" : "train");
   }
 
-  updateTable(runs, mismatched_keys) {
-    const named = mismatched_keys.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
+  updateTable(runs, differing) {
+    const named = differing.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
     const rows = runs.map((run, number) => ({ run, number, key: run.id, state: this.hidden.has(run.id), className: this.hidden.has(run.id) ? "off" : null }));
     const columns = [
       { name: "run", title: "run", value: (row) => row.run.name, cell: (row) => this.nameCell(row) },
