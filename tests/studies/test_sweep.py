@@ -143,7 +143,7 @@ CASES = {
     "too many runs": (SETTINGS + f"[grid]\nseed = {list(range(1001))}\n", "asks for 1,001 runs: add --yes"),
     "a task that is not there": ('[run]\ntask = "nowhere:build"\n' + GRID, "no module 'nowhere'"),
     "no TOML": ("grid = [", "cannot be read as TOML"),
-    "a grid that is no table": ("grid = 3\n", "write [grid] on a line of its own"),
+    "a grid that is no table": ("grid = 3\n", "write [grid] on a separate line"),
 }
 
 
