@@ -50,7 +50,7 @@ def deliver_out_of_step(run: RecordedRun, checkpoints: list[Cut], seed: int) -> 
 
 
 @pytest.mark.parametrize(("codec", "pull_codec"), long_but([("int8", None)], PAIRS))
-@pytest.mark.parametrize("strategy", long_but(["async", "bounded:1"], STRATEGIES))
+@pytest.mark.parametrize("strategy", long_but(["async"], STRATEGIES))
 def test_a_replay_from_the_start_and_from_every_cut_ends_in_the_same_place(
     record: Record, strategy: str, codec: str | None, pull_codec: str | None
 ) -> None:
