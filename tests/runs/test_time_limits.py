@@ -111,5 +111,5 @@ def test_a_simulated_crash_neither_hides_nor_lengthens_the_time(tmp_path: Path) 
 
 def test_the_lab_says_that_it_has_no_seconds(record: Record) -> None:
     run = record(strategy="async", workers=2, max_seconds=5.0)
-    with pytest.raises(UserError, match="leave out --max-seconds"):
+    with pytest.raises(UserError, match="the lab has no --max-seconds"):
         check_rows([run.config])

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.codecs.slices import slice_codec
 from paceline.errors import UserError
 from paceline.settings.notation import name_and_argument
 
@@ -104,5 +103,6 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
 
 def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
     """Build the codec of one of several servers, which holds the range `span` of `layout`, laid out as `part`."""
+    from paceline.codecs.slices import slice_codec
 
     return slice_codec(build_codec(text, layout), span, build_codec(text, part, first=span.start))

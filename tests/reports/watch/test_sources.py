@@ -120,7 +120,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, make: bool) -> None:
 
 
 def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LATEST_SECONDS", 0.001)
+    monkeypatch.setattr(watched, "MAX_POLL_SECONDS", 0.001)
     source, threads = Counting(), threading.active_count()
     follower = Follower(source)
     assert follower.after(0, 0.02) is None and source.looks == 0

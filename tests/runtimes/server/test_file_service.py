@@ -156,7 +156,7 @@ def test_after_the_end_observers_see_the_result_and_are_sent_away(served: Served
     ending.join(30)
     assert not ending.is_alive() and read_status(mirror.folder.path).status == "finished"
     served.close()
-    with pytest.raises(RunFailed, match=r"answers no more .*has ended there, or its server was killed"):
+    with pytest.raises(RunFailed, match=r"no longer answers .*has ended there, or its server was killed"):
         mirror.refresh()
     assert not mirror.folder.is_locked()
 

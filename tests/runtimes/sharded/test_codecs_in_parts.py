@@ -136,7 +136,7 @@ class Course:
 
     def _cut(self, push: Push) -> list[Tensor]:
         """As its servers have the parts of it: opened, and all spoiled if one is not finite."""
-        pieces = [part.checkpoint(push.update).clone() for part in self.workers[push.worker].parts]
+        pieces = [part.extract(push.update).clone() for part in self.workers[push.worker].parts]
         opened = [
             one.open(piece) if one is not None else piece for one, piece in zip(self.parts.opened, pieces, strict=True)
         ]

@@ -132,13 +132,12 @@ def test_beats_are_signs_of_life(make: Callable[..., First]) -> None:
 
 
 def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_over(make: Callable[..., First]) -> None:
-    first = make(beats=True, REMIND_SECONDS=0.1)
+    first = make(beats=True, wait_seconds=1.0, REMIND_SECONDS=0.1)
     said = "0 of 1 workers are here after 0 s: start the others with 'paceline worker --connect"
     until(
         lambda: any(note.startswith(said) and first.listener.address in note for note in first.notes),
         lambda: f"the reminder, only {first.notes}",
     )
-    first.service.wait_seconds = 0.2
     first.thread.join(20)
     assert (first.run.host.stop_reason, first.error) == (NOT_COME, None)
     assert first.run.folder.resume_hint(first.run.config).startswith("'paceline resume")
