@@ -15,7 +15,7 @@ from paceline.config import RunConfig
 from paceline.data.datasets import load, locate
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.settings.resolve import resolve
-from paceline.simulation.lab.run import Spent, run_rows
+from paceline.simulation.lab.run import LabTimes, run_rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cells:
         dataset = load(locate("fashion-mnist", Path(data_dir)))
         names = {f"{number}": one for number, one in enumerate(wanted)}
         configs = [resolve(replace(one.config, name=name)) for name, one in names.items()]
-        spent = Spent()
+        spent = LabTimes()
         for finished in run_rows(configs, dataset, torch.device(device), _silent, spent, (part,)):
             assert finished.config.name is not None
             one = names[finished.config.name]

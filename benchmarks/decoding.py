@@ -23,7 +23,7 @@ import torch
 
 from paceline.assembly.core import make_model
 from paceline.data import decoding, image_folder
-from paceline.data.datasets import DATASETS, Location, Reading, locate
+from paceline.data.datasets import DATASETS, DecodingOptions, Location, locate
 from paceline.errors import PacelineError
 from paceline.settings.preprocessing import WAYS
 from paceline.tasks.augmentation import Augment
@@ -51,7 +51,7 @@ def decode_rates(location: Location, wanted: int) -> dict[str, float]:
     """Return decoded images per second: of one core's CPU time, and of all cores, process start included."""
     listing = image_folder.list_images(location.path)
     images = (listing.train * (1 + wanted // len(listing.train)))[:wanted]
-    side = Reading().stored_size
+    side = DecodingOptions().stored_size
     began = time.process_time()
     chunk, _ = decoding.decode_chunk([path for path, _ in images[: wanted // 4]], side)
     alone = len(chunk) / (time.process_time() - began)
@@ -74,7 +74,7 @@ def median_ms(action: Callable[[int], Any], rounds: int) -> float:
 def step_costs(model: str, rounds: int) -> dict[str, Any]:
     """Return the milliseconds of one core for a training step, and for augmenting and normalising its batch."""
     shape = SMALL.get(model, LARGE_SHAPE)
-    padding, kept = (4, 32) if model in SMALL else (0, Reading().stored_size)
+    padding, kept = (4, 32) if model in SMALL else (0, DecodingOptions().stored_size)
     pixels = torch.randint(0, 256, (BATCH_SIZE, 3, kept, kept), dtype=torch.uint8)
     labels = torch.arange(BATCH_SIZE) % 10
     info = DATASETS["cifar10"]
@@ -119,7 +119,7 @@ def main() -> int:
         except PacelineError as error:
             print(f"decoding: {error}", file=sys.stderr)
             return 2
-    print(f"decoded to {Reading().stored_size}x{Reading().stored_size}, images a second: ", end="")
+    print(f"decoded to {DecodingOptions().stored_size}x{DecodingOptions().stored_size}, images a second: ", end="")
     print(f"{rates['one_core']:,.0f} a core, {rates['all_cores']:,.0f} by all cores with their start")
     rows = [step_costs(model, 1 if parsed.quick else 5) for model in parsed.models]
     print(

@@ -78,11 +78,11 @@ class Service:
             self.listener.expire(time.monotonic())
 
     def admit(self) -> None:
-        from paceline.core.buffers import Sizes
+        from paceline.core.buffers import BufferSizes
 
         for applicant in self.listener.serve():
             self.applicants += 1
-            door = applicant.welcome({"worker": 0, "incarnation": 0}, Sizes(len(self.weights)))
+            door = applicant.welcome({"worker": 0, "incarnation": 0}, BufferSizes(len(self.weights)))
             self.doors[door.fileno()] = door
             self.poll.register(door.fileno(), select.EPOLLIN)
         self.listener.complaints()
@@ -119,13 +119,13 @@ def work(address: str, floats: int) -> None:
     """Run the honest worker; print its number of exchanges for every line of standard input."""
     import torch
 
-    from paceline.core.buffers import Memory, Sizes
+    from paceline.core.buffers import BufferSizes, WorkerBuffers
     from paceline.core.messages import Join, Push
     from paceline.transports.protocol import Timing
     from paceline.transports.tcp_client import TcpClient
 
     torch.set_num_threads(1)
-    door, memory = TcpClient(address, TOKEN), Memory.private(Sizes(floats))
+    door, memory = TcpClient(address, TOKEN), WorkerBuffers.private(BufferSizes(floats))
     done = 0
 
     def tell() -> None:
@@ -147,9 +147,9 @@ def work(address: str, floats: int) -> None:
 
 def sink() -> None:
     """Run the sink: send every connection a challenge and close the oldest ones."""
-    from paceline.transports.auth import Gatekeeper
+    from paceline.transports.auth import ServerHandshake
 
-    challenge = Gatekeeper(b"").challenge
+    challenge = ServerHandshake(b"").challenge
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
         print(f"127.0.0.1:{listening.getsockname()[1]}", flush=True)
         kept: deque[socket.socket] = deque()
@@ -217,21 +217,21 @@ class Attacker:
 
     def _guessed(self, visitor: socket.socket) -> None:
         """Send no token or a wrong one."""
-        from paceline.transports.auth import CHALLENGE_NBYTES, Visitor
+        from paceline.transports.auth import CHALLENGE_NBYTES, ClientHandshake
 
         token = self._random.choice((b"", b"guess", TOKEN + b"x"))
-        visitor.sendall(Visitor(token).answer(visitor.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)))
+        visitor.sendall(ClientHandshake(token).answer(visitor.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)))
 
     def _insider(self, visitor: socket.socket) -> None:
         """Send the right token, then an invalid frame."""
-        from paceline.transports.auth import CHALLENGE_NBYTES, Visitor
-        from paceline.transports.frames import Kind, header
+        from paceline.transports.auth import CHALLENGE_NBYTES, ClientHandshake
+        from paceline.transports.frames import FrameKind, header
 
         frames = (
-            header(Kind.PUSH, 1 << 40), header(Kind.APPLY, 1 << 17), header(Kind.APPLY, 9) + b"[" * 9,
-            header(Kind.APPLY, 1000) + b"{", self._random.randbytes(64),
+            header(FrameKind.PUSH, 1 << 40), header(FrameKind.APPLY, 1 << 17), header(FrameKind.APPLY, 9) + b"[" * 9,
+            header(FrameKind.APPLY, 1000) + b"{", self._random.randbytes(64),
         )  # fmt: skip
-        answer = Visitor(TOKEN).answer(visitor.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL))
+        answer = ClientHandshake(TOKEN).answer(visitor.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL))
         visitor.sendall(answer + self._random.choice(frames))
 
     def _say_nothing(self, visitor: socket.socket) -> None:
@@ -259,17 +259,17 @@ def attack(recorded: str) -> None:
 
 def record(address: str) -> bytes:
     """Record the bytes of a worker's handshake (proof, join request, hello), to replay them."""
-    from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, Visitor
-    from paceline.transports.frames import Kind, fields_frame
+    from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, ClientHandshake
+    from paceline.transports.frames import FrameKind, fields_frame
 
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as worker:
-        visitor = Visitor(TOKEN)
+        visitor = ClientHandshake(TOKEN)
         answer = visitor.answer(worker.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL))
         worker.sendall(answer)
         visitor.check(worker.recv(PROOF_NBYTES, socket.MSG_WAITALL))
     hello = {"quota": None, "threads": 1, "sizes": [8, 0, None, None, 0]}
-    return answer + fields_frame(Kind.APPLY, {}, 1000) + fields_frame(Kind.HELLO, hello, 1000)
+    return answer + fields_frame(FrameKind.APPLY, {}, 1000) + fields_frame(FrameKind.HELLO, hello, 1000)
 
 
 class Process:

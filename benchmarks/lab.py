@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.assembly.core import make_model, make_rule
 from paceline.config import RunConfig
-from paceline.core.rules.worker_rows import Live
+from paceline.core.rules.worker_rows import StatelessHooks
 from paceline.interfaces import Arrival, Layout, pack
 from paceline.settings.resolve import resolve
 from paceline.simulation.lab.fused_gradients import FUSED
 from paceline.simulation.lab.gradients import Autograd
-from paceline.simulation.lab.inputs import Images, Inputs
+from paceline.simulation.lab.inputs import BatchInputs, Images
 
 BARS = {"lenet5": 60_000, "cnn": 12_000}
 SPEEDS = [
@@ -53,13 +53,13 @@ class Side:
         self.worker = torch.randint(0, places, (updates, runs)).to(device)
         owner = self.worker + torch.arange(runs, device=device) * places
         at = torch.ones(1, dtype=torch.int64, device=device)
-        self.inputs = Inputs(
+        self.inputs = BatchInputs(
             self.data, at, number, weight, [(half[0], half[1]), (half[2], half[3])], owner, held, batch
         )
         self.gradient, self.losses = torch.zeros_like(self.weights), torch.zeros(runs, device=device)
         config = resolve(RunConfig(model=model, strategy="async", workers=2, momentum=0.9, rule="plain"))
         self.rule = make_rule(config, self.layout)
-        assert isinstance(self.rule, Live)
+        assert isinstance(self.rule, StatelessHooks)
         self.state = self.rule.start(self.weights)
         self.find = FUSED[model](self.inputs, self.layout, self.gradient, self.losses)
 

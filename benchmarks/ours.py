@@ -13,7 +13,7 @@ from pathlib import Path
 
 from processes import LEAST_STEPS, Step, common_rate, end, ended
 
-from paceline.core.messages import Verdict
+from paceline.core.messages import Disposition
 from paceline.runs.arrival_log import RECORD_BYTES, read_arrivals
 from paceline.runs.folder import RunFolder
 
@@ -63,7 +63,7 @@ class Run:
         records, _ = read_arrivals(self.log, RunFolder.open(self.folder).config())
         steps: dict[int, list[Step]] = {worker: [] for worker in range(self.workers)}
         for record in records:
-            if record.kind == "push" and record.verdict is Verdict.TAKEN:
+            if record.kind == "push" and record.verdict is Disposition.TAKEN:
                 steps[record.worker].append((record.now, record.samples))
         return steps
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import RunConfig
-from paceline.core.messages import Join, Push, Verdict
+from paceline.core.messages import Disposition, Join, Push
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
@@ -41,13 +41,13 @@ def make_run(runs: Path, number: int, count: int) -> None:
         events.write("run_started", 0.0, workers=WORKERS, strategy=config.strategy, updates=0)
         for worker in range(WORKERS):
             events.write("worker_joined", 0.0, worker=worker, incarnation=0, threads=1)
-            log.append(Join(worker, 0), Verdict.TAKEN, 0.0)
+            log.append(Join(worker, 0), Disposition.TAKEN, 0.0)
         for second in range(1, count - WORKERS):
             write_event(events, second, count)
         for push in range(count):
             loss = 2.3 * math.exp(-4.0 * push / count) + 0.1 * math.sin(push)
             message = Push(push % WORKERS, 0, push // WORKERS, push // WORKERS, 32, loss, NOTHING, NOTHING)
-            log.append(message, Verdict.TAKEN, float(push))
+            log.append(message, Disposition.TAKEN, float(push))
     log.close()
     folder.write_result({"status": "finished", "reason": None, "test_accuracy": 80.0 + number, "train_seconds": count})
 

@@ -15,15 +15,15 @@ from collections.abc import Callable
 import pairs
 import torch
 
-from paceline.core.buffers import Sizes
-from paceline.core.messages import Join, Push, Verdict
+from paceline.core.buffers import BufferSizes
+from paceline.core.messages import Disposition, Join, Push
 from paceline.core.optimizers import Adam, Optimizer, Sgd
-from paceline.core.policies import AtOnce
+from paceline.core.policies import Async
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.interfaces import Arrival
-from paceline.transports.shared_memory import Slot
+from paceline.transports.shared_memory import SharedBuffers
 
 SIZES = {"62k": 61_712, "1.2M": 1_200_000, "11M": 11_000_000}
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": lambda: Sgd(0.9), "adam": Adam}
@@ -37,18 +37,18 @@ LEAST_JUDGED = 1_000_000
 class Served:
     """A server that handles pushes of two workers in turn."""
 
-    def __init__(self, optimizer: Optimizer, slots: list[Slot], size: int) -> None:
+    def __init__(self, optimizer: Optimizer, slots: list[SharedBuffers], size: int) -> None:
         weights = torch.zeros(size)
         self._slots = slots
         training = Training(Budget(1 << 62, 60_000), Schedule(LR))
-        self._server = Server(weights, Plain(optimizer), AtOnce(), training, Roster(NUM_WORKERS))
+        self._server = Server(weights, Plain(optimizer), Async(), training, Roster(NUM_WORKERS))
         replies = [reply for w in range(NUM_WORKERS) for reply in self._server.handle(Join(w, 0)).replies]
         self._serials = {reply.worker: reply.serial for reply in replies}
 
     def update(self, worker: int) -> None:
         slot, serial = self._slots[worker], self._serials[worker]
         outcome = self._server.handle(Push(worker, 0, serial, serial, 32, 0.5, slot.update, slot.state))
-        assert outcome.verdict is Verdict.TAKEN
+        assert outcome.verdict is Disposition.TAKEN
         for reply in outcome.replies:
             self._server.updater.weights_for(reply.worker, self._slots[reply.worker].weights)
             self._serials[reply.worker] = reply.serial
@@ -57,7 +57,7 @@ class Served:
 class Floor:
     """The same arithmetic without a server."""
 
-    def __init__(self, optimizer: Optimizer, slots: list[Slot], size: int) -> None:
+    def __init__(self, optimizer: Optimizer, slots: list[SharedBuffers], size: int) -> None:
         self._slots = slots
         self._weights = torch.zeros(size)
         self._rule = Plain(optimizer)
@@ -81,7 +81,7 @@ def milliseconds(update: Callable[[int], None], repetitions: int) -> float:
 def measure(name: str, size: int, number: int, seconds: float, say: Callable[[str], None] | None) -> pairs.Row:
     """Measure one row: 10 updates to warm up, then pairs of about `seconds` per side."""
     make = OPTIMIZERS[name.partition(" ")[0]]
-    slots = [Slot.create(Sizes(size)) for _ in range(NUM_WORKERS)]
+    slots = [SharedBuffers.create(BufferSizes(size)) for _ in range(NUM_WORKERS)]
     for slot in slots:
         slot.update.copy_(torch.randn(size) * 1e-3)
         slot.segment.close_descriptor()

@@ -80,14 +80,14 @@ def rate(workers: Sequence[Steps], dropped: int) -> float:
 
 def taken(run: Path, num_workers: int) -> list[Steps]:
     """Return the times and samples of each worker's accepted pushes, from the run's log."""
-    from paceline.core.messages import Verdict
+    from paceline.core.messages import Disposition
     from paceline.runs.arrival_log import read_arrivals
     from paceline.runs.folder import RunFolder
 
     records, _ = read_arrivals(run / "arrivals.log", RunFolder.open(run).config())
     workers: list[Steps] = [[] for _ in range(num_workers)]
     for record in records:
-        if record.kind == "push" and record.verdict is Verdict.TAKEN:
+        if record.kind == "push" and record.verdict is Disposition.TAKEN:
             workers[record.worker].append((record.now, record.samples))
     return workers
 

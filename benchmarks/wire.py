@@ -39,11 +39,11 @@ class Served:
     def __init__(self, address: str, floats: int, folder: str | None) -> None:
         import torch
 
-        from paceline.core.buffers import Sizes
+        from paceline.core.buffers import BufferSizes
         from paceline.transports.listener import Listener
         from paceline.transports.tls import make_certificate, server_tls
 
-        self.largest = Sizes(floats)
+        self.largest = BufferSizes(floats)
         self.update, self.weights = torch.zeros(floats), torch.zeros(floats)
         tls = server_tls(*make_certificate(Path(folder))) if folder is not None else None
         self.listener = Listener(f"{address}:0", TOKEN, tls)
@@ -92,11 +92,11 @@ class Working:
     """The worker's process."""
 
     def __init__(self, address: str, floats: int, folder: str | None) -> None:
-        from paceline.core.buffers import Memory, Sizes
+        from paceline.core.buffers import BufferSizes, WorkerBuffers
         from paceline.transports.tcp_client import TcpClient
         from paceline.transports.tls import worker_tls
 
-        self.memory = Memory.private(Sizes(floats))
+        self.memory = WorkerBuffers.private(BufferSizes(floats))
         self.memory.update.fill_(1.0)
         self.door = TcpClient(address, TOKEN, worker_tls() if folder is not None else None)
         self.seq = 0

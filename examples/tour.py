@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Rounds
+from paceline.core.policies import Async, Barrier
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
 from paceline.core.server import Roster, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.interfaces import Batch, Policy, State, pack
 from paceline.reports.tables import table
-from paceline.simulation.event_queue import Agenda
-from paceline.simulation.network import Link
+from paceline.simulation.event_queue import EventQueue
+from paceline.simulation.network import NetworkLink
 from paceline.simulation.simulator import Cluster, Simulation
 from paceline.simulation.step_times import StepTimes, parse_speeds
 from paceline.tasks.local_sgd import LocalSteps
@@ -66,8 +66,8 @@ class Watched:
     """Runs the server: sends weights with every reply and records a table row for every update."""
 
     server: Server
-    agenda: Agenda
-    memories: dict[int, Memory]
+    agenda: EventQueue
+    memories: dict[int, WorkerBuffers]
     rows: list[list[str]]
     send: Callable[[Reply], None]
 
@@ -89,7 +89,7 @@ class Watched:
 
 def drive(policy: Policy, inside: InnerLoop | None = None) -> list[list[str]]:
     """Two minutes of virtual time; a row for every update."""
-    agenda, forever = Agenda(), Budget(1_000_000, 1)
+    agenda, forever = EventQueue(), Budget(1_000_000, 1)
     schedule = Schedule(LR if inside is None else 1.0)  # a drift has its learning rate inside and is applied as it is
     server = Server(torch.zeros(SIZE), Plain(Sgd()), policy, Training(forever, schedule, inside), Roster(NUM_WORKERS))
     sides: list[Watched] = []
@@ -98,13 +98,13 @@ def drive(policy: Policy, inside: InnerLoop | None = None) -> list[list[str]]:
         sides.append(Watched(server, agenda, {}, [], send))
         return sides[-1]
 
-    def make_worker(worker: int, incarnation: int) -> Seat:
+    def make_worker(worker: int, incarnation: int) -> LocalWorker:
         task = Bowl(worker) if inside is None else LocalSteps(Bowl(worker), Sgd())
-        return Seat(task, OneSample(), Join(worker, incarnation))
+        return LocalWorker(task, OneSample(), Join(worker, incarnation))
 
     speeds = StepTimes(parse_speeds("1,1,1,2", NUM_WORKERS), seed=0)
     steps = inside.steps if inside is not None else 1
-    cluster = Cluster(speeds, nbytes=4 * SIZE, link=Link(1e9, latency=1.0), steps_per_push=steps)
+    cluster = Cluster(speeds, nbytes=4 * SIZE, link=NetworkLink(1e9, latency=1.0), steps_per_push=steps)
     agenda.at(SECONDS, lambda _: setattr(agenda, "stopped", True), None)
     Simulation(agenda, cluster, NUM_WORKERS, make_worker, start).run()
     return sides[-1].rows
@@ -123,12 +123,15 @@ def main() -> None:
     print("Four workers minimise the sum of four quadratic losses, one loss per worker.")
     print("The strategies differ only in when the server replies to a waiting worker.")
     notice = "Notice: it converges to the optimum, at the speed of worker 3."
-    show("sync: the server replies when all have pushed", drive(Rounds()), 5, notice)
+    show("sync: the server replies when all have pushed", drive(Barrier()), 5, notice)
     notice = "Notice: five times as many updates, all stale: near at once, never at rest."
-    show("async: the server replies at once", drive(AtOnce()), 25, notice)
+    show("async: the server replies at once", drive(Async()), 25, notice)
     notice = "Notice: few exchanges, but each pulls its own way: it ends beside the bottom."
     show(
-        "local:8: eight steps each, then the mean of the drifts", drive(Rounds(), InnerLoop(8, Schedule(LR))), 1, notice
+        "local:8: eight steps each, then the mean of the drifts",
+        drive(Barrier(), InnerLoop(8, Schedule(LR))),
+        1,
+        notice,
     )
 
 

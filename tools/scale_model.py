@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from paceline.assembly.core import make_inner_loop, make_policy
 from paceline.config import RunConfig
-from paceline.core.driver import Unlogged
+from paceline.core.driver import BareDriver
 from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Exchange, Roster, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.randomness import rng
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import strategy_of
-from paceline.simulation.event_queue import Agenda
-from paceline.simulation.network import Link, ring_seconds
+from paceline.simulation.event_queue import EventQueue
+from paceline.simulation.network import NetworkLink, ring_seconds
 from paceline.simulation.simulator import Cluster, Simulation
-from paceline.simulation.step_times import Distribution, StepTimes
+from paceline.simulation.step_times import StepTimeDistribution, StepTimes
 from paceline.tasks.synthetic import TimingModel
 
 PARAMETERS = 25_600_000
@@ -61,8 +61,8 @@ class Cell:
         return f"{self.strategy}:{numbers[self.strategy]}" if self.strategy in numbers else self.strategy
 
     @property
-    def link(self) -> Link:
-        return Link(self.gbits * 1e9 / 8, LATENCY)
+    def link(self) -> NetworkLink:
+        return NetworkLink(self.gbits * 1e9 / 8, LATENCY)
 
     @property
     def on_ring(self) -> bool:
@@ -100,7 +100,7 @@ def num_slow(workers: int) -> int:
     return max(1, round(SLOW_SHARE * workers))
 
 
-def exchange_seconds(link: Link) -> float:
+def exchange_seconds(link: NetworkLink) -> float:
     """Return the time of all weights over an otherwise idle link."""
     return NBYTES / link.bandwidth
 
@@ -110,12 +110,12 @@ def ideal_rate(workers: int) -> float:
     return workers * BATCH / STEP_SECONDS
 
 
-def star_limit(nbytes: float, link: Link, server_seconds: float) -> float:
+def star_limit(nbytes: float, link: NetworkLink, server_seconds: float) -> float:
     """Return the maximum pushes per second of one server."""
     return 1.0 / max(nbytes / link.bandwidth, server_seconds)
 
 
-def workers_fed(nbytes: float, step_seconds: float, link: Link, server_seconds: float) -> float:
+def workers_fed(nbytes: float, step_seconds: float, link: NetworkLink, server_seconds: float) -> float:
     """Return the number of workers beyond which the server is the bottleneck."""
     alone = step_seconds + 2 * (nbytes / link.bandwidth + link.latency) + server_seconds
     return alone * star_limit(nbytes, link, server_seconds)
@@ -142,9 +142,9 @@ def never_ends(cell: Cell) -> bool:
 def step_times(cell: Cell) -> StepTimes:
     """Return every worker's step times; stragglers are spread evenly."""
     if cell.condition != "stragglers":
-        return StepTimes([Distribution("constant", STEP_SECONDS)] * cell.workers, SEED)
-    usual = Distribution("lognormal", STEP_SECONDS, SPREAD)
-    slow = Distribution("lognormal", SLOW_FACTOR * STEP_SECONDS, SPREAD)
+        return StepTimes([StepTimeDistribution("constant", STEP_SECONDS)] * cell.workers, SEED)
+    usual = StepTimeDistribution("lognormal", STEP_SECONDS, SPREAD)
+    slow = StepTimeDistribution("lognormal", SLOW_FACTOR * STEP_SECONDS, SPREAD)
     every = cell.workers // num_slow(cell.workers)
     return StepTimes([slow if worker % every == 0 else usual for worker in range(cell.workers)], SEED)
 
@@ -162,7 +162,7 @@ def crashes(cell: Cell, horizon: float) -> tuple[Fault, ...]:
     )
 
 
-class Side(Unlogged):
+class Side(BareDriver):
     """A server that calls back after a given number of samples."""
 
     def __init__(self, server: Server, send: Callable[[Reply], None], samples: int, look: Callable[[], Look]) -> None:
@@ -193,7 +193,7 @@ def simulate(cell: Cell) -> Found | None:
     """Simulate a cell; return None if it would never apply an update."""
     if never_ends(cell):
         return None
-    agenda, model = Agenda(), TimingModel(PARAMETERS, BATCH)
+    agenda, model = EventQueue(), TimingModel(PARAMETERS, BATCH)
     samples = cell.pushes * BATCH * cell.steps_a_push
     horizon = max(LEAST_HORIZON, PATIENCE * round_seconds(cell) * cell.pushes / cell.workers)
 
@@ -225,7 +225,7 @@ def simulate(cell: Cell) -> Found | None:
         faults=crashes(cell, horizon),
     )
     simulation = Simulation(
-        agenda, cluster, cell.workers, lambda worker, life: Seat(model, model, Join(worker, life)), start_server
+        agenda, cluster, cell.workers, lambda worker, life: LocalWorker(model, model, Join(worker, life)), start_server
     )
     if cell.condition == "crashes":
         agenda.at(horizon, stop, None)

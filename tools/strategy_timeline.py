@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.core.messages import Verdict
+from paceline.core.messages import Disposition
 from paceline.runs.arrival_log import Record, read_arrivals
 from paceline.runs.folder import RunFolder
 from paceline.settings.notation import seconds
@@ -75,7 +75,7 @@ def read_timeline(path: Path) -> Timeline:
         replied = began - exchange
         arrived, version = last.get(worker, (0.0, 0))
         given = version if replied - arrived < SLACK else bisect_right(updates, replied + SLACK)
-        counted = record.verdict == Verdict.TAKEN
+        counted = record.verdict == Disposition.TAKEN
         pushes.append(Push(worker, began, ended, record.now, steps[worker], taken // number - given, counted))
         taken += counted
         last[worker] = record.now, taken // number
@@ -92,7 +92,7 @@ def _exchange(config: RunConfig, ring: bool) -> float:
 
 def _updates(records: list[Record], config: RunConfig) -> list[float]:
     """Return the time of each update: every accepted push, or the last of every round."""
-    taken = [record.now for record in records if record.kind == "push" and record.verdict == Verdict.TAKEN]
+    taken = [record.now for record in records if record.kind == "push" and record.verdict == Disposition.TAKEN]
     number = strategy_of(config).pushes_per_update(config.workers or 1)
     return taken[number - 1 :: number]
 

@@ -57,7 +57,7 @@ class ServerLost(RunFailed):
         self.what = what
 
 
-class Reported(PacelineError):
+class ChildFailed(PacelineError):
     """A process of ours could not go on, and said why."""
 
     def __init__(self, text: str, exit_code: int) -> None:
@@ -65,7 +65,7 @@ class Reported(PacelineError):
         self.exit_code = exit_code
 
 
-class Forgotten(PacelineError):
+class UnknownWorker(PacelineError):
     """The server took us for somebody new; `welcome` is what it told the newcomer."""
 
     def __init__(self, welcome: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
-from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Schedule
@@ -23,7 +23,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
 from paceline.settings.resolve import AUTO_WARMUP, lr_scale, resolve, schedule_of
 from paceline.settings.rules import RULES, average_in_words, rows_nbytes
-from paceline.settings.strategies import STRATEGIES, Feature, Pushed, Topology, Waiting, strategy_of, why_not
+from paceline.settings.strategies import STRATEGIES, Feature, PushContent, Topology, Waiting, strategy_of, why_not
 
 LABELS = np.arange(100) % 10
 
@@ -165,7 +165,7 @@ def test_a_strategy_is_a_point_on_four_axes() -> None:
 def test_the_table_agrees_with_the_axes(name: str) -> None:
     kind = STRATEGIES[name]
     config = RunConfig(strategy=f"{name}:3" if kind.letter else name)
-    drifts, in_rounds = kind.axes.pushed is Pushed.DRIFT, kind.axes.waiting is Waiting.BARRIER
+    drifts, in_rounds = kind.axes.pushed is PushContent.DRIFT, kind.axes.waiting is Waiting.BARRIER
     assert (why_not(config, Feature.OWN_LOOP) is not None) == drifts
     assert (why_not(config, Feature.LOCAL_STEPS) is not None) == (not drifts)
     assert (why_not(config, Feature.OUTER_OPTIMIZER) is None) == (kind.outer is not None)
@@ -197,14 +197,14 @@ def test_only_the_table_knows_strategies_by_name() -> None:
 
 def test_strategies_become_policies() -> None:
     policies = {name: make_policy(RunConfig(strategy=name)) for name in ("classic", "async", "sync", "backup:2")}
-    assert isinstance(policies["classic"], AtOnce)
-    assert isinstance(policies["async"], AtOnce)
-    assert isinstance(policies["sync"], Rounds)
+    assert isinstance(policies["classic"], Async)
+    assert isinstance(policies["async"], Async)
+    assert isinstance(policies["sync"], Barrier)
     assert policies["sync"].spare == 0
-    assert isinstance(policies["backup:2"], Rounds)
+    assert isinstance(policies["backup:2"], Barrier)
     assert policies["backup:2"].spare == 2
     bounded = make_policy(RunConfig(strategy="bounded:0"))
-    assert isinstance(bounded, Bounded)
+    assert isinstance(bounded, StaleSynchronous)
     assert bounded.bound == 0
 
 
@@ -256,7 +256,7 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
     rows = [tensor for tensor in rule.start(weights).values() if tensor.dim() > 1]
     assert bool(rows) == RULES[name].knows_workers
     assert all(len(tensor) == 3 for tensor in rows)
-    assert isinstance(make_policy(config), Fresh) == (name == "ringmaster")
+    assert isinstance(make_policy(config), DropStale) == (name == "ringmaster")
     assert rule.name == {"ringmaster": "plain", "auto": "farsight-fair (paced)"}.get(name, config.rule)
     assert rows_nbytes(config, 100) == (1200 if RULES[name].knows_workers else 0)
 

@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.assembly.work import Work, divide_work
+from paceline.assembly.work import WorkAssignment, divide_work
 from paceline.config import RunConfig
-from paceline.core.messages import Deal
+from paceline.core.messages import DataAssignment
 from paceline.errors import UserError
 from paceline.settings.resolve import resolve
 
 LABELS = np.arange(600) % 10
 
 
-def divided(**settings: Any) -> tuple[RunConfig, Work]:
+def divided(**settings: Any) -> tuple[RunConfig, WorkAssignment]:
     config = resolve(RunConfig(**{"workers": 3, "max_workers": 6, "batch_size": 8, "task": "a:b", **settings}))
     return config, divide_work(LABELS, config)
 
 
-def one_pass(config: RunConfig, work: Work, worker: int, deal: Deal | None) -> list[int]:
+def one_pass(config: RunConfig, work: WorkAssignment, worker: int, deal: DataAssignment | None) -> list[int]:
     batches = work.batches(worker, config, deal)
     return [int(i) for number in range(batches.per_epoch) for i in batches.indices(number)]
 
@@ -30,7 +30,7 @@ def one_pass(config: RunConfig, work: Work, worker: int, deal: Deal | None) -> l
 @pytest.mark.parametrize("members", [(2,), (0, 2), (1, 4, 5), (0, 1, 2, 3, 4, 5)])
 def test_in_every_deal_each_sample_has_one_owner_and_is_seen_once_a_pass(split: str, members: tuple[int, ...]) -> None:
     config, work = divided(split=split, validation=0.1)
-    deal = Deal(1 + len(members), members)
+    deal = DataAssignment(1 + len(members), members)
     seen = [index for worker in members for index in one_pass(config, work, worker, deal)]
     assert sorted(seen) == work.train.tolist()
 
@@ -38,22 +38,24 @@ def test_in_every_deal_each_sample_has_one_owner_and_is_seen_once_a_pass(split: 
 def test_under_full_everybody_has_everything() -> None:
     config, work = divided(split="full")
     for worker in (1, 5):
-        assert sorted(one_pass(config, work, worker, Deal(1, (1, 5)))) == work.train.tolist()
+        assert sorted(one_pass(config, work, worker, DataAssignment(1, (1, 5)))) == work.train.tolist()
 
 
 def test_the_classes_of_who_left_are_spread_over_who_is_here() -> None:
     config, work = divided(split="labels", workers=5)
     before = {w: set(LABELS[one_pass(config, work, w, None)]) for w in range(5)}
-    after = {w: set(LABELS[one_pass(config, work, w, Deal(1, (0, 1, 3, 4)))]) for w in (0, 1, 3, 4)}
+    after = {w: set(LABELS[one_pass(config, work, w, DataAssignment(1, (0, 1, 3, 4)))]) for w in (0, 1, 3, 4)}
     assert before[2] <= set().union(*after.values()) and all(len(classes) == 2 for classes in before.values())
 
 
 def test_an_address_names_its_deal() -> None:
     config, work = divided()
-    first = work.batches(1, config, Deal(1, (0, 1))).indices(0).tolist()
-    assert work.batches(1, config, Deal(1, (0, 1))).indices(0).tolist() == first
-    assert work.batches(1, config, Deal(2, (0, 1))).indices(0).tolist() != first
-    assert set(work.batches(1, config, Deal(9, (0, 1))).indices(0)) <= set(one_pass(config, work, 1, Deal(1, (0, 1))))
+    first = work.batches(1, config, DataAssignment(1, (0, 1))).indices(0).tolist()
+    assert work.batches(1, config, DataAssignment(1, (0, 1))).indices(0).tolist() == first
+    assert work.batches(1, config, DataAssignment(2, (0, 1))).indices(0).tolist() != first
+    assert set(work.batches(1, config, DataAssignment(9, (0, 1))).indices(0)) <= set(
+        one_pass(config, work, 1, DataAssignment(1, (0, 1)))
+    )
 
 
 def test_the_first_division_is_the_one_of_a_fixed_run() -> None:

@@ -12,7 +12,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import Entrance, serve
+from paceline.runtimes.cluster.serve import ListenOptions, serve
 from paceline.settings.ranks import VARIABLES
 from paceline.settings.resolve import resolve
 
@@ -38,7 +38,7 @@ HOSTS = {
 def test_a_server_that_starts_workers_is_not_replaced() -> None:
     config = RunConfig(dataset="fashion-mnist-sample", restart=2)
     with pytest.raises(UserError, match="--restart 2 is for 'paceline server' and for runs on one machine"):
-        serve(config, Entrance(), Console(quiet=True), lambda opened: None)
+        serve(config, ListenOptions(), Console(quiet=True), lambda opened: None)
     assert not Path("runs").exists()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.codecs.quantized import BLOCK
-from paceline.codecs.slices import CodecPart, Sliced
+from paceline.codecs.slices import CodecSlice, RowSlice
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, pack
 from paceline.runtimes.sharded.spans import CODED_GRAIN, part_of, spans_of
@@ -22,7 +22,7 @@ NAMES = ("none", "fp16", "bf16", "int8", "sign", "topk:0.1", "lowrank:3")
 every_codec = pytest.mark.parametrize("name", NAMES)
 
 
-def parts_of(name: str, layout: Layout, servers: int) -> list[tuple[slice, CodecPart]]:
+def parts_of(name: str, layout: Layout, servers: int) -> list[tuple[slice, CodecSlice]]:
     spans = spans_of(layout.size, servers, CODED_GRAIN)
     return [(span, build_part(name, layout, span, part_of(layout, span))) for span in spans]
 
@@ -63,12 +63,12 @@ def test_parts_decode_to_what_the_whole_does(name: str, servers: int, seed: int)
 def test_a_range_that_is_encoded_by_itself_is_the_part_of_the_whole(name: str, layout: Layout) -> None:
     codec, parts = build_codec(name, layout), parts_of(name, layout, 3)
     whole, out = codec.start(7), torch.zeros(codec.capacity, dtype=torch.uint8)
-    memories = [part.codec.start(7) for _, part in parts if isinstance(part, Sliced)]
+    memories = [part.codec.start(7) for _, part in parts if isinstance(part, RowSlice)]
     for push in range(2):
         update, pasted = update_for(layout, push), torch.zeros_like(out)
         codec.encode(update, whole, out)
         for (span, part), memory in zip(parts, memories, strict=True):
-            assert isinstance(part, Sliced)
+            assert isinstance(part, RowSlice)
             piece = torch.zeros(part.capacity, dtype=torch.uint8)
             assert part.codec.encode(update[span], memory, piece) == part.capacity
             part.insert(piece, pasted)

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from paceline.core.messages import Deal, Drain, Join, Leave, Outcome, Push, Reply, Resume, Verdict
+from paceline.core.messages import DataAssignment, Disposition, Drain, Join, Leave, Outcome, Push, Reply, Resume
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
@@ -50,12 +50,12 @@ def over(outcome: Outcome) -> dict[int, bool]:
     return {reply.worker: reply.over for reply in outcome.replies}
 
 
-@pytest.mark.parametrize("policy", [AtOnce(), Bounded(0), Bounded(3), Fresh(2)])
+@pytest.mark.parametrize("policy", [Async(), StaleSynchronous(0), StaleSynchronous(3), DropStale(2)])
 def test_a_drained_worker_is_told_that_it_is_over_when_its_push_counts(policy: Policy) -> None:
     cluster = Cluster(policy)
-    assert cluster.handle(Drain(0)) == Outcome(Verdict.TAKEN)
+    assert cluster.handle(Drain(0)) == Outcome(Disposition.TAKEN)
     outcome = cluster.push(0)
-    assert outcome.verdict == Verdict.TAKEN and over(outcome) == {0: True}
+    assert outcome.verdict == Disposition.TAKEN and over(outcome) == {0: True}
     assert (cluster.server.version, cluster.server.num_live, cluster.server.over) == (1, 1, False)
     cluster.handle(Leave(0, 0))
     assert over(cluster.push(1)) == {1: False} and over(cluster.push(1)) == {1: False}
@@ -63,7 +63,7 @@ def test_a_drained_worker_is_told_that_it_is_over_when_its_push_counts(policy: P
 
 
 def test_a_round_closes_with_the_push_of_who_is_drained_and_the_next_without_it() -> None:
-    cluster = Cluster(Rounds(), 3)
+    cluster = Cluster(Barrier(), 3)
     cluster.push(0)
     assert cluster.handle(Drain(0)).replies == ()  # its push is held: it counts when the round closes
     cluster.push(1)
@@ -74,34 +74,36 @@ def test_a_round_closes_with_the_push_of_who_is_drained_and_the_next_without_it(
 
 
 def test_who_is_held_back_without_a_push_is_told_at_once_and_sets_the_others_free() -> None:
-    cluster = Cluster(Bounded(0))
+    cluster = Cluster(StaleSynchronous(0))
     assert over(cluster.push(0)) == {}
     assert over(cluster.handle(Drain(0))) == {0: True}
-    cluster = Cluster(Bounded(0))
+    cluster = Cluster(StaleSynchronous(0))
     cluster.push(0)
     cluster.handle(Drain(1))
     assert over(cluster.push(1)) == {0: False, 1: True}
 
 
 def test_a_push_that_is_dropped_is_not_asked_for_again() -> None:
-    cluster = Cluster(Rounds(spare=1), 2)
+    cluster = Cluster(Barrier(spare=1), 2)
     cluster.push(0)
     cluster.handle(Drain(1))
     outcome = cluster.push(1)
-    assert outcome.verdict == Verdict.DROPPED and over(outcome) == {1: True}
+    assert outcome.verdict == Disposition.DROPPED and over(outcome) == {1: True}
 
 
 def test_only_who_is_at_work_can_be_drained_and_only_once() -> None:
-    cluster = Cluster(AtOnce())
-    assert [cluster.handle(Drain(worker)).verdict for worker in (0, 0, 5)] == [Verdict.TAKEN] + 2 * [Verdict.REJECTED]
+    cluster = Cluster(Async())
+    assert [cluster.handle(Drain(worker)).verdict for worker in (0, 0, 5)] == [Disposition.TAKEN] + 2 * [
+        Disposition.REJECTED
+    ]
     cluster.push(0)
-    assert cluster.handle(Drain(0)).verdict == Verdict.REJECTED
+    assert cluster.handle(Drain(0)).verdict == Disposition.REJECTED
     cluster.handle(Leave(1, 0))
-    assert cluster.handle(Drain(1)).verdict == Verdict.REJECTED
+    assert cluster.handle(Drain(1)).verdict == Disposition.REJECTED
 
 
 def test_who_was_lost_before_it_was_told_is_told_when_it_comes_back_and_then_may_come_again() -> None:
-    cluster = Cluster(AtOnce())
+    cluster = Cluster(Async())
     cluster.handle(Drain(0))
     cluster.handle(Leave(0, 0))
     assert over(cluster.join(0, 1)) == {0: True}
@@ -110,15 +112,15 @@ def test_who_was_lost_before_it_was_told_is_told_when_it_comes_back_and_then_may
 
 
 def test_a_repeated_push_of_who_was_sent_away_is_answered_alike() -> None:
-    cluster = Cluster(AtOnce())
+    cluster = Cluster(Async())
     cluster.handle(Drain(0))
     last = Push(0, 0, 0, 0, 1, 0.5, torch.ones(1), torch.empty(0))
     told = cluster.handle(last).replies
-    assert cluster.handle(last) == Outcome(Verdict.REPEATED, told)
+    assert cluster.handle(last) == Outcome(Disposition.REPEATED, told)
 
 
 def test_a_run_whose_last_worker_is_drained_is_not_over_and_nobody_drained_is_awaited_after_a_resume() -> None:
-    cluster = Cluster(AtOnce())
+    cluster = Cluster(Async())
     for worker in (0, 1):
         cluster.handle(Drain(worker))
         cluster.push(worker)
@@ -129,7 +131,7 @@ def test_a_run_whose_last_worker_is_drained_is_not_over_and_nobody_drained_is_aw
 
 
 def test_who_has_its_quota_ends_the_run_though_another_was_drained() -> None:
-    cluster = Cluster(AtOnce(), quota=2)
+    cluster = Cluster(Async(), quota=2)
     cluster.handle(Drain(0))
     cluster.push(0)
     cluster.push(1)
@@ -138,47 +140,47 @@ def test_who_has_its_quota_ends_the_run_though_another_was_drained() -> None:
 
 
 def test_every_change_of_who_is_at_work_deals_anew_and_everybody_hears_of_it_with_its_next_answer() -> None:
-    cluster = Cluster(AtOnce(), places=4)
+    cluster = Cluster(Async(), places=4)
     assert cluster.told[0].deal is None and cluster.push(0).replies[0].deal is None
     cluster.join(2)
-    assert cluster.told[2].deal == Deal(1, (0, 1, 2))
+    assert cluster.told[2].deal == DataAssignment(1, (0, 1, 2))
     assert cluster.told[1].deal is None  # it is still computing on what it was told
     cluster.push(1)
-    assert (cluster.told[1].deal, cluster.told[1].batch) == (Deal(1, (0, 1, 2)), 0)
+    assert (cluster.told[1].deal, cluster.told[1].batch) == (DataAssignment(1, (0, 1, 2)), 0)
     cluster.push(1)
-    assert (cluster.told[1].deal, cluster.told[1].batch) == (Deal(1, (0, 1, 2)), 1)
+    assert (cluster.told[1].deal, cluster.told[1].batch) == (DataAssignment(1, (0, 1, 2)), 1)
     cluster.handle(Drain(0))
     cluster.push(2)
-    assert cluster.told[2].deal == Deal(2, (1, 2))
+    assert cluster.told[2].deal == DataAssignment(2, (1, 2))
     cluster.push(0)
     cluster.handle(Leave(0, 0))
     cluster.handle(Leave(2, 0))
     cluster.join(2, 1)  # back before anybody was answered: nothing has changed, and its batch is dealt again
-    assert cluster.told[2].deal == Deal(2, (1, 2)) and cluster.told[2].batch == 0
+    assert cluster.told[2].deal == DataAssignment(2, (1, 2)) and cluster.told[2].batch == 0
 
 
 def test_who_never_came_has_no_part_from_the_start() -> None:
-    server = Server(torch.zeros(1), Plain(Sgd()), AtOnce(), TRAINING, Roster(3, 3))
+    server = Server(torch.zeros(1), Plain(Sgd()), Async(), TRAINING, Roster(3, 3))
     server.handle(Join(0, 0))
     server.handle(Join(2, 0))
     told = server.handle(Leave(1, 0)).replies
-    assert [reply.deal for reply in told] == 2 * [Deal(1, (0, 2))]
+    assert [reply.deal for reply in told] == 2 * [DataAssignment(1, (0, 2))]
 
 
 def test_without_room_for_others_nothing_is_dealt_anew() -> None:
-    cluster = Cluster(AtOnce(), 2)
+    cluster = Cluster(Async(), 2)
     cluster.handle(Leave(1, 0))
     assert cluster.push(0).replies[0].deal is None
-    assert cluster.join(2).verdict == Verdict.REJECTED
+    assert cluster.join(2).verdict == Disposition.REJECTED
 
 
 def test_there_is_room_for_so_many() -> None:
-    cluster = Cluster(AtOnce(), 2, places=3)
-    assert cluster.join(2).verdict == Verdict.TAKEN and cluster.join(3).verdict == Verdict.REJECTED
+    cluster = Cluster(Async(), 2, places=3)
+    assert cluster.join(2).verdict == Disposition.TAKEN and cluster.join(3).verdict == Disposition.REJECTED
 
 
 def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:
-    cluster = Cluster(Rounds(at_the_door=True), 2, places=3)
+    cluster = Cluster(Barrier(at_the_door=True), 2, places=3)
     cluster.push(0)
     assert over(cluster.join(2)) == {}
     assert over(cluster.push(1)) == {0: False, 1: False, 2: False}
@@ -188,14 +190,14 @@ def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:
 
 
 def test_a_newcomer_begins_alone_where_everybody_else_is_gone() -> None:
-    cluster = Cluster(Rounds(at_the_door=True), 1, places=2)
+    cluster = Cluster(Barrier(at_the_door=True), 1, places=2)
     cluster.push(0)
     cluster.join(1)
     assert over(cluster.handle(Leave(0, 0))) == {1: False}
 
 
 def test_a_fixed_run_lets_who_returns_into_the_round_it_meets() -> None:
-    cluster = Cluster(Rounds(), 2)
+    cluster = Cluster(Barrier(), 2)
     cluster.push(0)
     cluster.handle(Leave(1, 0))
     cluster.push(0)
@@ -203,24 +205,24 @@ def test_a_fixed_run_lets_who_returns_into_the_round_it_meets() -> None:
 
 
 def test_deals_and_drains_survive_a_checkpoint() -> None:
-    cluster = Cluster(AtOnce(), places=4)
+    cluster = Cluster(Async(), places=4)
     cluster.join(3)
     cluster.push(1)
     cluster.push(1)
     cluster.handle(Drain(0))
     facts = json.loads(json.dumps(server_facts(cluster.server)))
-    again = Server(torch.zeros(1), Plain(Sgd()), AtOnce(), TRAINING, Roster(2, 4))
+    again = Server(torch.zeros(1), Plain(Sgd()), Async(), TRAINING, Roster(2, 4))
     restore_server(again, facts, cluster.server.weights, {})
     before = cluster.told[1]
     assert again.last_answer(1) == before and before.batch == 1
     told = Push(1, 0, before.serial, before.serial, 1, 0.5, torch.ones(1), torch.empty(0))
     assert again.handle(told) == cluster.handle(told)
-    assert cluster.told[1].deal == Deal(2, (1, 3))
+    assert cluster.told[1].deal == DataAssignment(2, (1, 3))
 
 
 def test_a_rule_with_a_row_a_worker_has_one_for_newcomers_and_forgets_who_was_drained() -> None:
     rule = Cached(Sgd(), places=3)
-    server = Server(torch.zeros(1), rule, AtOnce(), TRAINING, Roster(1, 3))
+    server = Server(torch.zeros(1), rule, Async(), TRAINING, Roster(1, 3))
     server.handle(Join(0, 0))
     server.handle(Join(2, 0))
     for worker in (0, 2):

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core.buffers import Memory, Sizes, load_own, own_nbytes
+from paceline.core.buffers import BufferSizes, WorkerBuffers, load_own, own_nbytes
 from paceline.core.compression import Codecs
-from paceline.core.messages import Join, Leave, Push, Reply, Verdict
+from paceline.core.messages import Disposition, Join, Leave, Push, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Rounds
+from paceline.core.policies import Async, Barrier
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Exchange as ServerExchange
 from paceline.core.server import Roster, Server, server_facts
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, Policy, State, pack
 from paceline.settings.codecs import build_codec
@@ -76,10 +76,10 @@ class Exchange:
         budget = Budget(10**6, 10)
         training, roster = Training(budget, Schedule(0.1)), Roster(workers)
         rule, exchange = Plain(Sgd(0.5)), ServerExchange(used)
-        self.server = Server(Slopes().initial(), rule, policy or AtOnce(), training, roster, exchange)
+        self.server = Server(Slopes().initial(), rule, policy or Async(), training, roster, exchange)
         self.used, self.poison = used, poison
         self.tasks: dict[int, Slopes] = {}
-        self.seats: dict[int, Seat] = {}
+        self.seats: dict[int, LocalWorker] = {}
         self._incarnations = [0] * workers
         for worker in range(workers):
             self.join(worker)
@@ -88,7 +88,7 @@ class Exchange:
         self.tasks[worker] = task = Slopes(self.poison)
         join = Join(worker, self._incarnations[worker])
         self._incarnations[worker] += 1
-        self.seats[worker] = Seat(task, task, join, codecs=self.used)
+        self.seats[worker] = LocalWorker(task, task, join, codecs=self.used)
         self.deliver(self.server.handle(join).replies)
 
     def leave(self, worker: int) -> None:
@@ -104,7 +104,7 @@ class Exchange:
         assert push is not None
         return push
 
-    def push(self, worker: int) -> Verdict:
+    def push(self, worker: int) -> Disposition:
         outcome = self.server.handle(self.compute(worker))
         self.deliver(outcome.replies)
         return outcome.verdict
@@ -161,7 +161,7 @@ def test_the_first_reply_after_each_join_is_all_weights_and_the_bytes_are_counte
 @every_codec
 def test_a_round_holds_every_push_as_it_was_decoded(name: str) -> None:
     """The mean of what each worker's own codec decodes to, though the codecs share their scratch."""
-    exchange = Exchange(codecs(name, None), workers=3, policy=Rounds())
+    exchange = Exchange(codecs(name, None), workers=3, policy=Barrier())
     before = exchange.server.weights.clone()
     memories = [exchange.used.push.start(17 * worker) for worker in range(3)] if exchange.used.push else []
     velocity = torch.zeros(LAYOUT.size)
@@ -183,7 +183,7 @@ def by_hand(name: str, update: Tensor, memory: State) -> Tensor:
 
 
 def test_memory_of_a_push_that_left_serves_others_and_nobody_elses_is_touched() -> None:
-    exchange = Exchange(codecs("fp16", None), workers=4, policy=Rounds())
+    exchange = Exchange(codecs("fp16", None), workers=4, policy=Barrier())
     for worker in (0, 1):
         exchange.push(worker)
     exchange.leave(0)
@@ -204,14 +204,14 @@ def test_memory_of_a_push_that_left_serves_others_and_nobody_elses_is_touched() 
 
 
 @every_codec
-@pytest.mark.parametrize("policy", [AtOnce, Rounds])
+@pytest.mark.parametrize("policy", [Async, Barrier])
 def test_a_gradient_with_a_nan_ends_the_run_and_is_not_applied(name: str, policy: type[Policy]) -> None:
     exchange = Exchange(codecs(name, name), workers=2, policy=policy(), poison=1)
     for worker in (0, 1):
-        assert exchange.push(worker) == Verdict.TAKEN
+        assert exchange.push(worker) == Disposition.TAKEN
     before = exchange.server.weights.clone()
     verdicts = [exchange.push(worker) for worker in (0, 1) if not exchange.server.over]
-    assert verdicts[-1] in (Verdict.REJECTED, Verdict.TAKEN)
+    assert verdicts[-1] in (Disposition.REJECTED, Disposition.TAKEN)
     assert exchange.server.divergence is not None
     assert torch.equal(exchange.server.weights, before)
 
@@ -224,11 +224,11 @@ def test_bytes_that_are_no_push_are_the_workers_fault_and_change_nothing() -> No
         exchange.server.handle(push._replace(update=push.update[:-1]))
     assert server_facts(exchange.server) == facts
     assert torch.equal(exchange.server.weights, weights)
-    assert exchange.server.handle(push).verdict == Verdict.TAKEN
+    assert exchange.server.handle(push).verdict == Disposition.TAKEN
 
 
 def test_the_state_of_the_last_push_taken_can_be_read_while_the_next_is_made() -> None:
-    memory = Memory.private(Sizes(4, own=12))
+    memory = WorkerBuffers.private(BufferSizes(4, own=12))
     own = {"a": torch.tensor([1, 2], dtype=torch.int32), "b": torch.tensor(0.5)}
     assert own_nbytes(own) == 12
     for seq in range(5):

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.failure_detector import FEWEST, LEAST_SPREAD, WINDOW, Deadlines
+from paceline.core.failure_detector import FEWEST, LEAST_SPREAD, WINDOW, FailureDetector
 
 SECONDS = st.floats(0.0, 1000.0, allow_nan=False)
 
 
-def fresh() -> Deadlines:
-    return Deadlines(start=10.0, floor=1.0, ceiling=100.0, k=8.0)
+def fresh() -> FailureDetector:
+    return FailureDetector(start=10.0, floor=1.0, ceiling=100.0, k=8.0)
 
 
-def live(deadlines: Deadlines, silences: list[float], worker: int = 0, now: float = 0.0) -> float:
+def live(deadlines: FailureDetector, silences: list[float], worker: int = 0, now: float = 0.0) -> float:
     """Answer and hear a worker that takes so long each time; the time after it."""
     for silence in silences:
         deadlines.asked(worker, now)
@@ -37,7 +37,7 @@ def test_before_anything_was_seen_the_start_value_holds() -> None:
 
 @given(st.lists(SECONDS, max_size=2 * WINDOW))
 def test_the_limit_is_the_formula_between_floor_and_ceiling(silences: list[float]) -> None:
-    deadlines = Deadlines(start=10.0, floor=1.0, ceiling=100.0, k=3.0)
+    deadlines = FailureDetector(start=10.0, floor=1.0, ceiling=100.0, k=3.0)
     for silence in silences:
         deadlines.asked(0, 0.0)
         deadlines.heard(0, silence)

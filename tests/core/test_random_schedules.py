@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
-from paceline.core.messages import Join, Leave, Push, Verdict
+from paceline.core.messages import Disposition, Join, Leave, Push
 from paceline.core.schedules import Budget
 from paceline.core.server import server_facts
 from paceline.interfaces import pack
@@ -83,7 +83,7 @@ def test_a_sync_round_holds_every_live_worker_once_and_is_never_stale(num_worker
         assert all(update.workers == happened.live for update in happened.updates)
     assert set(cluster.server.staleness) <= {0}
     assert cluster.server.version == len(cluster.rule.updates)
-    assert cluster.pushes(Verdict.DROPPED) == []
+    assert cluster.pushes(Disposition.DROPPED) == []
 
 
 @pytest.mark.long
@@ -107,7 +107,7 @@ def test_async_answers_every_push_at_once(num_workers: int, schedule: list[int])
     cluster.play(schedule)
     assert cluster.held_back() == []
     for happened in cluster.history:
-        if isinstance(happened.message, Push) and happened.outcome.verdict == Verdict.TAKEN:
+        if isinstance(happened.message, Push) and happened.outcome.verdict == Disposition.TAKEN:
             assert [reply.worker for reply in happened.outcome.replies] == [happened.message.worker]
             assert [update.alone for update in happened.updates] == [happened.message.worker]
 
@@ -119,7 +119,7 @@ def test_every_push_is_applied_once_or_counted_as_dropped(policy: str, num_worke
     server = cluster.server
     applied = sum(len(update.workers) for update in cluster.rule.updates)
     held = len(cluster.held_back()) if policy.startswith(("sync", "backup")) else 0
-    counted = cluster.pushes(Verdict.TAKEN, Verdict.DROPPED)
+    counted = cluster.pushes(Disposition.TAKEN, Disposition.DROPPED)
     assert applied + server.dropped + held == len(counted)
     assert sum(member.pushes for member in server.members.values()) == len(counted)
     assert server.staleness.total() == applied
@@ -137,7 +137,7 @@ def test_batches_are_applied_in_order_and_a_dropped_one_is_dealt_again(
         assert batches == list(range(len(batches)))
     dealt: dict[tuple[int, int, int], int] = {}
     for happened in cluster.history:
-        if happened.outcome.verdict == Verdict.DROPPED:
+        if happened.outcome.verdict == Disposition.DROPPED:
             (reply,) = happened.outcome.replies
             push = happened.message
             assert isinstance(push, Push)
@@ -158,7 +158,7 @@ def test_a_repeated_push_is_answered_with_the_last_reply_and_changes_nothing(
             continue
         before = cluster.server.weights.clone(), cluster.server.version, cluster.server.samples
         outcome = cluster.repeat(worker)
-        assert outcome.verdict == Verdict.REPEATED
+        assert outcome.verdict == Disposition.REPEATED
         assert torch.equal(cluster.server.weights, before[0])
         assert (cluster.server.version, cluster.server.samples) == before[1:]
         waiting = toy.pending is None and not toy.over
@@ -183,7 +183,7 @@ def test_a_dead_incarnation_is_rejected_and_changes_nothing(policy: str, num_wor
     for ghost in cluster.ghosts:
         if ghost.pending is not None or ghost.last is not None:
             outcome = cluster.haunt(ghost)
-            assert (outcome.verdict, outcome.replies) == (Verdict.REJECTED, ())
+            assert (outcome.verdict, outcome.replies) == (Disposition.REJECTED, ())
     assert torch.equal(cluster.server.weights, weights)
     assert cluster.server.version == version
     assert members == {worker: (m.accepted, m.seq, m.pushes) for worker, m in cluster.server.members.items()}
@@ -203,7 +203,7 @@ def test_a_shared_budget_ends_within_one_update_and_everybody_is_told(
         samples_of(worker, cluster.batches[worker][-1]) for worker in cluster.rule.updates[-1].workers
     )
     assert before_last < samples
-    assert cluster.server.late == len(cluster.pushes(Verdict.LATE))
+    assert cluster.server.late == len(cluster.pushes(Disposition.LATE))
 
 
 @pytest.mark.long

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from paceline.core.messages import Join, Leave, Push, Resume, Stop, Verdict
+from paceline.core.messages import Disposition, Join, Leave, Push, Resume, Stop
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Rounds
+from paceline.core.policies import Async, Barrier
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server, server_facts
@@ -35,10 +35,10 @@ def push(worker: int, values: list[float], seq: int = 0, loss: float = 1.0, samp
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_push_with_a_nan_or_an_infinity_is_never_applied_and_its_worker_is_named(broken: float) -> None:
-    server = server_of(AtOnce(), 2)
+    server = server_of(Async(), 2)
     server.handle(push(0, [1.0, 1.0, 1.0, 1.0]))
     outcome = server.handle(push(1, [0.0, broken, 0.0, 0.0], loss=7.0))
-    assert outcome.verdict == Verdict.REJECTED
+    assert outcome.verdict == Disposition.REJECTED
     assert server.weights.tolist() == [0.5] * 4
     assert server.version == 1
     assert server.samples == 1
@@ -48,17 +48,17 @@ def test_a_push_with_a_nan_or_an_infinity_is_never_applied_and_its_worker_is_nam
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_diverged_run_is_over_for_everybody(broken: float) -> None:
-    server = server_of(AtOnce(), 2)
+    server = server_of(Async(), 2)
     told = server.handle(push(0, [broken] * 4)).replies
     assert [(reply.worker, reply.over) for reply in told] == [(0, True)]
     late = server.handle(push(1, [1.0] * 4))
-    assert late.verdict == Verdict.LATE
+    assert late.verdict == Disposition.LATE
     assert late.replies[0].over
     assert server.weights.tolist() == [1.0] * 4
 
 
 def test_infinities_that_cancel_are_seen_too() -> None:
-    server = server_of(AtOnce(), 1)
+    server = server_of(Async(), 1)
     server.handle(push(0, [math.inf, -math.inf, 0.0, 0.0]))
     assert server.divergence is not None
     assert server.weights.tolist() == [1.0] * 4
@@ -67,7 +67,7 @@ def test_infinities_that_cancel_are_seen_too() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_in_a_round_the_broken_worker_is_named_whoever_closes_it(order: tuple[int, ...], broken: float) -> None:
-    server = server_of(Rounds(), 3)
+    server = server_of(Barrier(), 3)
     replies = []
     for worker in order:
         values = [broken, 0.0, 0.0, 0.0] if worker == 1 else [1.0] * 4
@@ -79,29 +79,29 @@ def test_in_a_round_the_broken_worker_is_named_whoever_closes_it(order: tuple[in
     assert sorted((reply.worker, reply.over) for reply in replies) == [(0, True), (1, True), (2, True)]
 
 
-@pytest.mark.parametrize("policy", [AtOnce, Rounds])
-def test_a_huge_but_finite_gradient_whose_sum_overflows_is_applied(policy: type[AtOnce] | type[Rounds]) -> None:
+@pytest.mark.parametrize("policy", [Async, Barrier])
+def test_a_huge_but_finite_gradient_whose_sum_overflows_is_applied(policy: type[Async] | type[Barrier]) -> None:
     huge = 3.0e38
     server = server_of(policy(), 2)
     for worker in (0, 1):
-        assert server.handle(push(worker, [huge, huge, 0.0, 0.0])).verdict == Verdict.TAKEN
+        assert server.handle(push(worker, [huge, huge, 0.0, 0.0])).verdict == Disposition.TAKEN
         assert math.isinf(torch.tensor([huge, huge]).sum().item())
     assert server.divergence is None
-    assert server.version == (2 if policy is AtOnce else 1)
+    assert server.version == (2 if policy is Async else 1)
     assert server.weights[0].item() < -1e38
 
 
 def test_a_broken_push_that_is_dropped_as_stale_does_not_end_the_run() -> None:
-    server = server_of(Rounds(spare=1), 2)
+    server = server_of(Barrier(spare=1), 2)
     server.handle(push(0, [1.0] * 4))
     assert server.version == 1
-    assert server.handle(push(1, [math.nan] * 4)).verdict == Verdict.DROPPED
+    assert server.handle(push(1, [math.nan] * 4)).verdict == Disposition.DROPPED
     assert server.divergence is None
     assert not server.over
 
 
 def test_the_mean_of_a_round_is_weighted_by_samples() -> None:
-    server = server_of(Rounds(), 2)
+    server = server_of(Barrier(), 2)
     server.handle(push(1, [4.0, 0.0, 0.0, 0.0], samples=3))
     server.handle(push(0, [0.0, 4.0, 0.0, 0.0], samples=1))
     assert server.weights.tolist() == [1.0 - 0.5 * 3.0, 1.0 - 0.5 * 1.0, 1.0, 1.0]
@@ -113,7 +113,7 @@ def test_the_mean_of_a_round_is_the_same_bits_in_whatever_order_the_pushes_come(
     updates = [torch.randn(4) for _ in range(3)]
     found = []
     for order in [(0, 1, 2), (2, 0, 1), (1, 2, 0)]:
-        server = server_of(Rounds(), 3)
+        server = server_of(Barrier(), 3)
         for worker in order:
             server.handle(Push(worker, 0, 0, 0, worker + 1, 1.0, updates[worker], EMPTY))
         found.append(server.weights)
@@ -122,41 +122,41 @@ def test_the_mean_of_a_round_is_the_same_bits_in_whatever_order_the_pushes_come(
 
 
 def test_a_push_from_a_reply_that_was_never_given_is_rejected() -> None:
-    server = server_of(AtOnce(), 1)
-    assert server.handle(push(0, [1.0] * 4, seq=5)).verdict == Verdict.REJECTED
-    assert server.handle(push(3, [1.0] * 4)).verdict == Verdict.REJECTED
+    server = server_of(Async(), 1)
+    assert server.handle(push(0, [1.0] * 4, seq=5)).verdict == Disposition.REJECTED
+    assert server.handle(push(3, [1.0] * 4)).verdict == Disposition.REJECTED
     assert server.weights.tolist() == [1.0] * 4
 
 
 def test_one_reply_is_worth_one_push() -> None:
-    server = server_of(Rounds(), 2)
+    server = server_of(Barrier(), 2)
     server.handle(push(0, [1.0] * 4))
     second = Push(0, 0, 1, 0, 1, 1.0, torch.full((4,), 9.0), EMPTY)
-    assert server.handle(second).verdict == Verdict.REJECTED
+    assert server.handle(second).verdict == Disposition.REJECTED
     server.handle(push(1, [1.0] * 4))
     assert server.weights.tolist() == [0.5] * 4
 
 
 def test_a_live_incarnation_is_not_replaced_by_a_second_join() -> None:
-    server = server_of(AtOnce(), 2)
+    server = server_of(Async(), 2)
     for incarnation in (0, 1):
         outcome = server.handle(Join(0, incarnation))
-        assert (outcome.verdict, outcome.replies) == (Verdict.REJECTED, ())
-    assert server.handle(push(0, [1.0] * 4)).verdict == Verdict.TAKEN
+        assert (outcome.verdict, outcome.replies) == (Disposition.REJECTED, ())
+    assert server.handle(push(0, [1.0] * 4)).verdict == Disposition.TAKEN
 
 
 def test_an_old_incarnation_cannot_come_back() -> None:
-    server = server_of(AtOnce(), 2)
+    server = server_of(Async(), 2)
     server.handle(Leave(0, 0))
-    assert server.handle(Join(0, 0)).verdict == Verdict.REJECTED
-    assert server.handle(Join(0, 1)).verdict == Verdict.TAKEN
+    assert server.handle(Join(0, 0)).verdict == Disposition.REJECTED
+    assert server.handle(Join(0, 1)).verdict == Disposition.TAKEN
 
 
 def test_the_leave_of_an_old_incarnation_does_not_remove_the_new_one() -> None:
-    server = server_of(AtOnce(), 2)
+    server = server_of(Async(), 2)
     server.handle(Leave(0, 0))
     server.handle(Join(0, 1))
-    assert server.handle(Leave(0, 0)).verdict == Verdict.REJECTED
+    assert server.handle(Leave(0, 0)).verdict == Disposition.REJECTED
     assert server.num_live == 2
 
 
@@ -167,7 +167,7 @@ def test_a_stop_tells_everybody_who_waits_and_the_others_at_their_next_push(poli
     cluster.handle(Stop())
     assert cluster.held_back() == []
     for worker in cluster.ready():
-        assert cluster.push(worker).verdict == Verdict.LATE
+        assert cluster.push(worker).verdict == Disposition.LATE
     assert all(toy.over for toy in cluster.live.values())
 
 
@@ -250,7 +250,7 @@ def test_a_cut_is_refused_while_a_push_is_held() -> None:
 def test_the_learning_rate_follows_the_samples_applied() -> None:
     weights = torch.zeros(1)
     schedule = Schedule(1.0, "exponential", 0.5)
-    server = Server(weights, Plain(Sgd()), AtOnce(), Training(Budget(30, epoch_samples=10), schedule), Roster(1))
+    server = Server(weights, Plain(Sgd()), Async(), Training(Budget(30, epoch_samples=10), schedule), Roster(1))
     server.handle(Join(0, 0))
     steps = []
     for seq in range(3):

@@ -10,9 +10,9 @@ import torch
 
 from paceline.core.membership import MUCH_LONGER, Member
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce
+from paceline.core.policies import Async
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.foresight import Farsight, Foresight
+from paceline.core.rules.foresight import Foresight, ForesightCached
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server, restore_server, server_facts
 from paceline.interfaces import Rule
@@ -20,8 +20,8 @@ from tests.support.toy_cluster import Ledger, ToyCluster
 
 RULES: dict[str, Callable[[int], Rule]] = {
     "cached": lambda places: Cached(Sgd(), places),
-    "foresight": lambda places: Foresight(0.9, places),
-    "farsight": lambda places: Farsight(0.9, places),
+    "foresight": lambda places: ForesightCached(0.9, places),
+    "farsight": lambda places: Foresight(0.9, places),
 }
 SILENT_AFTER = int(MUCH_LONGER * 3)
 
@@ -92,7 +92,7 @@ def test_a_server_that_goes_on_from_a_cut_knows_who_is_silent(updates: int) -> N
     facts = json.loads(json.dumps(server_facts(toys.server)))
     rule = Ledger(RULES["foresight"](3))
     rule.here = set(range(3))
-    toys.twin = Server(torch.zeros(3), rule, AtOnce(), Training(toys.budget, Schedule(0.25)), Roster(3))
+    toys.twin = Server(torch.zeros(3), rule, Async(), Training(toys.budget, Schedule(0.25)), Roster(3))
     restore_server(toys.twin, facts, toys.server.weights, toys.server.rule_state)
     for number in range(updates, updates + 10):
         toys.push(number % 2)  # compares both, bit for bit

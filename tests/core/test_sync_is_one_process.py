@@ -15,7 +15,7 @@ from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply
 from paceline.core.server import Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset
 from paceline.settings.resolve import resolve
 
@@ -31,7 +31,7 @@ def sync_config(workers: int, batch_size: int = 8, shard_weights: list[float] | 
     )  # fmt: skip
 
 
-def deliver(server: Server, seats: dict[int, Seat], replies: tuple[Reply, ...]) -> None:
+def deliver(server: Server, seats: dict[int, LocalWorker], replies: tuple[Reply, ...]) -> None:
     for reply in replies:
         server.updater.weights_for(reply.worker, seats[reply.worker].memory.weights)
         seats[reply.worker].pending = reply
@@ -42,7 +42,7 @@ def train_in_sync(config: RunConfig, dataset: Dataset, rounds: int) -> dict[str,
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    seats: dict[int, Seat] = {}
+    seats: dict[int, LocalWorker] = {}
     for worker in range(config.workers or 1):
         join = make_join(config, work, worker, 0)
         seats[worker] = make_seat(config, make_task(config, dataset), work, join)

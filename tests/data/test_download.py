@@ -16,7 +16,7 @@ import pytest
 from paceline.data import download, sources
 from paceline.data.datasets import load, locate
 from paceline.data.download import get
-from paceline.data.sources import RemoteFile, Source
+from paceline.data.sources import DownloadSource, RemoteFile
 from paceline.errors import DataError, UserError
 from tests.support.data_files import cifar_batches, idx_contents, tar_of, tree_files
 
@@ -78,7 +78,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     files = tuple(RemoteFile(f"{name}.gz", {name: hashlib.sha256(raw).hexdigest()}) for name, raw in contents.items())
     with Server() as running:
         running.files = {f"{name}.gz": gzip.compress(raw, mtime=0) for name, raw in contents.items()}
-        monkeypatch.setitem(sources.SOURCES, "mnist", Source("http://127.0.0.1:9/nobody/", files))
+        monkeypatch.setitem(sources.SOURCES, "mnist", DownloadSource("http://127.0.0.1:9/nobody/", files))
         monkeypatch.setenv("PACELINE_MIRROR", running.url)
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
@@ -221,7 +221,7 @@ def test_archive_is_checked_by_its_members(server: Server, tmp_path: Path, monke
     members = cifar_batches()
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in members.items()}
     file = RemoteFile("cifar-10-python.tar.gz", checksums)
-    monkeypatch.setitem(sources.SOURCES, "cifar10", Source("http://127.0.0.1:9/", (file,)))
+    monkeypatch.setitem(sources.SOURCES, "cifar10", DownloadSource("http://127.0.0.1:9/", (file,)))
     server.files[file.name] = tar_of(members | {"readme.html": b"hello"}, "gz")
     get("cifar10", progress=False)
     assert len(load(locate("cifar10", None)).train_images) == 50
@@ -241,7 +241,7 @@ def test_sentences_are_fetched_checked_and_found(server: Server, tmp_path: Path)
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in tree_files().items()}
     file = RemoteFile("trainDevTestTrees_PTB.zip", checksums)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sources.SOURCES, "sst5", Source("http://127.0.0.1:9/", (file,)))
+        patch.setitem(sources.SOURCES, "sst5", DownloadSource("http://127.0.0.1:9/", (file,)))
         assert get("sst5", progress=False) == tmp_path / "xdg" / "paceline" / "sst5"
     found = locate("sst5", None)
     assert found.origin == "cache" and load(found).train_images.shape == (8_544, 64)

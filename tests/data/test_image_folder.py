@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.data import decoding, image_folder
-from paceline.data.datasets import Dataset, Reading, load, locate
+from paceline.data.datasets import Dataset, DecodingOptions, load, locate
 from paceline.data.download import status
 from paceline.errors import DataError, RunFailed, UserError
 from paceline.system import memory
@@ -28,7 +28,7 @@ def folder_of(place: Path) -> Path:
 
 
 def read(folder: Path, rows: list[dict[str, Any]] | None = None, size: int = 14) -> Dataset:
-    location = replace(locate("imagenet", folder), reading=Reading(image_size=size))
+    location = replace(locate("imagenet", folder), reading=DecodingOptions(image_size=size))
     return load(location, report=(rows if rows is not None else []).append)
 
 
@@ -40,7 +40,7 @@ def test_classes_are_folders_and_images_are_squares_larger_than_they_are_seen(tm
     assert found.train_labels.tolist() == [0, 0, 0, 1, 1] and found.test_labels.tolist() == [1]
     assert (found.info.train_size, found.info.test_size) == (5, 1)
     assert [row["fraction"] for row in rows] == [5 / 6, 1.0] and rows[-1]["text"] == "decoded 6 of 6 images"
-    assert Reading().stored_size == 256
+    assert DecodingOptions().stored_size == 256
 
 
 @pytest.mark.parametrize("layout", [".", "imagenet", "ILSVRC2012"])

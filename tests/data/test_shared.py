@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.datasets import Location, Reading, locate
+from paceline.data.datasets import DecodingOptions, Location, locate
 from paceline.data.shared import SharedDataset, attach
 from tests.support.data_files import write_images, write_trees
 
 
 def trees(folder: Path) -> Location:
-    return replace(locate("sst5", write_trees(folder)), reading=Reading(max_length=3))
+    return replace(locate("sst5", write_trees(folder)), reading=DecodingOptions(max_length=3))
 
 
 def pictures(folder: Path) -> Location:
@@ -24,7 +24,7 @@ def pictures(folder: Path) -> Location:
     write_images(folder / "train", {"a": 3, "b": 2})
     (folder / "train" / "a" / "picture_001.JPEG").write_bytes(b"no image")
     write_images(folder / "val", {"a": 1})
-    return replace(locate("imagenet", folder), reading=Reading(image_size=14))
+    return replace(locate("imagenet", folder), reading=DecodingOptions(image_size=14))
 
 
 @pytest.mark.parametrize("make", [trees, pictures])

@@ -13,14 +13,14 @@ import pytest
 
 from paceline.data import sources
 from paceline.data import sst as treebank
-from paceline.data.datasets import Dataset, Reading, load, locate
+from paceline.data.datasets import Dataset, DecodingOptions, load, locate
 from paceline.data.sources import RemoteFile, fault
 from paceline.errors import DataError
 from tests.support.data_files import tree_files, write_trees
 
 
 def read(folder: Path, max_length: int = 64) -> Dataset:
-    return load(replace(locate("sst5", folder), reading=Reading(max_length=max_length)))
+    return load(replace(locate("sst5", folder), reading=DecodingOptions(max_length=max_length)))
 
 
 def zipped(files: dict[str, bytes]) -> bytes:
@@ -67,9 +67,9 @@ def test_words_of_the_test_set_alone_are_unknown(tmp_path: Path) -> None:
 def test_a_sentence_longer_than_the_limit_is_cut_counted_and_said_in_one_line(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = []
     location = locate("sst5", write_trees(tmp_path / "data"))
-    load(replace(location, reading=Reading(max_length=2)), report=rows.append)
+    load(replace(location, reading=DecodingOptions(max_length=2)), report=rows.append)
     assert rows == []
-    found = load(replace(location, reading=Reading(max_length=1)), report=rows.append)
+    found = load(replace(location, reading=DecodingOptions(max_length=1)), report=rows.append)
     (row,) = rows
     assert row["kind"] == "note" and row["text"] == (
         "sst5: 8,544 of 8,544 train and 2,210 of 2,210 test sentences are longer than --max-length 1 "

@@ -11,7 +11,7 @@ from paceline.assembly.core import make_model
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.models.dropout import address_dropout
-from paceline.models.transformer import MAX_LENGTH, Placement, Transformer
+from paceline.models.transformer import MAX_LENGTH, TokenPacking, Transformer
 from paceline.settings.resolve import resolve
 from paceline.tasks.supervised import SupervisedTask
 
@@ -69,13 +69,13 @@ def test_words_alone_give_what_padded_sentences_give(monkeypatch: pytest.MonkeyP
         return [outputs, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
 
     packed, seen = found(), list[int]()
-    original = Placement.__init__
+    original = TokenPacking.__init__
 
-    def padded(self: Placement, ids: Tensor) -> None:
+    def padded(self: TokenPacking, ids: Tensor) -> None:
         original(self, ids)
         self.words = None
 
-    monkeypatch.setattr(Placement, "__init__", padded)
+    monkeypatch.setattr(TokenPacking, "__init__", padded)
     model.layers[0].norm1.register_forward_hook(lambda *about: seen.append(len(about[2])))
     for one, other in zip(packed, found(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, PROOF_NBYTES, Visitor
+from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
-from paceline.transports.frames import MOST_APPLY, Kind, fields_frame, header
+from paceline.transports.frames import MOST_APPLY, FrameKind, fields_frame, header
 from tests.support.cluster_commands import address_of, serve, workers
 from tests.support.commands import result_of, run, wait_for_records
 
@@ -52,19 +52,19 @@ class Attacker:
     def prove(self, connection: socket.socket, token: bytes) -> bytes:
         """What somebody who knows this token says; and the frame with which an observer goes on."""
         challenge = connection.recv(CHALLENGE_NBYTES, socket.MSG_WAITALL)
-        said = Visitor(token).answer(challenge)
+        said = ClientHandshake(token).answer(challenge)
         connection.sendall(said)
         connection.recv(PROOF_NBYTES, socket.MSG_WAITALL)
-        return said + fields_frame(Kind.APPLY, {"observer": True}, MOST_APPLY)
+        return said + fields_frame(FrameKind.APPLY, {"observer": True}, MOST_APPLY)
 
     def noise(self, connection: socket.socket) -> None:
         connection.sendall(self.order.randbytes(self.order.randrange(1, 300)))
 
     def huge(self, connection: socket.socket) -> None:
-        connection.sendall(header(Kind.APPLY, 2 ** self.order.randrange(17, 64) - 1) + bytes(ANSWER_NBYTES))
+        connection.sendall(header(FrameKind.APPLY, 2 ** self.order.randrange(17, 64) - 1) + bytes(ANSWER_NBYTES))
 
     def fuzzed(self, connection: socket.socket) -> None:
-        frame = bytearray(header(self.order.choice(list(Kind)), self.order.randrange(1 << 16)) + bytes(100))
+        frame = bytearray(header(self.order.choice(list(FrameKind)), self.order.randrange(1 << 16)) + bytes(100))
         frame[self.order.randrange(len(frame))] ^= 1 << self.order.randrange(8)
         connection.sendall(frame)
 
@@ -84,7 +84,7 @@ class Attacker:
         """The right token, and then no application."""
         self.prove(connection, TOKEN)
         nbytes = self.order.randrange(1 << 20)
-        connection.sendall(header(self.order.choice(list(Kind)), nbytes) + self.order.randbytes(min(nbytes, 200)))
+        connection.sendall(header(self.order.choice(list(FrameKind)), nbytes) + self.order.randbytes(min(nbytes, 200)))
 
     def attack(self, frames: int, going_on: Callable[[], bool] = lambda: True) -> None:
         """Send so many, as long as there is somebody to send to."""

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import UserError
-from paceline.reports.chrome_trace import Part, write_trace
+from paceline.reports.chrome_trace import TraceWindow, write_trace
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 
@@ -51,9 +51,9 @@ def load(file: Path) -> dict[str, Any]:
     return whole
 
 
-def trace_of(folder: RunFolder, part: Part | None = None) -> tuple[list[dict[str, Any]], list[str]]:
+def trace_of(folder: RunFolder, part: TraceWindow | None = None) -> tuple[list[dict[str, Any]], list[str]]:
     file = folder.path / "trace.json"
-    count, notes = write_trace(folder.path, file, part or Part())
+    count, notes = write_trace(folder.path, file, part or TraceWindow())
     whole = load(file)
     assert len(whole["traceEvents"]) == count and whole["otherData"]["notes"] == notes
     check_format(whole)
@@ -162,13 +162,13 @@ def test_losses_joins_and_a_killed_server_are_seen(tmp_path: Path) -> None:
 def test_many_pushes_become_one_span_and_none_of_the_time_is_lost(tmp_path: Path) -> None:
     folder = simulate(tmp_path, "--strategy", "sync", "--link", "100mbit,5ms")
     fine, _ = trace_of(folder)
-    coarse, notes = trace_of(folder, Part(max_pushes=48))
+    coarse, notes = trace_of(folder, TraceWindow(max_pushes=48))
     assert len(coarse) < len(fine) / 4
     assert "480 pushes are too many to draw one by one: each span covers 10" in notes[0]
     for worker, sums in seconds(fine).items():
         for kind, value in sums.items():
             assert seconds(coarse)[worker][kind] == pytest.approx(value, rel=1e-6)
-    part, notes = trace_of(folder, Part(begin=1.0, end=2.0, max_pushes=480))
+    part, notes = trace_of(folder, TraceWindow(begin=1.0, end=2.0, max_pushes=480))
     assert not notes and 0 < len(part) < len(fine) / 2
     assert all(1e6 <= event["ts"] <= 2e6 for event in part if event["ph"] != "M")
 
@@ -216,4 +216,4 @@ def test_a_bad_request_is_one_line(
     assert complaint in error and error.count("\n") == 1
     folder.arrivals_file.unlink()
     with pytest.raises(UserError, match=r"has no arrivals.log, which a trace needs: the run never started"):
-        write_trace(folder.path, tmp_path / "t.json", Part())
+        write_trace(folder.path, tmp_path / "t.json", TraceWindow())

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.analysis.tail import RECORDS
-from paceline.core.messages import Verdict
+from paceline.core.messages import Disposition
 from paceline.errors import UserError
 from paceline.reports.report_data import MAX_BARS, RunReader, bars
-from paceline.reports.time_series import MAX_SPANS, Course
+from paceline.reports.time_series import MAX_SPANS, TimeSeries
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import (
@@ -174,7 +174,7 @@ def test_what_a_resume_took_back_does_not_count(tmp_path: Path) -> None:
 
 def test_dropped_pushes_count_for_nothing(tmp_path: Path) -> None:
     folder = whole_run(tmp_path)
-    log_inputs(folder, [(push(0, 50), 5.0)], Verdict.DROPPED)
+    log_inputs(folder, [(push(0, 50), 5.0)], Disposition.DROPPED)
     assert digest_of(folder)["course"]["samples"][-1] == 1280
 
 
@@ -235,7 +235,7 @@ def test_a_stopped_run_has_the_scores_of_its_way(tmp_path: Path) -> None:
 
 def test_a_diverged_run_says_why(tmp_path: Path) -> None:
     folder = whole_run(tmp_path, end=False)
-    log_inputs(folder, [(push(0, 50, float("nan")), 5.0)], Verdict.REJECTED)
+    log_inputs(folder, [(push(0, 50, float("nan")), 5.0)], Disposition.REJECTED)
     log_inputs(folder, [(push(1, 50, float("inf")), 5.0)])
     folder.write_result(result_of(folder, "diverged", reason="training diverged at update 40: try --lr 0.001"))
     found = digest_of(folder)
@@ -279,7 +279,7 @@ def test_ten_thousand_workers_share_lanes(tmp_path: Path) -> None:
 
 
 def test_however_long_the_run_its_digest_is_bounded_and_keeps_the_extremes(tmp_path: Path) -> None:
-    course = Course("loss")
+    course = TimeSeries("loss")
     now = np.arange(200_000) / 7.0
     loss = np.ones(200_000)
     loss[123_456] = 99.0

@@ -200,7 +200,7 @@ def test_a_table_fits_and_keeps_its_lines(rows: list[tuple[str, str, str]], widt
 def test_the_tables_of_other_verbs_lose_columns_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.data.download import status
     from paceline.reports.tables import data_table
-    from paceline.studies.scaling_table import HEAD, DROP_ORDER
+    from paceline.studies.scaling_table import DROP_ORDER, HEAD
 
     monkeypatch.delenv("PACELINE_DATA", raising=False)
     whole, narrow = (data_table(status(None), width) for width in (200, 40))

@@ -13,8 +13,8 @@ import torch
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
-from paceline.runs.background_writer import Writer
-from paceline.runs.checkpoint import Cut, newest_checkpoint, take_checkpoint, write_checkpoint
+from paceline.runs.background_writer import BackgroundWriter
+from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, take_checkpoint, write_checkpoint
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
@@ -182,8 +182,8 @@ def test_with_no_readable_checkpoint_the_log_alone_is_enough(record: Record) -> 
     assert_same(server, run.server)
 
 
-def small_checkpoint(version: int) -> Cut:
-    return Cut({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
+def small_checkpoint(version: int) -> Checkpoint:
+    return Checkpoint({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
 
 
 def test_a_cut_comes_back_as_it_was_written_and_old_ones_go(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_cut_is_a_copy(record: Record) -> None:
 
 def test_the_writer_keeps_a_failure_instead_of_raising_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    writer = Writer()
+    writer = BackgroundWriter()
     writer.submit("a checkpoint", lambda: write_checkpoint(tmp_path / "checkpoints", small_checkpoint(1)))
     writer.wait()
     ((what, failure),) = writer.changes()
@@ -228,7 +228,7 @@ def test_the_writer_keeps_a_failure_instead_of_raising_it(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_written_is_told_once_and_again_when_that_changes() -> None:
-    writer = Writer(background=False)
+    writer = BackgroundWriter(background=False)
 
     def fail(number: int) -> None:
         raise OSError(number, "why")

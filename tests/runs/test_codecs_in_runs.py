@@ -18,7 +18,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Codec, State
 from paceline.randomness import mix64
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runs.checkpoint import Cut, newest_checkpoint, restore, take_checkpoint, write_checkpoint
+from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, restore, take_checkpoint, write_checkpoint
 from paceline.settings.codecs import build_codec
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, small_task
 from tests.support.rings import long_but
@@ -27,12 +27,12 @@ PAIRS = [("int8", None), ("lowrank:1", "int8"), (None, "topk:0.1"), ("sign", "bf
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 
-def checkpoint_now(run: RecordedRun) -> Cut:
+def checkpoint_now(run: RecordedRun) -> Checkpoint:
     memories = {worker: seat.memory for worker, seat in run.seats.items()}
     return take_checkpoint(run.server, memories, run.host.log.nbytes, run.host.clock.now())
 
 
-def deliver_out_of_step(run: RecordedRun, checkpoints: list[Cut], seed: int) -> None:
+def deliver_out_of_step(run: RecordedRun, checkpoints: list[Checkpoint], seed: int) -> None:
     """Pushes are computed and delivered at different times, with cuts in between, until the run is over."""
     order, under_way = random.Random(seed), dict[int, Push]()
     while not run.server.over:
@@ -56,7 +56,7 @@ def test_a_replay_from_the_start_and_from_every_cut_ends_in_the_same_place(
 ) -> None:
     run = record(strategy=strategy, workers=3, epochs=1.0, codec=codec, pull_codec=pull_codec)
     run.join_all()
-    checkpoints: list[Cut] = []
+    checkpoints: list[Checkpoint] = []
     deliver_out_of_step(run, checkpoints, seed=len(strategy))
     assert len(checkpoints) > 3
     records, _ = read_arrivals(run.folder.arrivals_file, run.config)
@@ -78,7 +78,7 @@ def test_a_cut_without_the_codecs_memory_would_not_do(record: Record) -> None:
     """So that the test above cannot pass by itself: the memory matters."""
     run = record(strategy="async", workers=2, epochs=1.0, codec="int8")
     run.join_all()
-    checkpoints: list[Cut] = []
+    checkpoints: list[Checkpoint] = []
     deliver_out_of_step(run, checkpoints, seed=1)
     checkpoint = checkpoints[len(checkpoints) // 2]
     own = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("own.")}

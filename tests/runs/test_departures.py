@@ -113,7 +113,7 @@ def test_another_verdict_ends_the_replay_there(record: Record) -> None:
     run = made(record)
     recording = open_recording(run.folder.path)
     number = pushes(recording)[5]
-    outcome = replayed(run, changed(recording, number, verdict=arrivals.Verdict.DROPPED))
+    outcome = replayed(run, changed(recording, number, verdict=arrivals.Disposition.DROPPED))
     assert outcome["identical"] is False
     found = outcome["first_departure"]
     assert (found["update"], found["what"], found["recorded"], found["replayed"]) == (5, "verdict", "DROPPED", "TAKEN")

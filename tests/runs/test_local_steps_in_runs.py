@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.messages import Steps
+from paceline.core.messages import SetLocalSteps
 from paceline.runs.checkpoint import write_checkpoint
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of, small_task
@@ -19,7 +19,7 @@ def test_a_run_replays_to_the_same_bits_whoever_comes_and_goes(record: Record, s
     run.join_all()
     run.push_at_random(5)
     run.leave(1)
-    run.host.handle(Steps(2, 1))
+    run.host.handle(SetLocalSteps(2, 1))
     run.push_at_random(3)
     run.join(1)
     run.run_to_the_end()
@@ -36,7 +36,7 @@ def test_a_run_replays_from_a_cut_too(record: Record, momentum: float, codec: st
     settings = {"momentum": momentum, "schedule": "cosine", "epochs": 4.0, "codec": codec}
     run = record(3, strategy="async-local:2", workers=3, **settings)
     run.join_all()
-    run.host.handle(Steps(2, 1))
+    run.host.handle(SetLocalSteps(2, 1))
     run.push_at_random(7)
     checkpoint = checkpoint_now(run)
     run.run_to_the_end()

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.messages import Resume, Verdict
+from paceline.core.messages import Disposition, Resume
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.runs.arrival_log import RECORD_BYTES, Log, fingerprint, read_log, scan_log
+from paceline.runs.arrival_log import RECORD_BYTES, LogContents, fingerprint, read_log, scan_log
 from paceline.runs.arrival_log import Record as Logged
-from paceline.runs.checkpoint import Cut, newest_checkpoint, read_checkpoint, set_aside, write_checkpoint
+from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, set_aside, write_checkpoint
 from paceline.runs.compare_replay import compare
 from paceline.runs.events import read_events
 from paceline.runs.recording import open_recording
@@ -116,7 +116,7 @@ def test_after_a_rollback_recovery_by_the_log_goes_over_it(record: Record) -> No
 
 
 def made_up(kind: str, undone: int = 0) -> Logged:
-    return Logged(kind, 0, 0, undone, 0, 0, 0.0, 0.0, Verdict.TAKEN)
+    return Logged(kind, 0, 0, undone, 0, 0, 0.0, 0.0, Disposition.TAKEN)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -131,7 +131,7 @@ def test_what_stands_is_what_a_file_would_hold_that_is_cut_off_at_each_rollback(
             undone, stood = 0, ends[place]  # one goes back only to a moment that stands
         records.append(made_up("resume" if undone else "push", undone))
         ends.append([*stood, place])
-    assert Log(records, 0, 0, 0, []).effective_indices == ends[-1]
+    assert LogContents(records, 0, 0, 0, []).effective_indices == ends[-1]
 
 
 def test_settings_about_files_are_no_part_of_what_a_log_belongs_to(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_settings_about_files_are_no_part_of_what_a_log_belongs_to(tmp_path: Pat
     assert fingerprint(one) == fingerprint(other) != fingerprint(small_config(tmp_path, workers=3))
 
 
-def small_checkpoint(version: int) -> Cut:
-    return Cut({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
+def small_checkpoint(version: int) -> Checkpoint:
+    return Checkpoint({"version": version}, {"weights": torch.full((3,), float(version))}, 10 * version, 0.5 * version)
 
 
 def names(folder: Path) -> list[str]:
@@ -158,7 +158,7 @@ def test_tensors_of_any_shape_and_type_come_back(tmp_path: Path) -> None:
         "mask": torch.tensor([True, False]),
         "half": torch.randn(3).to(torch.bfloat16),
     }
-    found = read_checkpoint(write_checkpoint(tmp_path, Cut({"version": 1}, tensors, 0, 0.0))).tensors
+    found = read_checkpoint(write_checkpoint(tmp_path, Checkpoint({"version": 1}, tensors, 0, 0.0))).tensors
     assert {name: (t.dtype, t.tolist()) for name, t in found.items()} == {
         name: (t.dtype, t.tolist()) for name, t in tensors.items()
     }

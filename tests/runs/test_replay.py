@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from paceline.core.messages import Join, Push, Rate, Reply, Stop, Verdict
+from paceline.core.messages import Disposition, Join, Push, Reply, SetLrFactor, Stop
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import newest_checkpoint, write_checkpoint
@@ -113,7 +113,7 @@ def test_a_log_with_a_repeated_push_replays(record: Record) -> None:
     run.push(1)
     run.host.handle(pushed)
     run.run_to_the_end()
-    assert [record.verdict for record in records_of(run)].count(Verdict.REPEATED) == 1
+    assert [record.verdict for record in records_of(run)].count(Disposition.REPEATED) == 1
     again = run.replay()
     again.feed(records_of(run))
     assert_same(again.server, run.server)
@@ -141,7 +141,7 @@ def test_a_log_with_pushes_of_a_dead_incarnation_replays(record: Record) -> None
     run.join(0)
     run.host.handle(ghost)
     run.run_to_the_end()
-    assert [record.verdict for record in records_of(run)].count(Verdict.REJECTED) == 2
+    assert [record.verdict for record in records_of(run)].count(Disposition.REJECTED) == 2
     again = run.replay()
     again.feed(records_of(run))
     assert_same(again.server, run.server)
@@ -173,7 +173,7 @@ def test_any_flipped_verdict_is_reported(record: Record, strategy: str) -> None:
     run.run_to_the_end()
     records = records_of(run)
     for number, record in enumerate(records):
-        flipped = Verdict.DROPPED if record.verdict == Verdict.TAKEN else Verdict.TAKEN
+        flipped = Disposition.DROPPED if record.verdict == Disposition.TAKEN else Disposition.TAKEN
         changed = [*records[:number], dataclasses.replace(record, verdict=flipped), *records[number + 1 :]]
         with pytest.raises(RunFailed, match=f"differs from the log at record {number} "):
             run.replay().feed(changed)
@@ -245,15 +245,15 @@ def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoin
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(3)
-    run.host.handle(Rate(0, 0.1 / 3))
+    run.host.handle(SetLrFactor(0, 0.1 / 3))
     run.push_at_random(3)
     run.checkpoint()
     run.push_at_random(3)
     assert run.server.lr == 0.1 * (0.1 / 3)
-    run.host.handle(Rate(0, 1.0))
+    run.host.handle(SetLrFactor(0, 1.0))
     run.run_to_the_end()
     records = arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0]
-    assert [one.message for one in records if one.kind == "rate"] == [Rate(0, 0.1 / 3), Rate(0, 1.0)]
+    assert [one.message for one in records if one.kind == "rate"] == [SetLrFactor(0, 0.1 / 3), SetLrFactor(0, 1.0)]
     replay = run.replay()
     replay.feed(records)
     assert_same(replay.server, run.server)

@@ -13,7 +13,7 @@ import torch
 from paceline.core.messages import Resume, Stop
 from paceline.errors import UserError
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runs.background_writer import MAX_WAITING, Writer
+from paceline.runs.background_writer import MAX_WAITING, BackgroundWriter
 from paceline.runs.recovery import rebuild
 from paceline.runs.result import trained_tensors
 from paceline.runs.snapshots import drop_snapshots_after, read_index, read_snapshot
@@ -136,7 +136,7 @@ def test_a_damaged_snapshot_or_index_is_one_clear_line(record: Record) -> None:
 
 def test_a_slow_disk_holds_the_run_back_only_when_many_copies_wait() -> None:
     release, done = threading.Event(), []
-    writer = Writer()
+    writer = BackgroundWriter()
     for number in range(MAX_WAITING):
         writer.submit("a job", lambda number=number: (release.wait(), done.append(number)))
     assert writer.busy and not done

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runtimes.server.admission import CEILING_SECONDS, StartBarrier
-from paceline.runtimes.server.remote_service import OwnLine
+from paceline.runtimes.server.remote_service import ForegroundChannel
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.server.service import Dispatcher
 from tests.support.recorded_runs import Record, RecordedRun
@@ -16,7 +16,7 @@ from tests.support.recorded_runs import Record, RecordedRun
 @contextlib.contextmanager
 def barrier_of(run: RecordedRun) -> Iterator[tuple[StartBarrier, list[str]]]:
     said: list[str] = []
-    line = OwnLine(lambda row: said.append(row["text"]))
+    line = ForegroundChannel(lambda row: said.append(row["text"]))
     with line.connection, line._other:
         dispatcher = Dispatcher(run.host, line, {})
         yield StartBarrier(run.host, TcpPeers(), line, dispatcher.miss, "127.0.0.1:1"), said

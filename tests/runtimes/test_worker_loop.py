@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.config import RunConfig
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Join, Push, Reply
-from paceline.core.worker import Seat, Stretch
+from paceline.core.worker import LocalBatches, LocalWorker
 from paceline.interfaces import Batch, State, pack
 from paceline.runtimes.worker_loop import StepTimer, WorkerLoop
 from paceline.transports.protocol import Timing
@@ -39,7 +39,7 @@ class CountingTask:
         return Batch(None, None, 1, number)
 
     def gradient(self, batch: Batch) -> float:
-        key = len(list(batch)) if isinstance(batch, Stretch) else batch.key
+        key = len(list(batch)) if isinstance(batch, LocalBatches) else batch.key
         self._gradient.fill_(key)
         return float(key)
 
@@ -51,7 +51,7 @@ class Scripted:
         self.replies, self.joins = replies, list[Join]()
         self.losses, self.timings = list[float](), list[Timing]()
 
-    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         self.joins.append(join)
         return self.replies.pop(0)
 
@@ -73,7 +73,7 @@ def reply(serial: int, **fields: Any) -> Reply:
 
 def loop_of(config: RunConfig) -> WorkerLoop:
     task = CountingTask()
-    return WorkerLoop(Seat(task, task, Join(1, 0)), config)
+    return WorkerLoop(LocalWorker(task, task, Join(1, 0)), config)
 
 
 @pytest.fixture

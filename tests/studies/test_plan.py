@@ -14,7 +14,7 @@ from paceline.core.worker import one_vector
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.server.timing import Timekeeper
+from paceline.runtimes.server.timing import TimingCollector
 from paceline.settings.resolve import resolve
 from paceline.settings.strategies import worth_comparing
 from paceline.simulation.cluster import cluster_of
@@ -67,7 +67,7 @@ def test_a_forecast_is_what_the_speeds_say(strategy: str, expected: float) -> No
 def recorded(folder: Path, steps: int, seconds: float = 0.004) -> Path:
     """A run folder with a timing event, as two workers on two cores would leave it."""
     run = RunFolder.create(resolve(RunConfig(workers=2, name="real", runs=str(folder))))
-    keeper = Timekeeper()
+    keeper = TimingCollector()
     for step in range(steps):
         for worker in (0, 1):
             spread = 1.0 + 0.1 * ((step % 11) - 5) / 5

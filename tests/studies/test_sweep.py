@@ -18,9 +18,9 @@ import pytest
 from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.settings.resolve import resolve
-from paceline.simulation.lab.run import Finished, run_rows
+from paceline.simulation.lab.run import LabResult, run_rows
 from paceline.studies import batch_runs as many_runs
-from paceline.studies.sweep_file import Grid, read_grid, run_name
+from paceline.studies.sweep_file import SweepGrid, read_grid, run_name
 from paceline.studies.sweep_table import gather, verdict
 
 SETTINGS = """
@@ -86,7 +86,7 @@ def test_folds_train_on_the_rest_and_leave_the_test_set_alone(capsys: pytest.Cap
 
 
 def test_what_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def never_the_second(configs: list[RunConfig], *rest: Any) -> Iterator[Finished]:
+    def never_the_second(configs: list[RunConfig], *rest: Any) -> Iterator[LabResult]:
         if configs[0].seed == 1:
             raise KeyboardInterrupt
         yield from run_rows(configs, *rest)
@@ -206,8 +206,8 @@ def test_names_keep_apart_what_differs() -> None:
     assert all("/" not in name and " " not in name and len(name) < 200 for name in names)
 
 
-def grid_of(**axes: list[Any]) -> Grid:
-    return Grid(Path("try.toml"), "try", {}, axes, None)
+def grid_of(**axes: list[Any]) -> SweepGrid:
+    return SweepGrid(Path("try.toml"), "try", {}, axes, None)
 
 
 def result(accuracy: float | None, loss: float | None, status: str = "finished") -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.core.optimizers import Adam, Prepared, Sgd
+from paceline.core.optimizers import Adam, GradientTransform, Sgd
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.buffered import Buffered, Delayed
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.dana import Dana, DanaSlim
-from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
-from paceline.core.rules.lr_scaling import Paced
-from paceline.core.rules.plain import Early, Plain
+from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
+from paceline.core.rules.lr_scaling import LrScaling
+from paceline.core.rules.plain import Plain, ReplyBeforeApply
 from paceline.core.rules.ringleader import Ringleader
 from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from tests.support.courses import MakeRule
@@ -25,11 +25,11 @@ RULES: dict[str, MakeRule] = {
     "ringleader": lambda places: Ringleader(0.5, places),
     "buffered": lambda places: Buffered(3, 0.9),
     "delayed": lambda places: Delayed(0.9),
-    "foresight": lambda places: Foresight(0.9, places, Prepared(0.01, 5.0)),
-    "farsight": lambda places: Farsight(0.9, places),
-    "farsight-fair": lambda places: FairFarsight(0.9, places),
-    "paced": lambda places: Paced(Averaged(Farsight(0.9, places)), 2),
-    "plain-early": lambda places: Early(Sgd(0.9)),
-    "averaged": lambda places: Averaged(Foresight(0.9, places)),
+    "foresight": lambda places: ForesightCached(0.9, places, GradientTransform(0.01, 5.0)),
+    "farsight": lambda places: Foresight(0.9, places),
+    "farsight-fair": lambda places: ForesightFair(0.9, places),
+    "paced": lambda places: LrScaling(Averaged(Foresight(0.9, places)), 2),
+    "plain-early": lambda places: ReplyBeforeApply(Sgd(0.9)),
+    "averaged": lambda places: Averaged(ForesightCached(0.9, places)),
     "horizon": lambda places: Averaged(Dana(0.9, places), 10.0),
 }

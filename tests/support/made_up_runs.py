@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.config import RunConfig
-from paceline.core.messages import Input, Join, Push, Resume, Verdict
+from paceline.core.messages import Disposition, Input, Join, Push, Resume
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
@@ -28,7 +28,7 @@ def push(worker: int, seq: int, loss: float = 1.0, samples: int = 32) -> Push:
     return Push(worker, 0, seq, seq, samples, loss, NOTHING, NOTHING)
 
 
-def log_inputs(folder: RunFolder, inputs: list[tuple[Input, float]], verdict: Verdict = Verdict.TAKEN) -> None:
+def log_inputs(folder: RunFolder, inputs: list[tuple[Input, float]], verdict: Disposition = Disposition.TAKEN) -> None:
     """Append (input, now) pairs to the log."""
     log = ArrivalLog(folder.arrivals_file, folder.config())
     for message, now in inputs:

@@ -18,12 +18,12 @@ from paceline.assembly.run import make_join, make_seat, make_server, work_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Reply
 from paceline.core.server import Server, server_facts
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.models.dropout import AddressedDropout
 from paceline.runs import arrival_log
-from paceline.runs.checkpoint import Cut, take_checkpoint
+from paceline.runs.checkpoint import Checkpoint, take_checkpoint
 from paceline.runs.folder import RunFolder
-from paceline.runs.recovery import Rebuilt, rebuild
+from paceline.runs.recovery import RecoveryResult, rebuild
 from paceline.runs.replay import Replay
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime, Runtime
@@ -75,7 +75,7 @@ class RecordedRun:
 
     config: RunConfig
     seed: int = 0
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, LocalWorker] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
     runtime: Runtime | None = None
@@ -92,7 +92,7 @@ class RecordedRun:
         self._order = random.Random(self.seed)
         self.incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
 
-    def make_seat(self, join: Join) -> Seat:
+    def make_seat(self, join: Join) -> LocalWorker:
         return make_seat(self.config, small_task(), self.work, join)
 
     def join(self, worker: int) -> None:
@@ -144,7 +144,7 @@ class RecordedRun:
             self.push_at_random(1)
         self.host.checkpoint_now()
 
-    def resume(self, **upkeep: Any) -> Rebuilt:
+    def resume(self, **upkeep: Any) -> RecoveryResult:
         """As after a SIGKILL: another server and host over what lies in the folder, and nobody there yet."""
         self.close()
         self.config = dataclasses.replace(self.config, **upkeep)
@@ -188,7 +188,7 @@ def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:
     return records
 
 
-def checkpoint_now(run: RecordedRun) -> Cut:
+def checkpoint_now(run: RecordedRun) -> Checkpoint:
     """A cut at the next moment that allows one, as the host takes it."""
     while not run.server.can_be_cut:
         run.push_at_random(1)

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory, Sizes
-from paceline.core.compression import DENSE, Codecs, WorkerEnd
-from paceline.core.messages import Join, Push, Reply, Verdict
+from paceline.core.buffers import BufferSizes, WorkerBuffers
+from paceline.core.compression import DENSE, Codecs, WorkerCompression
+from paceline.core.messages import Disposition, Join, Push, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce
+from paceline.core.policies import Async
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Exchange, Roster, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, State, pack
 from paceline.settings.codecs import build_codec
-from paceline.transports.listener import Applicant, Listener
-from paceline.transports.protocol import Figures, Hello, Timing, Transport
+from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.protocol import Hello, ReportedFigures, Timing, Transport
 from paceline.transports.shared_memory import SharedMemoryPeer
 from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
@@ -69,7 +69,7 @@ def make_server(used: Codecs, updates: int, workers: int = 1) -> Server:
     """One that ends after so many updates."""
     budget = Budget(2 * updates, 2 * updates)
     weights = torch.ones(LAYOUT.size)
-    return Server(weights, Plain(Sgd(0.5)), AtOnce(), Training(budget, Schedule(0.1)), Roster(workers), Exchange(used))
+    return Server(weights, Plain(Sgd(0.5)), Async(), Training(budget, Schedule(0.1)), Roster(workers), Exchange(used))
 
 
 class Star:
@@ -81,13 +81,13 @@ class Star:
         self.server = make_server(used, updates)
         self.listener = listener or Listener("127.0.0.1:0", TOKEN, tls)
         self.doors: dict[int, TcpPeer] = {}
-        self.verdicts: list[Verdict] = []
-        self.figures: list[Figures] = []
+        self.verdicts: list[Disposition] = []
+        self.figures: list[ReportedFigures] = []
         self.errors: list[str] = []
         self.applied: list[dict[str, Any]] = []
         self.want_own = False
         self.kept: dict[int, Tensor] = {}
-        self.largest = Sizes(LAYOUT.size, 3, *used.capacities, 10_000)
+        self.largest = BufferSizes(LAYOUT.size, 3, *used.capacities, 10_000)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
 
@@ -121,7 +121,7 @@ class Star:
                         self._take(by_number[number])
             self.errors += self.listener.complaints()
 
-    def _admit(self, applicant: Applicant) -> None:
+    def _admit(self, applicant: JoinRequest) -> None:
         fields = applicant.fields
         self.applied.append(fields)
         if "unwanted" in fields:
@@ -154,7 +154,7 @@ class Star:
                 assert door.slot is not None
                 self.kept[message.seq] = door.slot.kept(message.seq).clone()
             self.handle(message, door)
-        elif isinstance(message, Figures):
+        elif isinstance(message, ReportedFigures):
             self.figures.append(message)
 
     def handle(self, message: Join | Push, door: TcpPeer) -> None:
@@ -163,7 +163,7 @@ class Star:
 
 
 def answer(
-    server: Server, message: Join | Push, peer: TcpPeer | SharedMemoryPeer, verdicts: list[Verdict] | None = None
+    server: Server, message: Join | Push, peer: TcpPeer | SharedMemoryPeer, verdicts: list[Disposition] | None = None
 ) -> None:
     """What a host does with one message."""
     outcome = server.handle(message)
@@ -171,7 +171,7 @@ def answer(
         verdicts.append(outcome.verdict)
     for reply in outcome.replies:
         assert peer.slot is not None
-        if outcome.verdict != Verdict.REPEATED:
+        if outcome.verdict != Disposition.REPEATED:
             server.hand_out(reply, peer.slot)
         peer.answer(reply)
 
@@ -183,7 +183,7 @@ class Told:
         self.rows: list[tuple[Reply, Tensor, int, Tensor]] = []
         self.own: list[Tensor] = []
 
-    def note(self, reply: Reply, memory: Memory) -> None:
+    def note(self, reply: Reply, memory: WorkerBuffers) -> None:
         count = memory.num_pulled
         self.rows.append((reply, memory.weights.clone(), count, memory.pulled[:count].clone()))
 
@@ -195,10 +195,10 @@ class Told:
         )
 
 
-def work(transport: Transport, used: Codecs, make_memory: Callable[[Sizes], Any] | None = None) -> Told:
+def work(transport: Transport, used: Codecs, make_memory: Callable[[BufferSizes], Any] | None = None) -> Told:
     """A worker's loop, as in its process."""
     task, told = Slopes(), Told()
-    seat = Seat(task, task, Join(0, 0), codecs=used, make_memory=make_memory)
+    seat = LocalWorker(task, task, Join(0, 0), codecs=used, make_memory=make_memory)
     memory: Any = seat.memory
     reply = transport.hello(seat.join, memory, {"model": "slopes"})
     while reply is not None:
@@ -215,7 +215,7 @@ def work(transport: Transport, used: Codecs, make_memory: Callable[[Sizes], Any]
 
 def own_size(used: Codecs) -> int:
     """Bytes of a worker's own state."""
-    return WorkerEnd(used, 0, Slopes()).sizes.own
+    return WorkerCompression(used, 0, Slopes()).sizes.own
 
 
 class Wire:

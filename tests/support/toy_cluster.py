@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Verdict
+from paceline.core.messages import Disposition, Input, Join, Leave, Outcome, Push, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
@@ -23,13 +23,13 @@ from paceline.core.server import Roster, Server, restore_server, server_facts
 from paceline.interfaces import Arrival, Policy, Rule, State
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "async": AtOnce,
-    "ringmaster:2": lambda: Fresh(2),
-    "sync": Rounds,
-    "backup:1": lambda: Rounds(spare=1),
-    "backup:2": lambda: Rounds(spare=2),
-    "bounded:0": lambda: Bounded(0),
-    "bounded:2": lambda: Bounded(2),
+    "async": Async,
+    "ringmaster:2": lambda: DropStale(2),
+    "sync": Barrier,
+    "backup:1": lambda: Barrier(spare=1),
+    "backup:2": lambda: Barrier(spare=2),
+    "bounded:0": lambda: StaleSynchronous(0),
+    "bounded:2": lambda: StaleSynchronous(2),
 }
 
 
@@ -145,7 +145,7 @@ class ToyCluster:
             assert self.twin.handle(message) == outcome
             assert torch.equal(self.twin.weights, self.server.weights)
             assert torch.equal(self.twin.evaluated, self.server.evaluated)
-        if outcome.verdict != Verdict.REPEATED:
+        if outcome.verdict != Disposition.REPEATED:
             self._hand_out(outcome.replies)
         updates = tuple(self.rule.updates[known:])
         assert self.server.version == version + len(updates)
@@ -169,10 +169,10 @@ class ToyCluster:
                 self.twin.updater.weights_for(reply.worker, again)
                 assert torch.equal(again, sent)
 
-    def _deliver(self, reply: Reply, verdict: Verdict) -> None:
+    def _deliver(self, reply: Reply, verdict: Disposition) -> None:
         toy = self.live[reply.worker]
         assert reply.incarnation == toy.incarnation
-        if verdict == Verdict.REPEATED:
+        if verdict == Disposition.REPEATED:
             return
         assert toy.pending is None and not toy.over, f"worker {reply.worker} was answered twice"
         assert reply.version == self.server.version, "a reply must carry the newest weights"
@@ -257,7 +257,7 @@ class ToyCluster:
             turn += 1
             assert turn < 2_000, "the run does not end"
 
-    def pushes(self, *verdicts: Verdict) -> list[Push]:
+    def pushes(self, *verdicts: Disposition) -> list[Push]:
         """All pushes that came to one of these verdicts."""
         return [h.message for h in self.history if isinstance(h.message, Push) and h.outcome.verdict in verdicts]
 

@@ -11,7 +11,7 @@ import torch
 from paceline.assembly.run import make_seat, make_server, work_of
 from paceline.cli.main import main
 from paceline.core.messages import Join, Reply
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from tests.support.recorded_runs import small_config, small_task
 
 
@@ -21,7 +21,7 @@ def pushes_of(tmp_path: Path, staged: bool, **settings: Any) -> list[torch.Tenso
     task = small_task()
     work = work_of(task, config)
     server, join = make_server(config, task, work), Join(0, 0)
-    seat: Seat = make_seat(config, small_task(), work, join, staged=staged)
+    seat: LocalWorker = make_seat(config, small_task(), work, join, staged=staged)
     replies: list[Reply] = list(server.handle(join).replies)
     found = []
     for _ in range(6):

@@ -14,9 +14,9 @@ from paceline.assembly.core import make_model
 from paceline.assembly.run import make_join, make_seat, make_server, make_steps, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
-from paceline.core.messages import Reply, Steps
+from paceline.core.messages import Reply, SetLocalSteps
 from paceline.core.server import Server, restore_server, server_facts
-from paceline.core.worker import Seat, Stretch
+from paceline.core.worker import LocalBatches, LocalWorker
 from paceline.data.datasets import Dataset
 from paceline.settings.resolve import resolve
 
@@ -36,7 +36,7 @@ class InRounds:
         self.task = make_task(config, dataset)
         self.work = work_of(self.task, config)
         self.server: Server = make_server(config, self.task, self.work)
-        self.seats: dict[int, Seat] = {}
+        self.seats: dict[int, LocalWorker] = {}
         self.replies: list[Reply] = []
         for worker in range(config.workers or 1):
             join = make_join(config, self.work, worker, 0)
@@ -149,15 +149,15 @@ def test_what_was_sent_stays_as_it_was_and_own_state_changes_in_place(make_datas
     weights, drift = task.initial(), torch.zeros(task.layout.size)
     computing.bind(weights, drift, torch.zeros(task.state_size))
     before, velocity = weights.clone(), computing.own["velocity"]
-    stretch = Stretch(loader, 0, 2, LR)
+    stretch = LocalBatches(loader, 0, 2, LR)
     computing.gradient(stretch)
     assert stretch.samples == 16
     assert torch.equal(weights, before) and drift.any() and velocity.any()
     first, kept = drift.clone(), velocity.clone()
-    computing.gradient(Stretch(loader, 0, 2, LR))
+    computing.gradient(LocalBatches(loader, 0, 2, LR))
     assert not torch.equal(drift, first), "the momentum of the first push is still there"
     velocity.zero_()
-    computing.gradient(Stretch(loader, 0, 2, LR))
+    computing.gradient(LocalBatches(loader, 0, 2, LR))
     assert torch.equal(drift, first) and torch.equal(velocity, kept), "a push is a function of what `own` holds"
 
 
@@ -175,7 +175,7 @@ def test_the_last_steps_of_a_quota_are_fewer(make_dataset: MakeDataset) -> None:
 
 def test_a_worker_told_to_make_fewer_steps_counts_for_fewer_samples(make_dataset: MakeDataset) -> None:
     found = InRounds(local_config("local:4", momentum=0.0), make_dataset(640))
-    found.server.handle(Steps(1, 2))
+    found.server.handle(SetLocalSteps(1, 2))
     found.rounds(2)
     assert found.server.samples == 2 * 4 * 8 + (4 + 2) * 8
     assert [(r.batch, r.steps) for r in found.replies if r.worker == 1] == [(0, 4), (4, 2), (6, 2)]

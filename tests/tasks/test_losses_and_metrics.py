@@ -18,7 +18,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Batch
 from paceline.settings.resolve import resolve
-from paceline.settings.stopping import Goal, check_goals, parse_goal, parse_measure, require_measured
+from paceline.settings.stopping import StoppingGoal, check_goals, parse_goal, parse_measure, require_measured
 from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 
@@ -168,9 +168,11 @@ def test_data_that_does_not_fit_together_is_one_clear_line() -> None:
 
 
 def test_goals_are_read_as_they_are_written() -> None:
-    assert parse_goal("mae <= 1e-2") == Goal("mae", True, 0.01) and parse_goal("f1>.9") == Goal("f1", False, 0.9)
-    assert Goal("mae", True, 0.2).is_met(0.2) and not Goal("mae", True, 0.2).is_met(0.3)
-    assert not Goal("mae", True, 0.2).is_met(math.nan) and not Goal("mae", True, 0.2).is_met(None)
+    assert parse_goal("mae <= 1e-2") == StoppingGoal("mae", True, 0.01) and parse_goal("f1>.9") == StoppingGoal(
+        "f1", False, 0.9
+    )
+    assert StoppingGoal("mae", True, 0.2).is_met(0.2) and not StoppingGoal("mae", True, 0.2).is_met(0.3)
+    assert not StoppingGoal("mae", True, 0.2).is_met(math.nan) and not StoppingGoal("mae", True, 0.2).is_met(None)
 
 
 @pytest.mark.parametrize("text", ["mae", "mae=0.2", "<=0.2", "mae<=x", "mae<=nan", "mae<=", "0<=1", "mae<=0.1<=2"])

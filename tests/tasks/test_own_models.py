@@ -17,7 +17,7 @@ import paceline
 from paceline.assembly.run import work_of
 from paceline.assembly.task import initial_seed, make_task, seed_generators
 from paceline.config import RunConfig
-from paceline.runtimes.scripts.session import Bound
+from paceline.runtimes.scripts.session import BoundModel
 from paceline.settings.resolve import resolve
 from paceline.tasks.flat import FlatModule
 from tests.support import odd_models
@@ -141,7 +141,7 @@ def test_a_model_on_another_device_computes_on_a_copy_there() -> None:
         return self.clone()
 
     model = seeded(odd_models.Buffered)
-    bound = Bound.__new__(Bound)
+    bound = BoundModel.__new__(BoundModel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "to", copied)
         bound.__init__(FlatModule(model), Elsewhere())  # type: ignore[arg-type,misc]

@@ -14,9 +14,9 @@ from paceline.transports.auth import (
     CHALLENGE_NBYTES,
     PROOF_NBYTES,
     TOKEN_VARIABLE,
-    Gatekeeper,
+    ClientHandshake,
     OtherVersion,
-    Visitor,
+    ServerHandshake,
     make_token,
     read_token,
 )
@@ -24,7 +24,7 @@ from paceline.transports.auth import (
 
 @given(st.binary(max_size=100), st.binary(max_size=40))
 def test_who_knows_the_token_is_let_in(token: bytes, binding: bytes) -> None:
-    gatekeeper, visitor = Gatekeeper(token, binding), Visitor(token, binding)
+    gatekeeper, visitor = ServerHandshake(token, binding), ClientHandshake(token, binding)
     answer = visitor.answer(gatekeeper.challenge)
     proof = gatekeeper.check(answer)
     visitor.check(proof)
@@ -35,30 +35,30 @@ def test_who_knows_the_token_is_let_in(token: bytes, binding: bytes) -> None:
 def test_who_does_not_is_not(token: bytes, guess: bytes) -> None:
     if token.rstrip(b"\0") == guess.rstrip(b"\0"):  # a short key is filled with zeros
         return
-    gatekeeper = Gatekeeper(token)
+    gatekeeper = ServerHandshake(token)
     with pytest.raises(ProtocolError, match="wrong token"):
-        gatekeeper.check(Visitor(guess).answer(gatekeeper.challenge))
+        gatekeeper.check(ClientHandshake(guess).answer(gatekeeper.challenge))
 
 
 def test_a_recorded_answer_is_worth_nothing_later() -> None:
-    first, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    first, visitor = ServerHandshake(b"token"), ClientHandshake(b"token")
     answer = visitor.answer(first.challenge)
     first.check(answer)
     with pytest.raises(ProtocolError, match="wrong token"):
-        Gatekeeper(b"token").check(answer)
+        ServerHandshake(b"token").check(answer)
 
 
 def test_a_recorded_server_is_known_for_what_it_is() -> None:
-    first, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    first, visitor = ServerHandshake(b"token"), ClientHandshake(b"token")
     proof = first.check(visitor.answer(first.challenge))
-    later = Visitor(b"token")
+    later = ClientHandshake(b"token")
     later.answer(first.challenge)
     with pytest.raises(ProtocolError, match="does not know our token"):
         later.check(proof)
 
 
 def test_our_own_answer_sent_back_proves_nothing() -> None:
-    gatekeeper, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    gatekeeper, visitor = ServerHandshake(b"token"), ClientHandshake(b"token")
     answer = visitor.answer(gatekeeper.challenge)
     with pytest.raises(ProtocolError):
         visitor.check(answer[-PROOF_NBYTES:])
@@ -66,20 +66,20 @@ def test_our_own_answer_sent_back_proves_nothing() -> None:
 
 def test_nothing_is_proved_before_a_challenge() -> None:
     with pytest.raises(ProtocolError):
-        Visitor(b"token").check(b"")
+        ClientHandshake(b"token").check(b"")
 
 
 def test_a_proof_made_for_another_certificate_is_refused() -> None:
     """Somebody between both has to show a certificate of his own, and can only pass proofs on."""
-    gatekeeper = Gatekeeper(b"token", b"sha256:ours")
+    gatekeeper = ServerHandshake(b"token", b"sha256:ours")
     with pytest.raises(ProtocolError, match="wrong token"):
-        gatekeeper.check(Visitor(b"token", b"sha256:his").answer(gatekeeper.challenge))
+        gatekeeper.check(ClientHandshake(b"token", b"sha256:his").answer(gatekeeper.challenge))
 
 
 @given(st.integers(0, 8 * ANSWER_NBYTES - 1))
 def test_no_bit_of_an_answer_can_be_changed(bit: int) -> None:
-    gatekeeper = Gatekeeper(b"token")
-    answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
+    gatekeeper = ServerHandshake(b"token")
+    answer = bytearray(ClientHandshake(b"token").answer(gatekeeper.challenge))
     answer[bit // 8] ^= 1 << bit % 8
     if bit // 8 in range(5, 16):  # padding says nothing
         gatekeeper.check(answer)
@@ -89,8 +89,8 @@ def test_no_bit_of_an_answer_can_be_changed(bit: int) -> None:
 
 
 def test_another_protocol_is_told_from_a_wrong_token() -> None:
-    gatekeeper = Gatekeeper(b"token")
-    answer = bytearray(Visitor(b"token").answer(gatekeeper.challenge))
+    gatekeeper = ServerHandshake(b"token")
+    answer = bytearray(ClientHandshake(b"token").answer(gatekeeper.challenge))
     answer[4] += 1
     with pytest.raises(OtherVersion, match="protocol 3, not 2"):
         gatekeeper.check(answer)

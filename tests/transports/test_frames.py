@@ -16,10 +16,10 @@ from paceline.transports.frames import (
     HEADER_NBYTES,
     MAGIC,
     VERSION,
-    Filler,
-    Kind,
-    Outbox,
+    FrameKind,
+    FrameReader,
     Reading,
+    SendQueue,
     fields_frame,
     header,
     parse_header,
@@ -29,7 +29,7 @@ from paceline.transports.frames import (
     refusal_frame,
 )
 
-MOST = {Kind.HELLO: 5000, Kind.PUSH: 300}
+MOST = {FrameKind.HELLO: 5000, FrameKind.PUSH: 300}
 messages = st.lists(
     st.one_of(
         st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=5), st.binary(max_size=300)
@@ -40,13 +40,13 @@ messages = st.lists(
 
 def packed(message: dict[str, object] | bytes) -> bytes:
     if isinstance(message, bytes):
-        return header(Kind.PUSH, len(message)) + message
-    return fields_frame(Kind.HELLO, message, 5000)
+        return header(FrameKind.PUSH, len(message)) + message
+    return fields_frame(FrameKind.HELLO, message, 5000)
 
 
 def read_message() -> Reading[dict[str, object] | bytes]:
     kind, nbytes = yield from read_header(MOST)
-    return (yield from read_fields(nbytes)) if kind is Kind.HELLO else bytes((yield from read_bytes(nbytes)))
+    return (yield from read_fields(nbytes)) if kind is FrameKind.HELLO else bytes((yield from read_bytes(nbytes)))
 
 
 class Source:
@@ -72,12 +72,12 @@ class Source:
 def test_any_pieces_give_the_same_messages(sent: list[dict[str, object] | bytes], sizes: list[int]) -> None:
     source = Source(b"".join(map(packed, sent)), sizes)
     got: list[dict[str, object] | bytes] = []
-    filler = Filler(read_message())
+    filler = FrameReader(read_message())
     for _ in range(len(sizes) + 1):
         source.next_piece()
         while (whole := filler.fill(source.receive_into)) is not None:
             got.append(whole[0])
-            filler = Filler(read_message())
+            filler = FrameReader(read_message())
     assert got == sent
 
 
@@ -86,7 +86,7 @@ def test_any_pieces_give_the_same_messages(sent: list[dict[str, object] | bytes]
 def test_a_writer_that_is_taken_piece_by_piece_sends_the_same_bytes(
     sent: list[dict[str, object] | bytes], room: list[int]
 ) -> None:
-    outbox, got = Outbox(), bytearray()
+    outbox, got = SendQueue(), bytearray()
     for message in sent:
         outbox.add(packed(message)[:HEADER_NBYTES], packed(message)[HEADER_NBYTES:])
 
@@ -102,14 +102,14 @@ def test_a_writer_that_is_taken_piece_by_piece_sends_the_same_bytes(
 
 
 def test_an_outbox_of_many_places_is_sent_by_few_calls() -> None:
-    outbox, calls = Outbox(), []
+    outbox, calls = SendQueue(), []
     outbox.add(*[b"x"] * 1000)
     assert outbox.flush(lambda parts: calls.append(len(parts)) or len(parts))
     assert sum(calls) == 1000 and max(calls) <= 1024
 
 
 @given(st.integers(0, 8 * HEADER_NBYTES - 1), st.sampled_from(list(MOST)), st.integers(0, 300))
-def test_a_header_with_a_flipped_bit_is_refused_or_harmless(bit: int, kind: Kind, nbytes: int) -> None:
+def test_a_header_with_a_flipped_bit_is_refused_or_harmless(bit: int, kind: FrameKind, nbytes: int) -> None:
     flipped = bytearray(header(kind, nbytes))
     flipped[bit // 8] ^= 1 << bit % 8
     try:
@@ -129,7 +129,7 @@ def test_random_bytes_are_no_header(noise: bytes) -> None:
 
 @pytest.mark.parametrize("cut", range(len(packed({"a": 1}))))
 def test_a_truncated_frame_is_no_message(cut: int) -> None:
-    filler = Filler(read_message())
+    filler = FrameReader(read_message())
     source = Source(packed({"a": 1})[:cut], [])
     source.next_piece()
     assert filler.fill(source.receive_into) is None
@@ -138,11 +138,11 @@ def test_a_truncated_frame_is_no_message(cut: int) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (header(Kind.WELCOME, 5), "'welcome' instead of hello or push"),
-        (header(Kind.HELLO, 5001), "5001 bytes, which may have at most 5000"),
-        (header(Kind.PUSH, (1 << 64) - 1), "at most 300"),
-        (MAGIC + bytes([VERSION + 1]) + header(Kind.HELLO, 5)[5:], "protocol 3, not 2"),
-        (MAGIC + bytes([VERSION, 77]) + header(Kind.HELLO, 5)[6:], "unknown kind 77"),
+        (header(FrameKind.WELCOME, 5), "'welcome' instead of hello or push"),
+        (header(FrameKind.HELLO, 5001), "5001 bytes, which may have at most 5000"),
+        (header(FrameKind.PUSH, (1 << 64) - 1), "at most 300"),
+        (MAGIC + bytes([VERSION + 1]) + header(FrameKind.HELLO, 5)[5:], "protocol 3, not 2"),
+        (MAGIC + bytes([VERSION, 77]) + header(FrameKind.HELLO, 5)[6:], "unknown kind 77"),
     ],
 )
 def test_what_is_not_awaited_is_refused_with_its_reason(bad: bytes, reason: str) -> None:
@@ -157,12 +157,12 @@ def test_a_body_that_is_no_object_is_refused(text: bytes) -> None:
     source = Source(text, [])
     source.next_piece()
     with pytest.raises(ProtocolError, match="not a JSON object"):
-        Filler(read_fields(len(text))).fill(source.receive_into)
+        FrameReader(read_fields(len(text))).fill(source.receive_into)
 
 
 def test_a_reason_of_any_length_fits_its_frame() -> None:
     frame = refusal_frame("ü" * 10_000)
-    _, nbytes = parse_header(frame[:HEADER_NBYTES], {Kind.REFUSED: frames.MOST_REFUSED})
+    _, nbytes = parse_header(frame[:HEADER_NBYTES], {FrameKind.REFUSED: frames.MOST_REFUSED})
     assert json.loads(frame[HEADER_NBYTES:])["reason"].startswith("üü") and nbytes == len(frame) - HEADER_NBYTES
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from paceline.core.compression import DENSE
 from paceline.errors import UserError
-from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, Visitor
+from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
-from paceline.transports.frames import MOST_APPLY, VERSION, Kind, fields_frame, header
-from paceline.transports.listener import Applicant, Listener
+from paceline.transports.frames import MOST_APPLY, VERSION, FrameKind, fields_frame, header
+from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from tests.support.small_star import TOKEN, Star, Wire, work
 
@@ -44,7 +44,7 @@ class Hall:
         assert self.serve() == []
         return visitor
 
-    def serve(self) -> list[Applicant]:
+    def serve(self) -> list[JoinRequest]:
         found = self.listener.serve(self.now)
         for applicant in found:
             applicant.connection.close()
@@ -52,7 +52,7 @@ class Hall:
 
     def prove(self, visitor: socket.socket) -> None:
         """As one who knows the token."""
-        proof = Visitor(TOKEN)
+        proof = ClientHandshake(TOKEN)
         visitor.sendall(proof.answer(visitor.recv(CHALLENGE_NBYTES)))
         assert self.serve() == []
         proof.check(visitor.recv(PROOF_NBYTES))
@@ -74,7 +74,7 @@ def test_who_proves_and_applies_is_an_applicant() -> None:
     with Hall() as hall:
         visitor = hall.knock()
         hall.prove(visitor)
-        visitor.sendall(fields_frame(Kind.APPLY, {"who": "a worker"}, MOST_APPLY))
+        visitor.sendall(fields_frame(FrameKind.APPLY, {"who": "a worker"}, MOST_APPLY))
         (applicant,) = hall.serve()
         assert applicant.fields == {"who": "a worker"}
         assert applicant.peer == f"127.0.0.1:{visitor.getsockname()[1]}"
@@ -84,7 +84,7 @@ def test_who_proves_and_applies_is_an_applicant() -> None:
 def test_a_stranger_may_take_his_time_byte_by_byte_but_not_for_ever() -> None:
     with Hall() as hall:
         slow, drip = hall.knock(), hall.knock()
-        answer = Visitor(TOKEN).answer(slow.recv(CHALLENGE_NBYTES))
+        answer = ClientHandshake(TOKEN).answer(slow.recv(CHALLENGE_NBYTES))
         for byte in answer:
             slow.sendall(bytes([byte]))
             assert hall.serve() == []
@@ -152,8 +152,8 @@ def test_when_descriptors_run_out_the_oldest_stranger_goes(monkeypatch: pytest.M
 
 
 WRONG = {
-    "a wrong token": Visitor(b"a guess"),
-    "no token": Visitor(b""),
+    "a wrong token": ClientHandshake(b"a guess"),
+    "no token": ClientHandshake(b""),
 }
 
 
@@ -171,7 +171,7 @@ def test_a_wrong_token_is_told_and_sent_away(name: str) -> None:
 
 @pytest.mark.parametrize(
     "noise",
-    [b"GET / HTTP/1.1\r\n" * 10, bytes(ANSWER_NBYTES), header(Kind.APPLY, 1 << 60) * 8, b"PACE\x07" + bytes(90)],
+    [b"GET / HTTP/1.1\r\n" * 10, bytes(ANSWER_NBYTES), header(FrameKind.APPLY, 1 << 60) * 8, b"PACE\x07" + bytes(90)],
 )
 def test_noise_is_turned_away(noise: bytes) -> None:
     with Hall() as hall:
@@ -184,9 +184,9 @@ def test_noise_is_turned_away(noise: bytes) -> None:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (header(Kind.APPLY, MOST_APPLY + 1), "at most 65536"),
-        (header(Kind.PUSH, 10), "instead of apply"),
-        (header(Kind.APPLY, 2) + b"[]", "not a JSON object"),
+        (header(FrameKind.APPLY, MOST_APPLY + 1), "at most 65536"),
+        (header(FrameKind.PUSH, 10), "instead of apply"),
+        (header(FrameKind.APPLY, 2) + b"[]", "not a JSON object"),
     ],
 )
 def test_one_who_knows_the_token_still_says_one_small_frame(frame: bytes, reason: str) -> None:

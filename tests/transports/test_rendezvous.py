@@ -5,11 +5,11 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from paceline.transports.rendezvous import FileBoard
+from paceline.transports.rendezvous import FileRendezvous
 
 
 def test_what_the_keeper_tells_the_others_hear(tmp_path: Path) -> None:
-    keeper, other = (FileBoard(tmp_path / "runs", "7.0.0", keeper) for keeper in (True, False))
+    keeper, other = (FileRendezvous(tmp_path / "runs", "7.0.0", keeper) for keeper in (True, False))
     assert other.wait_for("server", 0.0) is None
     keeper.tell("server", {"address": "node1:2950"})
     other.tell("heard/1", {})
@@ -18,16 +18,16 @@ def test_what_the_keeper_tells_the_others_hear(tmp_path: Path) -> None:
 
 
 def test_nobody_else_can_read_it_and_nothing_is_left(tmp_path: Path) -> None:
-    keeper = FileBoard(tmp_path, "7.0.0", keeper=True)
+    keeper = FileRendezvous(tmp_path, "7.0.0", keeper=True)
     keeper.tell("server", {"token": "secret"})
     (file,) = keeper.path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(keeper.path.stat().st_mode) == 0o700
-    FileBoard(tmp_path, "7.0.0", keeper=False).close()
+    FileRendezvous(tmp_path, "7.0.0", keeper=False).close()
     assert file.exists()
     keeper.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_attempt_hears_nothing_of_the_last(tmp_path: Path) -> None:
-    FileBoard(tmp_path, "7.0.0", keeper=True).tell("server", {"address": "old"})
-    assert FileBoard(tmp_path, "7.0.1", keeper=True).wait_for("server", 0.0) is None
+    FileRendezvous(tmp_path, "7.0.0", keeper=True).tell("server", {"address": "old"})
+    assert FileRendezvous(tmp_path, "7.0.1", keeper=True).wait_for("server", 0.0) is None

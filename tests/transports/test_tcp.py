@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.buffers import Memory, Sizes, view
+from paceline.core.buffers import BufferSizes, WorkerBuffers, view
 from paceline.core.compression import DENSE, Codecs
-from paceline.core.messages import Input, Join, Leave, Outcome, Push, Reply, Verdict
+from paceline.core.messages import Disposition, Input, Join, Leave, Outcome, Push, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce
+from paceline.core.policies import Async
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
-from paceline.errors import Forgotten, ProtocolError, UserError
+from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
-from paceline.transports.frames import PUSH_HEAD, Kind, fields_frame, header, padding
-from paceline.transports.protocol import HEARD, Figures, Hello
-from paceline.transports.shared_memory import SharedMemoryClient, SharedMemoryPeer, Slot, channel
+from paceline.transports.frames import PUSH_HEAD, FrameKind, fields_frame, header, padding
+from paceline.transports.protocol import HEARD, Hello, ReportedFigures
+from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tcp_server import TcpPeer, parse_sizes
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
@@ -62,13 +62,13 @@ def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[T
 
     def serve() -> None:
         while (message := door.receive()) is not None:
-            assert not isinstance(message, Figures)
+            assert not isinstance(message, ReportedFigures)
             answer(server, message.join if isinstance(message, Hello) else message, door)
 
     thread = threading.Thread(target=serve)
     thread.start()
     worker = SharedMemoryClient(theirs, places=server.places)
-    told = work(worker, used, Slot.create)
+    told = work(worker, used, SharedBuffers.create)
     worker.close()
     thread.join(10)
     ours.close()
@@ -115,7 +115,7 @@ class Restless(Server):
 
     def handle(self, message: Input) -> Outcome:
         outcome = super().handle(message)
-        if isinstance(message, Push) and outcome.verdict != Verdict.REPEATED and not self.over:
+        if isinstance(message, Push) and outcome.verdict != Disposition.REPEATED and not self.over:
             other = self.pushes % 3 + 1
             super().handle(Leave(1, 0) if other == 3 else Join(other, 0))
         return outcome
@@ -123,7 +123,7 @@ class Restless(Server):
 
 def restless() -> Restless:
     training = Training(Budget(12, 12), Schedule(0.1))
-    return Restless(torch.ones(LAYOUT.size), Plain(Sgd()), AtOnce(), training, Roster(1, 4))
+    return Restless(torch.ones(LAYOUT.size), Plain(Sgd()), Async(), training, Roster(1, 4))
 
 
 @pytest.mark.parametrize("cuts", [[], [("down", 900), ("down", 700)], [("up", 1500), ("down", 800), ("up", 900)]])
@@ -164,7 +164,7 @@ def test_a_wire_that_breaks_changes_nothing(cuts: list[tuple[str, int]]) -> None
         assert wire.num_connections > 1, "it did break"
         assert told == expected
         assert torch.equal(star.server.weights, weights)
-        assert star.verdicts.count(Verdict.TAKEN) == UPDATES + 1, "each push counts once, and so does the join"
+        assert star.verdicts.count(Disposition.TAKEN) == UPDATES + 1, "each push counts once, and so does the join"
         assert star.server.pushes == UPDATES
 
 
@@ -172,7 +172,7 @@ def test_a_push_that_was_taken_is_answered_again_and_not_applied_again() -> None
     """The wire breaks after the whole push and before its reply."""
     with Star(DENSE, UPDATES) as star, Wire(star.listener.address, [("down", 1150)]) as wire:
         through_tcp(star, DENSE, wire.address)
-        assert star.verdicts.count(Verdict.REPEATED) == 1
+        assert star.verdicts.count(Disposition.REPEATED) == 1
         assert star.server.version == UPDATES
 
 
@@ -181,13 +181,13 @@ def test_a_server_that_was_started_anew_is_told_from_one_that_remembers() -> Non
         address = star.listener.address
         door = TcpClient(address, TOKEN)
         door.apply({})
-        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        memory = WorkerBuffers.private(BufferSizes(star.server.weights.numel(), 3))
         reply = door.hello(Join(0, 0), memory, {})
         assert reply is not None
         star.doors[0].connection.sock.shutdown(socket.SHUT_RDWR)
         star.forget()
         push = Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state)
-        with pytest.raises(Forgotten) as forgotten:
+        with pytest.raises(UnknownWorker) as forgotten:
             door.exchange(push, TIMING)
         assert forgotten.value.welcome["incarnation"] == 0
         assert star.applied[1] == {"again": True, "worker": 0, "incarnation": 0}
@@ -200,7 +200,7 @@ def test_patience_ends() -> None:
     with Star(DENSE, UPDATES) as star:
         door = TcpClient(star.listener.address, TOKEN, patience=0.05)
         door.apply({})
-        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        memory = WorkerBuffers.private(BufferSizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
     assert door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING) is None
     assert door.farewell is None
@@ -214,7 +214,11 @@ def test_a_worker_that_is_sent_away_knows_why() -> None:
         door = TcpClient(star.listener.address, TOKEN)
         door.apply({})
         with pytest.raises(UserError, match="worker 0 sent buffers with weights of 4000000000"):
-            door.hello(Join(0, 0), Memory(Sizes(4_000_000_000), Memory.private(Sizes(1)).__dict__ | PARTS), {})
+            door.hello(
+                Join(0, 0),
+                WorkerBuffers(BufferSizes(4_000_000_000), WorkerBuffers.private(BufferSizes(1)).__dict__ | PARTS),
+                {},
+            )
         assert star.doors[0].slot is None, "no memory was taken"
         door.close()
 
@@ -226,7 +230,7 @@ def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.M
     with Star(DENSE, UPDATES) as star:
         door = TcpClient(star.listener.address, TOKEN, beat=0.01)
         door.apply({})
-        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        memory = WorkerBuffers.private(BufferSizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
         first = star.doors[0].last_heard
         until(lambda: star.doors[0].last_heard != first, "a heartbeat")
@@ -251,7 +255,7 @@ def test_a_broken_connection_is_opened_again_while_the_worker_computes() -> None
     with Star(DENSE, UPDATES) as star:
         door = TcpClient(star.listener.address, TOKEN, beat=0.01)
         door.apply({})
-        memory = Memory.private(Sizes(star.server.weights.numel(), 3))
+        memory = WorkerBuffers.private(BufferSizes(star.server.weights.numel(), 3))
         assert door.hello(Join(0, 0), memory, {}) is not None
         star.doors[0].connection.sock.shutdown(socket.SHUT_RDWR)
         until(lambda: len(star.applied) == 2, "a second handshake")
@@ -271,7 +275,7 @@ def test_an_address_where_nobody_listens_is_one_clear_line() -> None:
 class Pair:
     """A server's door, and the raw bytes of its worker's end."""
 
-    def __init__(self, largest: Sizes) -> None:
+    def __init__(self, largest: BufferSizes) -> None:
         ours, self.raw = socket.socketpair()
         ours.setblocking(False)
         self.door = TcpPeer(Connection(ours, "a test", waits=False), 0, 0, largest)
@@ -283,20 +287,20 @@ class Pair:
         self.door.connection.close()
         self.raw.close()
 
-    def greet(self, sizes: Sizes) -> None:
+    def greet(self, sizes: BufferSizes) -> None:
         fields = {"quota": None, "threads": 1, "sizes": sizes}
-        self.raw.sendall(fields_frame(Kind.HELLO, fields, 1 << 20))
+        self.raw.sendall(fields_frame(FrameKind.HELLO, fields, 1 << 20))
         assert isinstance(self.door.receive(), Hello)
 
 
-SIZES = Sizes(8, 2, None, None, 0)
+SIZES = BufferSizes(8, 2, None, None, 0)
 BODY = bytes(range(40))
 
 
 def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, own: int = 0) -> bytes:
     head = PUSH_HEAD.pack(seq, seq, 2, update, state, own, 0.5, *TIMING)
     pad = padding(len(body))
-    return header(Kind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
+    return header(FrameKind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
 
 
 def test_a_push_byte_by_byte_counts_with_its_last_byte() -> None:
@@ -335,13 +339,13 @@ def test_a_repeated_push_leaves_the_memory_that_is_held_as_it_is() -> None:
         push_bytes(0, update=31, state=9),
         push_bytes(0, update=1 << 63, state=1 << 63, own=40),
         push_bytes(0, own=8),
-        header(Kind.PUSH, 10),
-        header(Kind.PUSH, 1 << 40),
-        header(Kind.BEAT, 1),
-        header(Kind.REPLY, 0),
-        fields_frame(Kind.HELLO, {"quota": None, "threads": 1, "sizes": [7, 2, None, None, 0]}, 1000),
-        fields_frame(Kind.HELLO, {"threads": 1, "sizes": SIZES}, 1000),
-        fields_frame(Kind.FIGURES, {"a": "b"}, 1000),
+        header(FrameKind.PUSH, 10),
+        header(FrameKind.PUSH, 1 << 40),
+        header(FrameKind.BEAT, 1),
+        header(FrameKind.REPLY, 0),
+        fields_frame(FrameKind.HELLO, {"quota": None, "threads": 1, "sizes": [7, 2, None, None, 0]}, 1000),
+        fields_frame(FrameKind.HELLO, {"threads": 1, "sizes": SIZES}, 1000),
+        fields_frame(FrameKind.FIGURES, {"a": "b"}, 1000),
         b"GET / HTTP/1.0\r\n\r\n",
     ],
 )
@@ -382,7 +386,7 @@ def test_a_push_before_the_hello_is_refused() -> None:
 
 
 def test_a_reply_that_does_not_fit_the_wire_goes_piece_by_piece() -> None:
-    large = Sizes(3_000_000)
+    large = BufferSizes(3_000_000)
     with Pair(large) as pair:
         pair.greet(large)
         assert pair.door.slot is not None
@@ -428,11 +432,11 @@ def test_the_same_over_tls(certificate: tuple[Path, Path]) -> None:
 
 def test_a_large_reply_crosses_tls(certificate: tuple[Path, Path]) -> None:
     with Star(DENSE, UPDATES, server_tls(*certificate)) as star:
-        star.largest = Sizes(1_000_000)
+        star.largest = BufferSizes(1_000_000)
         door = TcpClient(star.listener.address, TOKEN, worker_tls())
         door.apply({})
         star.server.weights = torch.arange(1_000_000.0)
-        memory = Memory.private(Sizes(1_000_000))
+        memory = WorkerBuffers.private(BufferSizes(1_000_000))
         assert door.hello(Join(0, 0), memory, {}) is not None
         assert torch.equal(memory.weights, star.server.weights)
         door.close()

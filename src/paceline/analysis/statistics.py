@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Several:
+class RunStatistics:
     """The results of the runs, as in `result.json`; only finished runs count in a mean."""
 
     results: list[dict[str, Any]]
@@ -41,7 +41,7 @@ class Several:
     def text(self, figure: str, form: str = ".2f") -> str:
         """Return mean and spread, or a dash.
 
-        >>> Several([{"status": "finished", "loss": 1.0}, {"status": "finished", "loss": 2.0}]).text("loss")
+        >>> RunStatistics([{"status": "finished", "loss": 1.0}, {"status": "finished", "loss": 2.0}]).text("loss")
         '1.50 ± 0.71'
         """
         mean, spread = self.mean(figure), self.spread(figure)

@@ -82,7 +82,7 @@ class RunStatus:
     """Latest evaluation, in percent."""
 
 
-class Standing(NamedTuple):
+class RunSnapshot(NamedTuple):
     """The status of a run, and the latest events behind it."""
 
     status: RunStatus
@@ -94,11 +94,11 @@ def read_status(path: Path) -> RunStatus:
     return read_run_snapshot(path).status
 
 
-def read_run_snapshot(path: Path) -> Standing:
+def read_run_snapshot(path: Path) -> RunSnapshot:
     """Return the status of the run in this folder, and the latest events of its server."""
     folder = RunFolder.open(path)
     events, quiet = _latest(folder)
-    return Standing(_status_of(folder, events, quiet), events)
+    return RunSnapshot(_status_of(folder, events, quiet), events)
 
 
 def _status_of(folder: RunFolder, events: list[dict[str, Any]], quiet: float | None) -> RunStatus:

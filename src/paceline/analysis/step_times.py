@@ -16,7 +16,7 @@ MIN_STEPS = 30
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStepTimes:
     """Times of a step and an exchange, and the quantiles of the step time."""
 
     step_seconds: float
@@ -27,7 +27,7 @@ class Measured:
     num_workers: int
 
 
-def read_step_times(path: Path) -> Measured:
+def read_step_times(path: Path) -> MeasuredStepTimes:
     """Read the step and exchange times from the events of a run on real processes."""
     folder = RunFolder.open(path)
     rows = [row for row in read_events(folder.events_file) if row.get("kind") == "timing"]
@@ -47,7 +47,7 @@ def read_step_times(path: Path) -> Measured:
     )
     held_back = strategy_of(folder.config()).waiting in (Waiting.BARRIER, Waiting.BOUNDED)
     waited = min(times["waited_least" if held_back else "waited"] for times in workers)
-    return Measured(
+    return MeasuredStepTimes(
         step,
         tuple(float(q) for q in np.average(quantiles, axis=0, weights=share)),
         row["server_cpu"],

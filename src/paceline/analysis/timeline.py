@@ -15,7 +15,7 @@ import torch
 
 from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.config import RunConfig, is_simulated
-from paceline.core.messages import Outcome, Push, Verdict
+from paceline.core.messages import Disposition, Outcome, Push
 from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Roster, Server
 from paceline.interfaces import Layout
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     """For the last span of a push: taken, dropped, rejected, repeated or late."""
 
 
-class Update(NamedTuple):
+class TimelineUpdate(NamedTuple):
     """One update of the server: its version, its time, and the pushes it applied."""
 
     version: int
@@ -49,7 +49,7 @@ class Update(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seat:
+class _WorkerTrack:
     """Current activity of a worker."""
 
     activity: str
@@ -59,7 +59,7 @@ class _Seat:
 
 
 @dataclass
-class Accounts:
+class TimeReports:
     """How workers spent the time between a reply and a push, from the `workers` events."""
 
     ring: bool = False
@@ -69,8 +69,10 @@ class Accounts:
     _known: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
 
     @staticmethod
-    def of(events: Iterable[dict[str, Any]], config: RunConfig) -> Accounts:
-        found = Accounts(on_ring(config) and not is_simulated(config))  # a real ring logs a round when it is complete
+    def of(events: Iterable[dict[str, Any]], config: RunConfig) -> TimeReports:
+        found = TimeReports(
+            on_ring(config) and not is_simulated(config)
+        )  # a real ring logs a round when it is complete
         for row in events:
             workers = row.get("worker")
             if row.get("kind") != "workers" or not isinstance(workers, list):
@@ -120,19 +122,19 @@ class Accounts:
 class Timeline:
     """Turns effective records into spans and updates, in the order of their ends."""
 
-    def __init__(self, config: RunConfig, accounts: Accounts) -> None:
+    def __init__(self, config: RunConfig, accounts: TimeReports) -> None:
         rule, roster = make_rule(config, Layout((), 0)), Roster(config.workers or 1, config.max_workers)
         training = make_training(config, ENDLESS)
         self._server = Server(NOTHING, rule, make_policy(config), training, roster, Exchange(nbytes=0))
         self._accounts = accounts
-        self._tracks: dict[int, _Seat] = {}
+        self._tracks: dict[int, _WorkerTrack] = {}
         self._unapplied: dict[int, int] = {}
         self.num_pushes = 0
         self.num_mismatched = 0
         """Pushes for which the log and the replayed server disagree."""
         self.ended = 0.0
 
-    def follow(self, records: Iterable[Record]) -> Iterator[Span | Update]:
+    def follow(self, records: Iterable[Record]) -> Iterator[Span | TimelineUpdate]:
         """Yield the spans and updates of the records, then the spans of workers that are still dead."""
         for record in records:
             self.ended = max(self.ended, record.now)
@@ -142,7 +144,7 @@ class Timeline:
             else:
                 yield from self._message(record)
             if self._server.version != version:
-                yield Update(self._server.version, record.now, tuple(self._unapplied.values()))
+                yield TimelineUpdate(self._server.version, record.now, tuple(self._unapplied.values()))
                 self._unapplied.clear()
         for worker, track in self._tracks.items():
             if track.activity == "dead" and self.ended > track.since:
@@ -154,16 +156,16 @@ class Timeline:
         track = self._tracks.get(record.worker)
         if track is not None and track.activity == "computing":
             yield from self._parts(record.worker, track.since, record.now, number, fate)
-            self._tracks[record.worker] = _Seat("waiting", record.now, number)
-        if record.verdict not in (Verdict.TAKEN, Verdict.DROPPED):
+            self._tracks[record.worker] = _WorkerTrack("waiting", record.now, number)
+        if record.verdict not in (Disposition.TAKEN, Disposition.DROPPED):
             return
         push = Push(record.worker, record.incarnation, record.seq, record.reply, record.samples, record.loss, *_EMPTY)
-        if record.verdict == Verdict.TAKEN:
+        if record.verdict == Disposition.TAKEN:
             self._unapplied[record.worker] = number
         outcome = self._server.handle(push)
         if outcome.verdict != record.verdict:
             self.num_mismatched += 1
-            self._tracks[record.worker] = _Seat("computing", record.now)
+            self._tracks[record.worker] = _WorkerTrack("computing", record.now)
             self._unapplied.pop(record.worker, None)
         yield from self._deliver(outcome, record.now)
 
@@ -181,12 +183,12 @@ class Timeline:
     def _message(self, record: Record) -> Iterator[Span]:
         worker, now = record.worker, record.now
         outcome = self._server.handle(record.message)
-        if record.kind == "join" and outcome.verdict == Verdict.TAKEN:
+        if record.kind == "join" and outcome.verdict == Disposition.TAKEN:
             before = self._tracks.get(worker)
             if before is not None and before.activity == "dead" and now > before.since:
                 yield Span(worker, "dead", before.since, now)
-            self._tracks[worker] = _Seat("waiting", now)
-        elif record.kind == "leave" and outcome.verdict == Verdict.TAKEN:
+            self._tracks[worker] = _WorkerTrack("waiting", now)
+        elif record.kind == "leave" and outcome.verdict == Disposition.TAKEN:
             yield from self._leave(worker, now)
         elif record.kind == "resume":
             for number in list(self._tracks):
@@ -209,7 +211,7 @@ class Timeline:
             yield Span(worker, "waiting", track.since, now, track.push)
         member = self._server.members.get(worker)
         if member is not None and not member.done:
-            self._tracks[worker] = _Seat("dead", now)
+            self._tracks[worker] = _WorkerTrack("dead", now)
 
     def _deliver(self, outcome: Outcome, now: float) -> Iterator[Span]:
         for reply in outcome.replies:
@@ -218,7 +220,7 @@ class Timeline:
                 continue
             if track.activity == "waiting" and now > track.since:
                 yield Span(reply.worker, "waiting", track.since, now, track.push)
-            self._tracks[reply.worker] = _Seat("done" if reply.over else "computing", now)
+            self._tracks[reply.worker] = _WorkerTrack("done" if reply.over else "computing", now)
 
 
 _EMPTY = (NOTHING, NOTHING)

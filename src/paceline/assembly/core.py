@@ -14,21 +14,21 @@ from paceline.settings.strategies import Waiting, strategy_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from paceline.core.optimizers import Optimizer, Prepared
+    from paceline.core.optimizers import GradientTransform, Optimizer
     from paceline.interfaces import Layout, Policy, Rule
 
 
 def make_policy(config: RunConfig) -> Policy:
     """The reply policy of the config's strategy."""
-    from paceline.core.policies import AtOnce, Bounded, Fresh, Rounds
+    from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
 
     strategy, rule = strategy_of(config), rule_of(config)
     match strategy.waiting:
         case Waiting.BARRIER:
-            return Rounds(strategy.num_backup, at_the_door=config.max_workers is not None)
+            return Barrier(strategy.num_backup, at_the_door=config.max_workers is not None)
         case Waiting.BOUNDED:
-            return Bounded(strategy.max_lead)
-    return Fresh(rule.number) if rule.traits.drops else AtOnce()
+            return StaleSynchronous(strategy.max_lead)
+    return DropStale(rule.number) if rule.traits.drops else Async()
 
 
 def make_schedule(config: RunConfig) -> Schedule:
@@ -58,10 +58,10 @@ def _schedule(config: RunConfig) -> Schedule:
 def make_rule(config: RunConfig, layout: Layout, places: int | None = None, skew: float | None = None) -> Rule:
     """The update rule, with rows for `places` workers (the config's, unless said) where it keeps some."""
 
-    def prepared() -> Prepared:
-        from paceline.core.optimizers import Prepared
+    def prepared() -> GradientTransform:
+        from paceline.core.optimizers import GradientTransform
 
-        return Prepared(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
+        return GradientTransform(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
 
     return build_rule(config, places or places_of(config), lambda: make_optimizer(config, layout), prepared, skew)
 

@@ -9,14 +9,14 @@ import torch
 
 from paceline.assembly.core import make_model, make_optimizer, make_policy, make_rule, make_training
 from paceline.assembly.task import class_labels
-from paceline.assembly.work import Work, divide_work
+from paceline.assembly.work import WorkAssignment, divide_work
 from paceline.config import RunConfig, places_of
-from paceline.core.buffers import MakeMemory, Sizes
-from paceline.core.compression import Codecs, WorkerEnd
-from paceline.core.messages import Deal, Join
+from paceline.core.buffers import BufferSizes, MakeMemory
+from paceline.core.compression import Codecs, WorkerCompression
+from paceline.core.messages import DataAssignment, Join
 from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Mean, Roster, Server
-from paceline.core.worker import Seat, one_vector
+from paceline.core.worker import LocalWorker, one_vector
 from paceline.data.datasets import DATASETS
 from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.randomness import mix64
@@ -26,19 +26,19 @@ from paceline.settings.rules import rows_nbytes
 from paceline.settings.strategies import strategy_of
 from paceline.system.memory import require_memory
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.host_staging import Staged
+from paceline.tasks.host_staging import HostStagedTask
 from paceline.tasks.local_sgd import LocalSteps
 from paceline.tasks.nested import device_of, num_samples
 from paceline.tasks.supervised import SupervisedTask
 
 
-def work_of(task: SupervisedTask, config: RunConfig) -> Work:
+def work_of(task: SupervisedTask, config: RunConfig) -> WorkAssignment:
     """How the train set of `task` is divided."""
     return divide_work(class_labels(task.train[1], num_samples(task.train[0]), config), config)
 
 
 def make_server(
-    config: RunConfig, task: SupervisedTask, work: Work, mean: Mean | None = None, nbytes: int | None = None
+    config: RunConfig, task: SupervisedTask, work: WorkAssignment, mean: Mean | None = None, nbytes: int | None = None
 ) -> Server:
     """Build the server of a run, at its start.
 
@@ -94,7 +94,7 @@ def timing_server(config: RunConfig, layout: Layout, budget: Budget) -> Server:
     return Server(torch.empty(0), rule, policy, training, make_roster(config), exchange)
 
 
-def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> Join:
+def make_join(config: RunConfig, work: WorkAssignment, worker: int, incarnation: int) -> Join:
     """How a worker announces itself."""
     return Join(worker, incarnation, work.quotas[worker], config.threads or 1)
 
@@ -102,11 +102,11 @@ def make_join(config: RunConfig, work: Work, worker: int, incarnation: int) -> J
 def make_seat(
     config: RunConfig,
     task: SupervisedTask,
-    work: Work,
+    work: WorkAssignment,
     join: Join,
     make_memory: MakeMemory | None = None,
     staged: bool = False,
-) -> Seat:
+) -> LocalWorker:
     """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares.
 
     Where it is `staged` that memory is the host's, whatever the device.
@@ -114,25 +114,25 @@ def make_seat(
     steps, loader = make_steps(config, task, work, join.worker)
     device = device_of(task.train)
 
-    def redeal(deal: Deal) -> Loader:
+    def redeal(deal: DataAssignment) -> Loader:
         return task.loader(work.batches(join.worker, config, deal), config.seed, join.worker)
 
     codecs = codecs_of(config, task.layout)
     if staged:
-        seat = Seat(Staged(steps, device), loader, join, None, codecs, make_memory, redeal)
+        seat = LocalWorker(HostStagedTask(steps, device), loader, join, None, codecs, make_memory, redeal)
     else:
-        seat = Seat(steps, loader, join, device, codecs, make_memory, redeal)
+        seat = LocalWorker(steps, loader, join, device, codecs, make_memory, redeal)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return seat
 
 
-def sizes_of(config: RunConfig, task: SupervisedTask, work: Work) -> Sizes:
+def sizes_of(config: RunConfig, task: SupervisedTask, work: WorkAssignment) -> BufferSizes:
     """How large a worker's memory is."""
     steps, _ = make_steps(config, task, work, 0)
-    return WorkerEnd(codecs_of(config, task.layout), 0, steps).sizes
+    return WorkerCompression(codecs_of(config, task.layout), 0, steps).sizes
 
 
-def make_steps(config: RunConfig, task: SupervisedTask, work: Work, worker: int) -> tuple[Task, Loader]:
+def make_steps(config: RunConfig, task: SupervisedTask, work: WorkAssignment, worker: int) -> tuple[Task, Loader]:
     """What a worker does for one push, and its data: one step, or several by itself."""
     loader = task.loader(work.batches(worker, config), config.seed, worker)
     if not strategy_of(config).is_local:

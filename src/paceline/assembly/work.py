@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import RunConfig, places_of
-from paceline.core.messages import Deal
+from paceline.core.messages import DataAssignment
 from paceline.core.schedules import Budget
 from paceline.data.partition import hold_out, hold_out_fold, partition
 from paceline.data.sampler import Batches
@@ -18,7 +18,7 @@ from paceline.settings.strategies import on_ring
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkAssignment:
     """The shards of the workers, the samples held out, and how long to train."""
 
     shards: list[np.ndarray[Any, Any]]
@@ -32,7 +32,7 @@ class Work:
     """The labels of the samples to train on."""
     _parts: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
 
-    def batches(self, worker: int, config: RunConfig, deal: Deal | None = None) -> Batches:
+    def batches(self, worker: int, config: RunConfig, deal: DataAssignment | None = None) -> Batches:
         """The batches of one worker, by the first division or by the one since workers joined or left.
 
         A worker that joins late has no shard before that: it warms up on the shard of another worker.
@@ -59,7 +59,7 @@ def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarra
     return hold_out(labels, config.validation, config.seed)
 
 
-def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
+def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignment:
     """Split the train set over the workers, and set the budget."""
     workers, places = config.workers or 1, places_of(config)
     train, validation = held_out(labels, config)
@@ -85,13 +85,13 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> Work:
     else:
         quotas = [None] * places
         budget = Budget(max(1, round(config.epochs * len(train))), len(train), steps=config.steps)
-    found = Work(shards, validation, train, quotas, budget, skew_of(labels, train, shards), labels[train])
+    found = WorkAssignment(shards, validation, train, quotas, budget, skew_of(labels, train, shards), labels[train])
     if config.max_workers is not None:
         _require_parts(found, config)
     return found
 
 
-def _require_parts(work: Work, config: RunConfig) -> None:
+def _require_parts(work: WorkAssignment, config: RunConfig) -> None:
     """Check that every worker has at least one batch, for each number of members; even parts only for the largest."""
     drawn = split_of(config).kind == "dirichlet"
     for num_members in range(1 if drawn else places_of(config), places_of(config) + 1):

@@ -51,7 +51,7 @@ def server_verb(arguments: list[str]) -> int:
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
-    from paceline.runtimes.cluster.serve import Entrance, serve, serve_again
+    from paceline.runtimes.cluster.serve import ListenOptions, serve, serve_again
 
     if (parsed.certificate is None) != (parsed.key is None):
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
@@ -60,7 +60,7 @@ def server_verb(arguments: list[str]) -> int:
     if parsed.wait is not None and parsed.wait <= 0:
         raise UserError(f"--wait {parsed.wait:g}: give the seconds to wait for all workers, as in --wait 600")
     others = parsed.servers, parsed.shards_elsewhere
-    entrance = Entrance(parsed.listen, parsed.token_file, tls, *files, *others, parsed.wait)
+    entrance = ListenOptions(parsed.listen, parsed.token_file, tls, *files, *others, parsed.wait)
     with Console() as console:
         if parsed.resume is not None:
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}

@@ -51,7 +51,7 @@ def doctor_verb(arguments: list[str]) -> int:
 
 
 @dataclass
-class Findings:
+class MachineReport:
     """Lines to print, and whether a run can work on this machine."""
 
     lines: list[str] = field(default_factory=list)
@@ -68,9 +68,9 @@ class Findings:
         self.usable = False
 
 
-def examine() -> Findings:
+def examine() -> MachineReport:
     """Check everything that a run needs."""
-    found = Findings()
+    found = MachineReport()
     _software(found)
     _processor(found)
     _memory(found)
@@ -79,7 +79,7 @@ def examine() -> Findings:
     return found
 
 
-def _software(found: Findings) -> None:
+def _software(found: MachineReport) -> None:
     found.good(f"Python {platform.python_version()} on {platform.system()} {platform.release()}")
     if platform.system() != "Linux":
         found.bad("local workers share memory through Linux's memfd: on this system only --strategy classic works")
@@ -97,7 +97,7 @@ def _software(found: Findings) -> None:
         found.advise("no CUDA device: workers compute on the CPU")
 
 
-def _processor(found: Findings) -> None:
+def _processor(found: MachineReport) -> None:
     cores = len(os.sched_getaffinity(0))
     found.good(f"{cores} cores ({cpu_name()}): up to {cores} workers run side by side, more share them")
     limit = os.environ.get("OMP_NUM_THREADS")
@@ -119,7 +119,7 @@ def _steal_share() -> float:
     return fields[7] / max(1, sum(fields)) if len(fields) == 8 else 0.0
 
 
-def _memory(found: Findings) -> None:
+def _memory(found: MachineReport) -> None:
     found.good(f"{available_memory() / 2**30:.1f} GiB of memory are free")
     try:
         Segment.create(1 << 20, "doctor's test").close_descriptor()
@@ -128,7 +128,7 @@ def _memory(found: Findings) -> None:
         found.bad(f"shared memory cannot be made ({error}): only --strategy classic works")
 
 
-def _disk(found: Findings) -> None:
+def _disk(found: MachineReport) -> None:
     free = shutil.disk_usage(".").free
     text = f"{free / 2**30:.1f} GiB are free in this folder, the default place of runs/"
     (found.good if free > 1 << 30 else found.advise)(text)
@@ -139,7 +139,7 @@ def _disk(found: Findings) -> None:
         found.advise(f"this folder cannot be written ({error.strerror}): give --runs DIR")
 
 
-def _data(found: Findings) -> None:
+def _data(found: MachineReport) -> None:
     from paceline.data.download import status
 
     for row in status(None):

@@ -105,9 +105,11 @@ def trace_verb(arguments: list[str]) -> int:
         help="draw at most so many pushes; if there are more, several become one span [30000]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
-    from paceline.reports.chrome_trace import MAX_PUSHES, Part, write_trace
+    from paceline.reports.chrome_trace import MAX_PUSHES, TraceWindow, write_trace
 
-    part = Part(parsed.begin or 0.0, float("inf") if parsed.end is None else parsed.end, parsed.pushes or MAX_PUSHES)
+    part = TraceWindow(
+        parsed.begin or 0.0, float("inf") if parsed.end is None else parsed.end, parsed.pushes or MAX_PUSHES
+    )
     if not part.begin < part.end:
         raise UserError(f"--from {part.begin:g} --to {part.end:g}: give a second of training and a later one")
     if parsed.pushes is not None and parsed.pushes < 1:
@@ -154,12 +156,14 @@ def landscape_verb(arguments: list[str]) -> int:
     _check(parsed)
     from paceline.studies.landscape.figure import draw
     from paceline.studies.landscape.paths import open_runs
-    from paceline.studies.landscape.survey import View, summary, survey
+    from paceline.studies.landscape.survey import LandscapeView, summary, survey
 
     runs = open_runs([Path(run) for run in parsed.runs])
     folder = _made(Path(parsed.output))
     with Console() as console:
-        found = survey(runs, View(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device), console)
+        found = survey(
+            runs, LandscapeView(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device), console
+        )
     print("\n".join(summary(found.facts)), file=sys.stderr if parsed.json else sys.stdout)
     try:
         found.save(folder)

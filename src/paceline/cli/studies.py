@@ -212,12 +212,12 @@ def reproduce_for_real(table: str, arguments: list[str]) -> int:
     from paceline.config import RunConfig
     from paceline.reports.tables import as_csv
     from paceline.studies.published.reproduce_real import run_rows
-    from paceline.studies.published.rows import Asked, choose
+    from paceline.studies.published.rows import RowOptions, choose
 
     require_device(RunConfig(device=parsed.device))
     names = (*HANDED_ON, *(["strategy"] if table == "distml" else []))
     settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
-    asked = Asked(parsed.epochs, parsed.steps, parsed.device, parsed.data_dir, parsed.runs, settings)
+    asked = RowOptions(parsed.epochs, parsed.steps, parsed.device, parsed.data_dir, parsed.runs, settings)
     folder = Path(parsed.runs)
     with Console() as console:
         if table == "distml":

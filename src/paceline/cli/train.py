@@ -98,9 +98,9 @@ def _train(
         raise unknown_name("engine", parsed.engine, ENGINES)
     _check_places(parsed, rank)
     if parsed.hosts is not None:
-        from paceline.runtimes.cluster.ssh_launch import Hosts, train_on_hosts
+        from paceline.runtimes.cluster.ssh_launch import HostOptions, train_on_hosts
 
-        return train_on_hosts(config, Hosts(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
+        return train_on_hosts(config, HostOptions(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
     if parsed.engine is not None:
         from paceline.runtimes.cluster.ray import train_on_ray
 
@@ -144,9 +144,11 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
     rank = rank_here()
     _check_places(parsed, rank)
     if parsed.hosts is not None:
-        from paceline.runtimes.cluster.ssh_launch import Hosts, resume_on_hosts
+        from paceline.runtimes.cluster.ssh_launch import HostOptions, resume_on_hosts
 
-        return resume_on_hosts(Path(parsed.run), Hosts(parsed.hosts, parsed.listen, tls=parsed.tls), console, upkeep)
+        return resume_on_hosts(
+            Path(parsed.run), HostOptions(parsed.hosts, parsed.listen, tls=parsed.tls), console, upkeep
+        )
     from paceline.launch import resume
 
     return resume(Path(parsed.run), console, upkeep, rank)

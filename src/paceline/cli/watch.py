@@ -16,7 +16,7 @@ from paceline.errors import UserError
 from paceline.transports.connection import is_loopback, parse_address
 
 if TYPE_CHECKING:
-    from paceline.reports.watch.sources import Source
+    from paceline.reports.watch.sources import RunSource
 
 DESCRIPTION = """Follow runs while they train: a page in the browser, or a view in the terminal.
 
@@ -64,30 +64,30 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _source(parsed: argparse.Namespace) -> Iterator[Source]:
+def _source(parsed: argparse.Namespace) -> Iterator[RunSource]:
     """The source of what is shown: a run, a folder of runs, or a server on another machine."""
     from paceline.reports.watch.remote import is_served, mirrored
-    from paceline.reports.watch.sources import FolderSource, ServedRun
+    from paceline.reports.watch.sources import FolderSource, RemoteRun
     from paceline.transports.auth import ConnectOptions
 
     proof = parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca
     if is_served(parsed.what):
         with mirrored(ConnectOptions(parsed.what, *proof)) as mirror:
-            yield ServedRun(mirror)
+            yield RemoteRun(mirror)
         return
     if any(proof):
         raise UserError(f"{parsed.what} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
     yield FolderSource(Path(parsed.what))
 
 
-def _serve(source: Source, parsed: argparse.Namespace) -> None:
+def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
     from paceline.reports.watch.server import PORT, open_server
-    from paceline.reports.watch.sources import Follower
+    from paceline.reports.watch.sources import RunFollower
     from paceline.transports.connection import format_address
 
     host, port = parse_address(parsed.listen or f"127.0.0.1:{PORT}")
     token = _token(host, parsed.page_token)
-    server = open_server(Follower(source), host, port, token)
+    server = open_server(RunFollower(source), host, port, token)
     if port and server.port != port:
         print(f"port {port} is in use: this is at {server.port}")
     shown = f"?token={urllib.parse.quote(token, safe='')}" if token else ""

@@ -11,11 +11,11 @@ from paceline.codecs.flat import FlatCodec, floats
 from paceline.interfaces import Layout, Primitive, State
 
 
-class Exact(FlatCodec):
+class Uncompressed(FlatCodec):
     """Every float unchanged: 4 P bytes to a server; 8 P (n - 1) / n on a ring, by reduce.
 
     >>> from paceline.interfaces import pack
-    >>> codec = Exact(pack([("w", (16,), True)]))
+    >>> codec = Uncompressed(pack([("w", (16,), True)]))
     >>> codec.capacity, codec.ring_nbytes(2), codec.start()
     (64, 64, {})
     """
@@ -42,13 +42,13 @@ class Exact(FlatCodec):
         out.copy_(floats(payload, 0, self.size))
 
 
-class Rounded(FlatCodec):
+class HalfPrecision(FlatCodec):
     """v = u + e;  sent = round16(v);  e = v - sent: 2 P bytes to a server; 4 P (n - 1) / n on a ring, by reduce.
 
     A value above the range of float16 is sent as its maximum and the rest later; values that round to zero add up in e.
 
     >>> from paceline.interfaces import pack
-    >>> codec = Rounded(pack([("w", (16,), True)]), torch.bfloat16)
+    >>> codec = HalfPrecision(pack([("w", (16,), True)]), torch.bfloat16)
     >>> codec.name, codec.capacity, codec.ring_nbytes(4)
     ('bf16', 32, 48)
     """

@@ -18,7 +18,7 @@ MIN_SCALE = 1e-30
 """Scale of a block of zeros; smaller values stay in error feedback."""
 
 
-class Blocked(FlatCodec):
+class BlockQuantized(FlatCodec):
     """Base of codecs whose payload is one float per block, then the codes."""
 
     def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
@@ -61,7 +61,7 @@ class Blocked(FlatCodec):
         """Write the codes of one chunk to `out` as floats."""
 
 
-class Int8(Blocked):
+class Int8(BlockQuantized):
     """s = max|v| / 127 per block;  q = floor(v / s + r);  sent = s q;  e = v - sent, with v = u + e, r uniform in 0..1.
 
     r is a hash of (key, push number, index modulo CHUNK): rounding is unbiased, and a recomputed push rounds the same
@@ -123,7 +123,7 @@ _GATHER_BITS = sum(1 << 55 - 7 * bit for bit in range(8))
 """Factor that gathers eight bytes of 0 or 2 into the highest byte, the first as its lowest bit, without carries."""
 
 
-class Sign(Blocked):
+class Sign(BlockQuantized):
     """m = mean|v| per block;  sent = m sign(v);  e = v - sent, with v = u + e; the sign of 0 is its sign bit.
 
     P / 8 + P / 64 bytes to a server; (n - 1) times that on a ring, by gather. (EF-SignSGD, arXiv 1901.09847)

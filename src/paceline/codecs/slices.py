@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from paceline.codecs.dense import Exact, Rounded
+from paceline.codecs.dense import HalfPrecision, Uncompressed
 from paceline.codecs.flat import FlatCodec, floats
 from paceline.codecs.quantized import BLOCK, Int8, Sign
 from paceline.codecs.sparse import ENTRY_NBYTES, TopK
@@ -19,7 +19,7 @@ from paceline.errors import ProtocolError
 from paceline.interfaces import Codec
 
 
-class CodecPart(ABC):
+class CodecSlice(ABC):
     """Extracts the part of a payload of codec `whole` that belongs to `span`, and decodes it."""
 
     is_replicated = False
@@ -43,12 +43,12 @@ class CodecPart(ABC):
         """Decode a part into `out`, as long as the range; raise ProtocolError for invalid bytes."""
 
 
-class Sliced(CodecPart):
+class RowSlice(CodecSlice):
     """Part of a payload that consists of rows with a fixed number of bytes per float: a piece of each row.
 
     >>> from paceline.interfaces import pack
-    >>> whole, half = (Rounded(pack([("w", (size,), True)]), torch.bfloat16) for size in (512, 256))
-    >>> part, out = Sliced(whole, slice(256, 512), half), torch.zeros(512, dtype=torch.uint8)
+    >>> whole, half = (HalfPrecision(pack([("w", (size,), True)]), torch.bfloat16) for size in (512, 256))
+    >>> part, out = RowSlice(whole, slice(256, 512), half), torch.zeros(512, dtype=torch.uint8)
     >>> part.extract(torch.arange(1024).to(torch.uint8), out), out[:3].tolist()
     (512, [0, 1, 2])
     """
@@ -88,7 +88,7 @@ class Sliced(CodecPart):
         self._decodes.decode(part, out)
 
 
-class Picked(CodecPart):
+class TopKSlice(CodecSlice):
     """Part of a top-k payload: the entries in the range, with indices relative to its begin."""
 
     def __init__(self, whole: TopK, span: slice) -> None:
@@ -118,7 +118,7 @@ class Picked(CodecPart):
         out.zero_().index_copy_(0, indices, floats(part, 4 * num, num))
 
 
-class Shared(CodecPart):
+class ReplicatedSlice(CodecSlice):
     """The whole payload, for factors of whole layers: each server multiplies them and keeps its range."""
 
     is_replicated = True
@@ -145,9 +145,9 @@ class Shared(CodecPart):
 def _rows(codec: FlatCodec) -> tuple[tuple[int, int], ...]:
     """Return (floats, bytes) of one entry, for each row of a payload."""
     match codec:
-        case Exact():
+        case Uncompressed():
             return ((1, 4),)
-        case Rounded():
+        case HalfPrecision():
             return ((1, 2),)
         case Int8():
             return (BLOCK, 4), (1, 1)
@@ -156,8 +156,12 @@ def _rows(codec: FlatCodec) -> tuple[tuple[int, int], ...]:
     raise AssertionError(f"payloads of {codec.name} have no rows")
 
 
-def slice_codec(whole: FlatCodec, span: slice, codec: FlatCodec) -> CodecPart:
+def slice_codec(whole: FlatCodec, span: slice, codec: FlatCodec) -> CodecSlice:
     """Return how payloads of `whole` are sliced for `span`; `codec` is the same codec built for that range."""
     if isinstance(whole, TopK):
-        return Picked(whole, span)
-    return Sliced(whole, span, codec) if isinstance(whole, Exact | Rounded | Int8 | Sign) else Shared(whole, span)
+        return TopKSlice(whole, span)
+    return (
+        RowSlice(whole, span, codec)
+        if isinstance(whole, Uncompressed | HalfPrecision | Int8 | Sign)
+        else ReplicatedSlice(whole, span)
+    )

@@ -14,7 +14,7 @@ COUNT_NBYTES = 8
 """Size of the length field in front of an encoded reply."""
 
 
-class Sizes(NamedTuple):
+class BufferSizes(NamedTuple):
     """Sizes of the parts: weights and state in floats; payloads and the worker's own state in bytes."""
 
     weights: int
@@ -37,14 +37,14 @@ class Sizes(NamedTuple):
         }
 
 
-class Memory:
+class WorkerBuffers:
     """The server writes weights and encoded replies; the worker writes the update, the state and its own state.
 
     The own state has two buffers: push number s fills buffer s % 2, and the worker does not write to it again before
     push s + 1 is answered. So the server can read it at any time between taking push s and taking push s + 1.
     """
 
-    def __init__(self, sizes: Sizes, parts: Mapping[str, Tensor]) -> None:
+    def __init__(self, sizes: BufferSizes, parts: Mapping[str, Tensor]) -> None:
         self.sizes = sizes
         self.weights, self.update, self.state = parts["weights"], parts["update"], parts["state"]
         self._reply = parts["pulled"]
@@ -55,15 +55,17 @@ class Memory:
         """Bytes of the last reply, set by the server."""
 
     @staticmethod
-    def private(sizes: Sizes, device: torch.device | None = None, **given: Tensor) -> Memory:
+    def private(sizes: BufferSizes, device: torch.device | None = None, **given: Tensor) -> WorkerBuffers:
         """Make memory for a worker in this process; parts that already exist can be passed in."""
         parts = {
             name: given[name] if name in given else torch.zeros(count, dtype=dtype, device=device)
             for name, (dtype, count) in sizes.parts().items()
         }
-        return Memory(sizes, parts)
+        return WorkerBuffers(sizes, parts)
 
-    def part(self, span: slice, with_rest: bool, payload: int | None = None, pulled: int | None = None) -> Memory:
+    def part(
+        self, span: slice, with_rest: bool, payload: int | None = None, pulled: int | None = None
+    ) -> WorkerBuffers:
         """The memory of one shard: a range of weights and update; one shard also gets the state and the own state.
 
         If pushes or replies are encoded, the shard gets separate buffers of `payload` and `pulled` bytes for them.
@@ -74,14 +76,14 @@ class Memory:
             given["update"] = self.update[span]
         if with_rest:
             given |= {"state": self.state, "own": self._own.view(-1)}
-        return Memory.private(Sizes(span.stop - span.start, state, payload, pulled, own), None, **given)
+        return WorkerBuffers.private(BufferSizes(span.stop - span.start, state, payload, pulled, own), None, **given)
 
-    def widened(self, weights: Tensor, span: slice) -> Memory:
+    def widened(self, weights: Tensor, span: slice) -> WorkerBuffers:
         """Full-size buffers over `weights`; from now on this object's weights are the slice `span` of it."""
         self.weights = weights[span]
         sizes = self.sizes._replace(weights=weights.numel())
         given = {"update": self.update, "state": self.state, "pulled": self._reply, "own": self._own.view(-1)}
-        return Memory.private(sizes, None, weights=weights, **given)
+        return WorkerBuffers.private(sizes, None, weights=weights, **given)
 
     @property
     def num_pulled(self) -> int:
@@ -101,7 +103,7 @@ class Memory:
         return self._own[seq % 2]
 
 
-MakeMemory: TypeAlias = Callable[[Sizes], Memory]
+MakeMemory: TypeAlias = Callable[[BufferSizes], WorkerBuffers]
 
 
 def own_nbytes(own: State) -> int:

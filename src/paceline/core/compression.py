@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory, Sizes, own_nbytes
+from paceline.core.buffers import BufferSizes, WorkerBuffers, own_nbytes
 from paceline.interfaces import Codec, State, Task
 
 LEFT_OUT = "error"
@@ -44,18 +44,18 @@ class Codecs(NamedTuple):
 DENSE = Codecs()
 
 
-class WorkerEnd:
+class WorkerCompression:
     """The worker's end, between a task and the memory shared with the server: decodes replies, encodes pushes."""
 
     def __init__(self, codecs: Codecs, worker: int, task: Task, device: torch.device | None = None) -> None:
         self.codecs, self._device = codecs, device
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
         self.own: State = {**task.own, **{f"codec.{name}": tensor for name, tensor in self._left_out.items()}}
-        self.sizes = Sizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes(self.own))
+        self.sizes = BufferSizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes(self.own))
         self.encodes = codecs.push is not None or self.sizes.own > 0
         """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
 
-    def bind(self, memory: Memory, task: Task) -> None:
+    def bind(self, memory: WorkerBuffers, task: Task) -> None:
         """Use this memory from now on; with a push codec, the gradient gets a private buffer."""
         self._memory = memory
         self._gradient = memory.update
@@ -84,16 +84,16 @@ class WorkerEnd:
         return update
 
 
-class Decodes(Protocol):
+class Decoder(Protocol):
     """Turns payloads into updates: a codec, or one shard's slice of a codec."""
 
     def decode(self, payload: Tensor, out: Tensor) -> None: ...
 
 
-class Decoded:
+class PushDecoder:
     """Decodes pushes into a pool of buffers, which grows to the most pushes ever held at once."""
 
-    def __init__(self, codec: Decodes, like: Tensor) -> None:
+    def __init__(self, codec: Decoder, like: Tensor) -> None:
         self._codec, self._like = codec, like
         self._free: list[Tensor] = []
 
@@ -113,7 +113,7 @@ class Decoded:
         self._free.append(update)
 
 
-class Opened(Decoded):
+class PredecodedPushes(PushDecoder):
     """Decoder for sharded servers: decodes a push on arrival, so that each shard can vote on whether it is finite."""
 
     nbytes = 0
@@ -131,7 +131,7 @@ class Opened(Decoded):
         return self.nbytes
 
 
-class Differences:
+class DeltaEncoder:
     """Encodes replies: tracks the weights that each worker has, and sends the difference to those it should have."""
 
     def __init__(self, codec: Codec, key: Callable[[int], int], like: Tensor) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Input, Reply
 from paceline.core.server import Server
 
 
-class Unlogged:
+class BareDriver:
     """Feeds inputs to the server; sends each worker its weights, then its reply."""
 
     def __init__(self, server: Server, send: Callable[[Reply], None]) -> None:
         self.server, self.send = server, send
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, WorkerBuffers] = {}
 
     def handle(self, message: Input) -> None:
         self.answer(self.server.handle(message).replies)

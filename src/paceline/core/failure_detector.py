@@ -17,7 +17,7 @@ LEAST_SPREAD = 0.125
 """The smallest spread assumed, as a share of the median, even if the pace is perfectly even."""
 
 
-class Patience:
+class SilenceModel:
     """One worker: when its turn began, and how long it was silent on earlier turns."""
 
     __slots__ = ("known_limit", "silences", "since")
@@ -27,13 +27,13 @@ class Patience:
         self.silences: deque[float] = deque(maxlen=WINDOW)
         self.known_limit: float | None = None
 
-    def limit(self, deadlines: Deadlines) -> float:
+    def limit(self, deadlines: FailureDetector) -> float:
         """Seconds of silence that are normal for this worker."""
         if self.known_limit is None:
             self.known_limit = self._learned(deadlines)
         return self.known_limit
 
-    def _learned(self, deadlines: Deadlines) -> float:
+    def _learned(self, deadlines: FailureDetector) -> float:
         least = deadlines.start if len(self.silences) < FEWEST else deadlines.floor
         if not self.silences:
             return least
@@ -43,12 +43,12 @@ class Patience:
         return min(max(usual, least), deadlines.ceiling)
 
 
-class Deadlines:
+class FailureDetector:
     """Normal silence per worker, in seconds: median + k MAD of its latest silences, from `floor` to `ceiling`.
 
     A worker with too few silences gets at least `start`. With the default k, twice the median is normal.
 
-    >>> deadlines = Deadlines(start=10.0, floor=0.5, ceiling=60.0)
+    >>> deadlines = FailureDetector(start=10.0, floor=0.5, ceiling=60.0)
     >>> for step in range(8):  # one step per second, each answered at once
     ...     deadlines.asked(worker=0, now=step)
     ...     deadlines.heard(worker=0, now=step + 1)
@@ -62,7 +62,7 @@ class Deadlines:
     def __init__(self, start: float = 30.0, floor: float = 2.0, ceiling: float = 120.0, k: float = 8.0) -> None:
         assert 0.0 <= floor <= start <= ceiling and k >= 0.0
         self.start, self.floor, self.ceiling, self.k = start, floor, ceiling, k
-        self._workers: defaultdict[int, Patience] = defaultdict(Patience)
+        self._workers: defaultdict[int, SilenceModel] = defaultdict(SilenceModel)
 
     def asked(self, worker: int, now: float) -> None:
         """The server replied: the worker's turn begins."""

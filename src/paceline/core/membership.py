@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.messages import Deal
+from paceline.core.messages import DataAssignment
 
 MUCH_LONGER = 20.0
 """A worker is silent after this many usual intervals without a push; uneven steps alone never take so long."""
@@ -77,25 +77,25 @@ class Member:
         return self.silent
 
 
-class Deals:
+class DataAssignments:
     """How the data is assigned: the newest assignment, and for each worker the one that its last reply named.
 
     The batches of an assignment are counted from 0, so each entry also holds how many batches counted before it.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self.now = Deal(0, tuple(range(num_workers)))
-        self._told: dict[int, tuple[Deal, int]] = {}
+        self.now = DataAssignment(0, tuple(range(num_workers)))
+        self._told: dict[int, tuple[DataAssignment, int]] = {}
 
     def look(self, at_work: tuple[int, ...]) -> None:
         """Assign the data to the workers `at_work`, if these have changed.
 
-        >>> deals = Deals(2)
+        >>> deals = DataAssignments(2)
         >>> deals.look((0, 1)), deals.look((1,)), deals.look((1, 2)), deals.now
-        (None, None, None, Deal(generation=2, members=(1, 2)))
+        (None, None, None, DataAssignment(generation=2, members=(1, 2)))
         """
         if at_work and at_work != self.now.members:
-            self.now = Deal(self.now.generation + 1, at_work)
+            self.now = DataAssignment(self.now.generation + 1, at_work)
 
     def tell(self, worker: int, accepted: int) -> None:
         """Move `worker` to the newest assignment; its batches are counted from here."""
@@ -103,7 +103,7 @@ class Deals:
         if self.now.generation and (told is None or told[0] != self.now):
             self._told[worker] = self.now, accepted
 
-    def told(self, worker: int) -> tuple[Deal | None, int]:
+    def told(self, worker: int) -> tuple[DataAssignment | None, int]:
         """The assignment of `worker` and its batches before that; None: the config divides the data."""
         return self._told.get(worker, (None, 0))
 
@@ -117,6 +117,6 @@ class Deals:
         self._told = {worker: (_deal(deal), accepted) for worker, deal, accepted in facts["told"]}
 
 
-def _deal(values: Any) -> Deal:
+def _deal(values: Any) -> DataAssignment:
     generation, members = values
-    return Deal(generation, tuple(members))
+    return DataAssignment(generation, tuple(members))

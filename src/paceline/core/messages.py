@@ -46,14 +46,14 @@ class Leave(NamedTuple):
     incarnation: int
 
 
-class Steps(NamedTuple):
+class SetLocalSteps(NamedTuple):
     """Change a setting: from its next reply on, `worker` makes `steps` local steps per push."""
 
     worker: int
     steps: int
 
 
-class Rate(NamedTuple):
+class SetLrFactor(NamedTuple):
     """Change a setting: from now on the learning rate is `factor` times that of the schedule.
 
     It follows the scheduler of a user's own training loop, as worker 0 reports it.
@@ -86,10 +86,10 @@ class Resume:
     lost: int = 0
 
 
-Input: TypeAlias = Join | Push | Leave | Steps | Rate | Drain | Stop | Resume
+Input: TypeAlias = Join | Push | Leave | SetLocalSteps | SetLrFactor | Drain | Stop | Resume
 
 
-class Deal(NamedTuple):
+class DataAssignment(NamedTuple):
     """An assignment of the data after a change of membership: each of `members`, in this order, has one part."""
 
     generation: int
@@ -111,10 +111,10 @@ class Reply(NamedTuple):
     over: bool = False
     steps: int = 0
     lr: float = 0.0
-    deal: Deal | None = None
+    deal: DataAssignment | None = None
 
 
-class Verdict(enum.IntEnum):
+class Disposition(enum.IntEnum):
     """What became of an input. The log records it, and a replay compares it."""
 
     TAKEN = 0
@@ -132,5 +132,5 @@ class Verdict(enum.IntEnum):
 class Outcome(NamedTuple):
     """What became of an input, and the replies to send, in order."""
 
-    verdict: Verdict
+    verdict: Disposition
     replies: tuple[Reply, ...] = ()

@@ -32,7 +32,7 @@ def clipped(gradient: Tensor, max_norm: float) -> Tensor:
     return gradient * scale
 
 
-class Prepared:
+class GradientTransform:
     """Transforms a gradient before a step: clips it, then adds the weight decay."""
 
     def __init__(self, weight_decay: float = 0.0, clip: float | None = None, decay_mask: Tensor | None = None) -> None:
@@ -55,7 +55,7 @@ class Prepared:
         return gradient
 
 
-class Sgd(Prepared):
+class Sgd(GradientTransform):
     """Stochastic gradient descent with momentum, like torch.optim.SGD.
 
     v = momentum v + g;  weights -= lr v   (Nesterov: weights -= lr (g + momentum v))
@@ -89,7 +89,7 @@ class Sgd(Prepared):
         weights.addcmul_(gradient, lr, value=-1.0)
 
 
-class Adam(Prepared):
+class Adam(GradientTransform):
     """Adam (arXiv 1412.6980) with bias correction, like torch.optim.Adam.
 
     m = b1 m + (1 - b1) g;  s = b2 s + (1 - b2) g^2;  weights -= lr m' / (sqrt(s') + eps)
@@ -146,7 +146,7 @@ class AdamW(Adam):
 TRUST = 0.001
 
 
-class Lars(Prepared):
+class Lars(GradientTransform):
     """LARS (arXiv 1708.03888): SGD with momentum; the step of each parameter is proportional to its norm.
 
     r = .001 |w| / (|g| + decay |w|) of each parameter, .001 if it is all zeros;

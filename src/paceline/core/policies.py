@@ -11,7 +11,7 @@ from typing import Any
 from paceline.interfaces import Decision
 
 
-class AtOnce:
+class Async:
     """`async`: apply and answer every push on arrival."""
 
     def join(self, worker: int) -> Decision:
@@ -33,12 +33,12 @@ class AtOnce:
         pass
 
 
-class Fresh(AtOnce):
+class DropStale(Async):
     """`ringmaster:R` (arXiv 2501.16168): like `async`, but drop a push of staleness R or more.
 
     Its worker computes the same batch again, on the newest weights.
 
-    >>> Fresh(2).push(0, 1), Fresh(2).push(0, 2).dropped
+    >>> DropStale(2).push(0, 1), DropStale(2).push(0, 2).dropped
     (Decision(apply=(0,), release=(0,), dropped=False), True)
     """
 
@@ -51,7 +51,7 @@ class Fresh(AtOnce):
         return super().push(worker, staleness)
 
 
-class Rounds:
+class Barrier:
     """`sync` and `backup`: a barrier that opens when all live workers but `spare` have pushed.
 
     A push from an earlier round (staleness above zero) is dropped, and its worker goes on with the newest weights.
@@ -112,7 +112,7 @@ class Rounds:
         self._next, self._begun = dict.fromkeys(facts.get("next", ())), facts.get("begun", False)
 
 
-class Bounded:
+class StaleSynchronous:
     """`bounded:S`: apply every push on arrival; a worker is at most `bound` steps ahead of the slowest.
 
     A worker that joins starts at the clock of the slowest.

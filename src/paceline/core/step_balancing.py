@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.messages import Steps
+from paceline.core.messages import SetLocalSteps
 from paceline.core.server import Server
 
 SMOOTHING = 0.3
@@ -11,7 +11,7 @@ WORTH_TELLING = 0.1
 """The number of a worker changes only if it differs by more than this share."""
 
 
-class Pacing:
+class StepBalancer:
     """Turns measured seconds per step into numbers of local steps: `InnerLoop.steps` for the fastest worker.
 
     The others make fewer, in proportion. Each decision is an input of the server, so a replay reads it from the log.
@@ -20,7 +20,7 @@ class Pacing:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
-    def look(self, server: Server, worker: int, seconds: float) -> Steps | None:
+    def look(self, server: Server, worker: int, seconds: float) -> SetLocalSteps | None:
         """Learn that `worker` took `seconds` per step; return an input for the server, to handle before that push."""
         member = server.members.get(worker)
         if server.inside is None or member is None or not member.live or seconds <= 0.0:
@@ -31,4 +31,4 @@ class Pacing:
         fastest = min((self._seconds[w] for w in known), default=self._seconds[worker])
         wanted = max(1, round(server.inside.steps * fastest / self._seconds[worker]))
         now = server.steps.get(worker, server.inside.steps)
-        return Steps(worker, wanted) if abs(wanted - now) > WORTH_TELLING * now else None
+        return SetLocalSteps(worker, wanted) if abs(wanted - now) > WORTH_TELLING * now else None

@@ -12,16 +12,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import MakeMemory, Memory, load_own
-from paceline.core.compression import DENSE, Codecs, WorkerEnd
-from paceline.core.messages import Deal, Join, Push, Reply
+from paceline.core.buffers import MakeMemory, WorkerBuffers, load_own
+from paceline.core.compression import DENSE, Codecs, WorkerCompression
+from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
 
-Redeal: TypeAlias = Callable[[Deal], Loader]
+Redeal: TypeAlias = Callable[[DataAssignment], Loader]
 """Returns a worker's data under another assignment, if the membership of a run can change."""
 
 
-class Stretch(Batch):
+class LocalBatches(Batch):
     """Consecutive batches for local steps at `lr`; each is loaded, and its samples are counted, at its step."""
 
     __slots__ = ("first", "loader", "lr", "steps")
@@ -41,7 +41,7 @@ def work(
     task: Task,
     loader: Loader,
     join: Join,
-    end: WorkerEnd,
+    end: WorkerCompression,
     gradient: Tensor,
     state: Tensor,
     redeal: Redeal | None = None,
@@ -59,14 +59,14 @@ def work(
             assert reply.deal is not None, "after its first assignment, a run always has one"
             deal, loader = reply.deal, redeal(reply.deal)
         first, steps = reply.batch, reply.steps
-        batch = Stretch(loader, first, steps, reply.lr) if steps else loader.batch(first)
+        batch = LocalBatches(loader, first, steps, reply.lr) if steps else loader.batch(first)
         loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
         seq = reply.serial  # one push per reply, so both have the same number
         update = end.send(seq) if end.encodes else gradient
         reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
 
 
-class Seat:
+class LocalWorker:
     """One running worker: its memory (private, unless `make_memory` makes it), its generator, its next reply."""
 
     def __init__(
@@ -80,9 +80,9 @@ class Seat:
         redeal: Redeal | None = None,
     ) -> None:
         self.join = join
-        self._end = WorkerEnd(codecs, join.worker, task, device)
+        self._end = WorkerCompression(codecs, join.worker, task, device)
         sizes = self._end.sizes
-        self.memory = Memory.private(sizes, device) if make_memory is None else make_memory(sizes)
+        self.memory = WorkerBuffers.private(sizes, device) if make_memory is None else make_memory(sizes)
         self._end.bind(self.memory, task)
         self.pending: Reply | None = None
         self._generator = work(task, loader, join, self._end, self.memory.update, self.memory.state, redeal)

@@ -22,8 +22,8 @@ __all__ = [
     "DATASETS",
     "Dataset",
     "DatasetInfo",
+    "DecodingOptions",
     "Location",
-    "Reading",
     "cache_folder",
     "load",
     "locate",
@@ -48,7 +48,7 @@ _KINDS = {"cifar10": "cifar", "sst5": "trees", "imagenet": "folder"}
 
 
 @dataclass(frozen=True)
-class Reading:
+class DecodingOptions:
     """User settings for decoding files into arrays."""
 
     max_length: int = 64  # of a sentence, in words
@@ -60,7 +60,7 @@ class Reading:
         return self.image_size + self.image_size // 7
 
 
-DEFAULT_READING = Reading()
+DEFAULT_READING = DecodingOptions()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Location:
     path: Path  # a folder, or an archive
     origin: str  # "data-dir", "PACELINE_DATA", "cache", "system" or "built-in sample"
     sample: bool  # whether it is the built-in sample
-    reading: Reading = DEFAULT_READING
+    reading: DecodingOptions = DEFAULT_READING
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def locate_data(config: RunConfig) -> Location | None:
     if config.task is not None:
         return None
     location = locate(config.dataset, Path(config.data_dir) if config.data_dir is not None else None)
-    return replace(location, reading=Reading(config.max_length, config.image_size))
+    return replace(location, reading=DecodingOptions(config.max_length, config.image_size))
 
 
 def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:

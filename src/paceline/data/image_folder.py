@@ -25,7 +25,7 @@ Labelled = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Listing:
+class ImageListing:
     """The images of a folder as (path, class number), in a fixed order."""
 
     classes: tuple[str, ...]
@@ -47,13 +47,13 @@ def find(folder: Path) -> tuple[Path | None, str]:
     return None, lack
 
 
-def list_images(folder: Path) -> Listing:
+def list_images(folder: Path) -> ImageListing:
     """List every image below `folder`; raise DataError for an empty class folder or a class that only val/ has."""
     if not ((folder / "train").is_dir() and (folder / "val").is_dir()):
         images, classes = _by_class(folder)
         labels = np.array([label for _, label in images], np.int64)
         train, test = hold_out(labels, TEST_SHARE, 0)
-        return Listing(classes, [images[row] for row in train], [images[row] for row in test], True)
+        return ImageListing(classes, [images[row] for row in train], [images[row] for row in test], True)
     train_images, classes = _by_class(folder / "train")
     test_images, test_classes = _by_class(folder / "val")
     unknown = sorted(set(test_classes) - set(classes))
@@ -64,7 +64,7 @@ def list_images(folder: Path) -> Listing:
         )
     number = {name: place for place, name in enumerate(classes)}
     test_images = [(path, number[test_classes[label]]) for path, label in test_images]
-    return Listing(classes, train_images, test_images, False)
+    return ImageListing(classes, train_images, test_images, False)
 
 
 def count_images(folder: Path) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.datasets import Dataset, DatasetInfo, Location, Reading, load
+from paceline.data.datasets import Dataset, DatasetInfo, DecodingOptions, Location, load
 from paceline.interfaces import Report
 from paceline.system.shared_segment import Segment
 
@@ -51,7 +51,7 @@ def attach(spec: dict[str, Any], fds: list[int]) -> Dataset:
         segment.close_descriptor()
         arrays[name] = segment.array(tuple(header["shape"]), header["dtype"], 0)
     found = spec["location"]
-    location = Location(**{**found, "path": Path(found["path"]), "reading": Reading(**found["reading"])})
+    location = Location(**{**found, "path": Path(found["path"]), "reading": DecodingOptions(**found["reading"])})
     facts: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in spec["info"].items()
     }

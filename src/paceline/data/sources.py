@@ -24,18 +24,20 @@ class RemoteFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class DownloadSource:
     """The base URL of a data set, with a final slash, and its files."""
 
     url: str
     files: tuple[RemoteFile, ...]
 
 
-def _idx_source(url: str, checksums: Mapping[str, str]) -> Source:
-    return Source(url, tuple(RemoteFile(f"{name}.gz", {name: checksum}) for name, checksum in checksums.items()))
+def _idx_source(url: str, checksums: Mapping[str, str]) -> DownloadSource:
+    return DownloadSource(
+        url, tuple(RemoteFile(f"{name}.gz", {name: checksum}) for name, checksum in checksums.items())
+    )
 
 
-SOURCES: dict[str, Source] = {
+SOURCES: dict[str, DownloadSource] = {
     "fashion-mnist": _idx_source(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         {
@@ -54,7 +56,7 @@ SOURCES: dict[str, Source] = {
             "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
         },
     ),
-    "cifar10": Source(
+    "cifar10": DownloadSource(
         "https://www.cs.toronto.edu/~kriz/",
         (
             RemoteFile(
@@ -70,7 +72,7 @@ SOURCES: dict[str, Source] = {
             ),
         ),
     ),
-    "sst5": Source(
+    "sst5": DownloadSource(
         "https://nlp.stanford.edu/sentiment/",
         (
             RemoteFile(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.models.convolution import ConvNormReLU
 
 
-class Row(NamedTuple):
+class BranchWidths(NamedTuple):
     """A row of the published table: the width of each branch, and the pool of the last branch."""
 
     name: str
@@ -33,16 +33,16 @@ class Row(NamedTuple):
 
 
 INCEPTION_BN = (
-    Row("3a", 64, 64, 64, 64, 96, "avg", 32),
-    Row("3b", 64, 64, 96, 64, 96, "avg", 64),
-    Row("3c", 0, 128, 160, 64, 96, "max", 0),
-    Row("4a", 224, 64, 96, 96, 128, "avg", 128),
-    Row("4b", 192, 96, 128, 96, 128, "avg", 128),
-    Row("4c", 160, 128, 160, 128, 160, "avg", 128),
-    Row("4d", 96, 128, 192, 160, 192, "avg", 128),
-    Row("4e", 0, 128, 192, 192, 256, "max", 0),
-    Row("5a", 352, 192, 320, 160, 224, "avg", 128),
-    Row("5b", 352, 192, 320, 192, 224, "max", 128),
+    BranchWidths("3a", 64, 64, 64, 64, 96, "avg", 32),
+    BranchWidths("3b", 64, 64, 96, 64, 96, "avg", 64),
+    BranchWidths("3c", 0, 128, 160, 64, 96, "max", 0),
+    BranchWidths("4a", 224, 64, 96, 96, 128, "avg", 128),
+    BranchWidths("4b", 192, 96, 128, 96, 128, "avg", 128),
+    BranchWidths("4c", 160, 128, 160, 128, 160, "avg", 128),
+    BranchWidths("4d", 96, 128, 192, 160, 192, "avg", 128),
+    BranchWidths("4e", 0, 128, 192, 192, 256, "max", 0),
+    BranchWidths("5a", 352, 192, 320, 160, 224, "avg", 128),
+    BranchWidths("5b", 352, 192, 320, 192, 224, "max", 128),
 )
 HALVE = 0
 """Marks a block that halves the image, in place of the width of its missing 1x1 branch."""
@@ -108,7 +108,7 @@ class Inception28Small(nn.Module):
 class Block(nn.Module):
     """Four parallel branches: 1x1, 3x3, two 3x3, and a pool."""
 
-    def __init__(self, inputs: int, row: Row) -> None:
+    def __init__(self, inputs: int, row: BranchWidths) -> None:
         super().__init__()
         self._halves, self._pool = row.stride == 2, row.pool
         self.single = None if self._halves else ConvNormReLU(inputs, row.single, 1, bias=True)

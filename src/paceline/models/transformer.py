@@ -30,7 +30,7 @@ moves the scaled words 16 times as far, and a few epochs are enough.
 """
 
 
-class Placement:
+class TokenPacking:
     """Converts between packed tokens [T, W], which the layers use, and padded sentences [B, L, W], for attention.
 
     On a CPU, packing removes the padding: half of all tokens for SST-5. On a GPU, shapes stay constant.
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, tokens: Tensor, packing: Placement) -> Tensor:  # [T, W] -> [T, W]
+    def forward(self, tokens: Tensor, packing: TokenPacking) -> Tensor:  # [T, W] -> [T, W]
         batch, length = packing.shape
         heads = packing.padded(self.queries_keys_values(tokens)).view(batch, length, 3, self.num_heads, -1)
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, L, W / heads]
@@ -87,7 +87,7 @@ class Layer(nn.Module):
         self.dropout1 = AddressedDropout(dropout, layer=2 * number)
         self.dropout2 = AddressedDropout(dropout, layer=2 * number + 1)
 
-    def forward(self, tokens: Tensor, packing: Placement) -> Tensor:  # [T, W] -> [T, W]
+    def forward(self, tokens: Tensor, packing: TokenPacking) -> Tensor:  # [T, W] -> [T, W]
         tokens = self.norm1(tokens + self.dropout1(self.attention(tokens, packing)))
         tokens = self.norm2(tokens + self.dropout2(self.fc2(F.gelu(self.fc1(tokens)))))
         return tokens
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
                 f"a sentence of {ids.shape[1]} tokens, and the limit is {MAX_LENGTH}: truncate it, or pad to less"
             )
         ids = _without_common_padding(ids)
-        packing = Placement(ids)
+        packing = TokenPacking(ids)
         words = self.embedding(ids) * WORD_SCALE + self.positions[: ids.shape[1]]
         tokens = self.dropout(packing.packed(words.flatten(0, 1)))
         for layer in self.layers:

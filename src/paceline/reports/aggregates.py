@@ -10,8 +10,8 @@ import numpy as np
 from paceline.analysis.status import STARTS, WINDOW_SECONDS, WorkerStatus, is_whole, workers_of
 from paceline.analysis.tail import Records
 from paceline.reports.sentences import event_sentence
-from paceline.reports.time_series import Column, Course
-from paceline.reports.worker_lanes import Lanes
+from paceline.reports.time_series import Column, TimeSeries
+from paceline.reports.worker_lanes import WorkerLanes
 from paceline.runs.arrival_log import PUSH_KIND
 
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
@@ -22,15 +22,15 @@ MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160
 """Events listed one by one, at the start and at the end; those between are counted."""
 
 
-class Tally:
+class Aggregates:
     """Aggregates of one run so far."""
 
     def __init__(self, places: int) -> None:
-        self.pushes = Course("samples", "loss")
+        self.pushes = TimeSeries("samples", "loss")
         self.num_pushes = 0
-        self.progress = Course(*PROGRESS)
-        self.scores = Course(*SCORES)
-        self.lanes = Lanes(places)
+        self.progress = TimeSeries(*PROGRESS)
+        self.scores = TimeSeries(*SCORES)
+        self.lanes = WorkerLanes(places)
         self.latest: deque[dict[str, Any]] = deque(maxlen=64)
         """Progress rows of the current server."""
         self.started = False
@@ -54,7 +54,7 @@ class Tally:
 
     def reset_pushes(self) -> None:
         """Drop all pushes: a resume undid some, and all effective ones are added again."""
-        self.pushes, self.num_pushes = Course("samples", "loss"), 0
+        self.pushes, self.num_pushes = TimeSeries("samples", "loss"), 0
 
     def add_events(self, rows: list[dict[str, Any]]) -> None:
         """Add new event rows."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.analysis.timeline import Accounts, Span, Timeline, Update
+from paceline.analysis.timeline import Span, Timeline, TimelineUpdate, TimeReports
 from paceline.errors import UserError
-from paceline.runs.arrival_log import Log, scan_log
+from paceline.runs.arrival_log import LogContents, scan_log
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 
@@ -39,13 +39,13 @@ def microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-class OneByOne:
+class DetailedTrace:
     """Emits every span and update, with an arrow from each push to its update."""
 
     def __init__(self, server_seconds: float) -> None:
         self._seconds = server_seconds
         self._sent: dict[int, tuple[int, float]] = {}
-        self._last: Update | None = None
+        self._last: TimelineUpdate | None = None
 
     def span(self, span: Span) -> Iterator[TraceEvent]:
         args = {} if span.push is None else {"push": span.push}
@@ -55,7 +55,7 @@ class OneByOne:
                 self._sent[span.push] = span.worker, (span.begin + span.end) / 2
         yield slice_of(span.worker, span.kind, span.begin, span.end, args)
 
-    def update(self, update: Update) -> Iterator[TraceEvent]:
+    def update(self, update: TimelineUpdate) -> Iterator[TraceEvent]:
         if self._last is not None:
             yield self._updated(self._last, update.now)
         self._last = update
@@ -66,7 +66,7 @@ class OneByOne:
                 yield {"ph": "s", **arrow, **thread_of(worker), "ts": microseconds(at)}
                 yield {"ph": "f", "bp": "e", **arrow, **SERVER, "ts": microseconds(update.now)}
 
-    def _updated(self, update: Update, before: float) -> TraceEvent:
+    def _updated(self, update: TimelineUpdate, before: float) -> TraceEvent:
         end = min(update.now + self._seconds, max(before, update.now))
         args = {"version": update.version, "pushes": len(update.pushes)}
         return {**slice_of(0, f"update {update.version}", update.now, end, args), "cat": "server", **SERVER}
@@ -76,7 +76,7 @@ class OneByOne:
             yield self._updated(self._last, self._last.now + self._seconds)
 
 
-class Together:
+class AggregatedTrace:
     """Merges several pushes of a worker into one span per activity, and several updates into one."""
 
     def __init__(self, number: int) -> None:
@@ -84,8 +84,8 @@ class Together:
         self._sums: dict[int, dict[str, float]] = {}
         self._began: dict[int, tuple[float, float]] = {}
         self._pushes: dict[int, int] = {}
-        self._first: Update | None = None
-        self._latest: Update | None = None
+        self._first: TimelineUpdate | None = None
+        self._latest: TimelineUpdate | None = None
 
     def span(self, span: Span) -> Iterator[TraceEvent]:
         if span.kind == "dead":
@@ -111,7 +111,7 @@ class Together:
                 yield slice_of(worker, kind, begin, until, {"pushes": pushes})
                 begin = until
 
-    def update(self, update: Update) -> Iterator[TraceEvent]:
+    def update(self, update: TimelineUpdate) -> Iterator[TraceEvent]:
         if self._first is not None and update.version - self._first.version >= self._number:
             yield self._updated(update.now)
             self._first = None
@@ -156,7 +156,7 @@ RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resum
 
 
 @dataclass(frozen=True)
-class Part:
+class TraceWindow:
     """The seconds of training to draw, and the number of pushes up to which each is drawn by itself."""
 
     begin: float = 0.0
@@ -171,10 +171,10 @@ class Part:
         return span._replace(begin=begin, end=end) if begin < end else None
 
 
-def write_trace(path: Path, output: Path, part: Part) -> tuple[int, list[str]]:
+def write_trace(path: Path, output: Path, part: TraceWindow) -> tuple[int, list[str]]:
     """Write the trace of a run; return its number of events, and notes for the user."""
     folder = RunFolder.open(path)
-    trace = Trace(folder, part)
+    trace = ChromeTrace(folder, part)
     num_events = 0
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
@@ -201,10 +201,10 @@ def _text(raw: BinaryIO, output: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8", write_through=False)
 
 
-class Trace:
+class ChromeTrace:
     """The events of one run's trace."""
 
-    def __init__(self, folder: RunFolder, part: Part) -> None:
+    def __init__(self, folder: RunFolder, part: TraceWindow) -> None:
         self._folder, self._part, self._config = folder, part, folder.config()
         self._log = _log_of(folder)
         self._rows = _effective_rows(folder)
@@ -221,12 +221,12 @@ class Trace:
             )
 
     def events(self) -> Iterator[TraceEvent]:
-        accounts = Accounts.of(self._rows, self._config)
+        accounts = TimeReports.of(self._rows, self._config)
         timeline = Timeline(self._config, accounts)
         workers: set[int] = set()
-        whole = OneByOne(self._server_seconds()) if self._group_size <= 1 else Together(self._group_size)
+        whole = DetailedTrace(self._server_seconds()) if self._group_size <= 1 else AggregatedTrace(self._group_size)
         for one in timeline.follow(self._records):
-            if isinstance(one, Update):
+            if isinstance(one, TimelineUpdate):
                 if self._part.begin <= one.now <= self._part.end:
                     yield from whole.update(one)
             elif (span := self._part.clip(one)) is not None:
@@ -279,7 +279,7 @@ class Trace:
             yield {"ph": "i", "name": name, "cat": "event", "ts": microseconds(row["now"]), **thread, "args": args}
 
 
-def _log_of(folder: RunFolder) -> Log:
+def _log_of(folder: RunFolder) -> LogContents:
     if not folder.arrivals_file.is_file():
         result = folder.result() or {}
         why = "lab runs have none" if result.get("lab") else "the run never started, or its log is lost"
@@ -290,7 +290,7 @@ def _log_of(folder: RunFolder) -> Log:
     return log
 
 
-def _notes_of(log: Log) -> list[str]:
+def _notes_of(log: LogContents) -> list[str]:
     notes = []
     if log.torn:
         notes.append(f"arrivals.log is cut off or damaged after {len(log.records):,} records: drawn up to there")

@@ -16,10 +16,10 @@ from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
 from paceline.config import RunConfig, is_simulated, places_of, to_dict
 from paceline.errors import UserError
-from paceline.reports.aggregates import SCORES, Tally
+from paceline.reports.aggregates import SCORES, Aggregates
 from paceline.reports.sentences import class_names, closing, outcome_sentence
 from paceline.reports.status_table import MAX_WORKERS, findings
-from paceline.reports.time_series import Course, plain, rates
+from paceline.reports.time_series import TimeSeries, plain, rates
 from paceline.runs.folder import RunFolder
 
 MAX_BARS = 48
@@ -50,7 +50,7 @@ class RunReader:
         self._result: dict[str, Any] | None = None
         self._events = EventFollower(self.folder.events_file)
         self._arrivals = ArrivalFollower(self.folder.arrivals_file)
-        self._aggregates = Tally(places_of(self._config) if self._config is not None else 1)
+        self._aggregates = Aggregates(places_of(self._config) if self._config is not None else 1)
         self._states: dict[str, tuple[int, ...]] = {}
         self._status: str | None = None
 
@@ -238,12 +238,12 @@ def _or_nan(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _last(course: Course, name: str) -> float | None:
+def _last(course: TimeSeries, name: str) -> float | None:
     values = course.carried(name)
     return plain(values[-1:], 7)[0] if len(values) else None
 
 
-def _loss(aggregates: Tally) -> dict[str, list[float | None]]:
+def _loss(aggregates: Aggregates) -> dict[str, list[float | None]]:
     """Return the training loss, from every push in the log, or else from the progress rows."""
     course = aggregates.pushes if aggregates.num_pushes else aggregates.progress
     samples = np.cumsum(course.total("samples")) if aggregates.num_pushes else course.carried("samples")
@@ -257,7 +257,7 @@ def _loss(aggregates: Tally) -> dict[str, list[float | None]]:
     }
 
 
-def _rate(aggregates: Tally) -> dict[str, list[float | None]]:
+def _rate(aggregates: Aggregates) -> dict[str, list[float | None]]:
     """Return samples per second over time."""
     course = aggregates.pushes if aggregates.num_pushes else aggregates.progress
     amounts = course.total("samples") if aggregates.num_pushes else np.diff(course.carried("samples"), prepend=0.0)
@@ -265,7 +265,7 @@ def _rate(aggregates: Tally) -> dict[str, list[float | None]]:
     return {"t": plain(times), "rate": plain(values)}
 
 
-def _progress(course: Course) -> dict[str, list[float | None]]:
+def _progress(course: TimeSeries) -> dict[str, list[float | None]]:
     found = {"t": plain(course.times), "samples": plain(course.carried("samples"), 7)}
     found["live_low"] = plain(course.least("live"))
     for name in ("staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled"):

@@ -27,7 +27,7 @@ IGNORED_SETTINGS = (
 """Settings that do not affect how runs compare, or that have a column anyway."""
 
 
-class Figure(NamedTuple):
+class FigureColumn(NamedTuple):
     """A column of figures: its heading, key, number format, and when it is dropped if space is short."""
 
     head: str
@@ -37,13 +37,13 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("seconds", "train_seconds", ",.1f", 7),
-    Figure("samples/s", "samples_per_second", ",.0f", 6),
-    Figure("train %", "train_accuracy", ".2f", 4),
-    Figure("test %", "test_accuracy", ".2f", 9),
-    Figure("test loss", "test_loss", ".4f", 3),
-    Figure("stale", "staleness_mean", ".2f", 2),
-    Figure("dropped", "dropped_pushes", ",.0f", 1),
+    FigureColumn("seconds", "train_seconds", ",.1f", 7),
+    FigureColumn("samples/s", "samples_per_second", ",.0f", 6),
+    FigureColumn("train %", "train_accuracy", ".2f", 4),
+    FigureColumn("test %", "test_accuracy", ".2f", 9),
+    FigureColumn("test loss", "test_loss", ".4f", 3),
+    FigureColumn("stale", "staleness_mean", ".2f", 2),
+    FigureColumn("dropped", "dropped_pushes", ",.0f", 1),
 )
 
 

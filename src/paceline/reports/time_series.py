@@ -15,7 +15,7 @@ DIGITS = 5
 Column = NDArray[np.float64]
 
 
-class Course:
+class TimeSeries:
     """Mean, minimum, maximum and last value of each quantity per span of time."""
 
     def __init__(self, *names: str, most: int = MAX_SPANS) -> None:

@@ -19,7 +19,7 @@ AWAY = ("lost", "awaited")
 Row = tuple[int, float, NDArray[np.float64], NDArray[np.float64]]
 
 
-class Lanes:
+class WorkerLanes:
     """Collects `workers` events and joins and departures of workers, per lane."""
 
     def __init__(self, num_workers: int) -> None:

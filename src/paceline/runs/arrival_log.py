@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import UPKEEP, RunConfig, places_of, to_toml
-from paceline.core.messages import Drain, Input, Join, Leave, Push, Rate, Resume, Steps, Stop, Verdict
+from paceline.core.messages import (
+    Disposition,
+    Drain,
+    Input,
+    Join,
+    Leave,
+    Push,
+    Resume,
+    SetLocalSteps,
+    SetLrFactor,
+    Stop,
+)
 from paceline.errors import UserError
 
 _RECORD = struct.Struct("<BBHIIIIfd")
@@ -39,10 +50,10 @@ class Record:
     samples: int
     loss: float
     now: float
-    verdict: Verdict
+    verdict: Disposition
 
     @property
-    def message(self) -> Join | Leave | Steps | Rate | Drain | Stop | Resume:
+    def message(self) -> Join | Leave | SetLocalSteps | SetLrFactor | Drain | Stop | Resume:
         """The input itself; for every kind but a push."""
         match self.kind:
             case "join":
@@ -51,9 +62,9 @@ class Record:
             case "leave":
                 return Leave(self.worker, self.incarnation)
             case "steps":
-                return Steps(self.worker, self.seq)
+                return SetLocalSteps(self.worker, self.seq)
             case "rate":
-                return Rate(self.worker, struct.unpack("<d", struct.pack("<II", self.seq, self.reply))[0])
+                return SetLrFactor(self.worker, struct.unpack("<d", struct.pack("<II", self.seq, self.reply))[0])
             case "drain":
                 return Drain(self.worker)
             case "resume":
@@ -76,7 +87,7 @@ class ArrivalLog:
         if not self.nbytes:
             self.nbytes += os.write(self._fd, MAGIC + fingerprint(config).encode() + b"\n")
 
-    def append(self, message: Input, verdict: Verdict, now: float) -> None:
+    def append(self, message: Input, verdict: Disposition, now: float) -> None:
         """Append one record and hand it to the operating system before returning."""
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
@@ -86,9 +97,9 @@ class ArrivalLog:
                 fields = (_JOIN, verdict, worker, incarnation, amount, threads, 0, 0.0, now)
             case Leave(worker, incarnation):
                 fields = (_LEAVE, verdict, worker, incarnation, 0, 0, 0, 0.0, now)
-            case Steps(worker, steps):
+            case SetLocalSteps(worker, steps):
                 fields = (_STEPS, verdict, worker, 0, steps, 0, 0, 0.0, now)
-            case Rate(worker, factor):
+            case SetLrFactor(worker, factor):
                 halves = struct.unpack("<II", struct.pack("<d", factor))
                 fields = (_RATE, verdict, worker, 0, *halves, 0, 0.0, now)
             case Drain(worker):
@@ -114,7 +125,7 @@ class ArrivalLog:
 
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
 _KINDS |= {_DRAIN: "drain", _RATE: "rate"}
-_VERDICTS = frozenset(Verdict)
+_VERDICTS = frozenset(Disposition)
 
 
 SEARCH_NBYTES = 1 << 16
@@ -122,7 +133,7 @@ SEARCH_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Log:
+class LogContents:
     """Contents of a log file: its intact records, their byte range, and the bytes after them."""
 
     records: list[Record]
@@ -150,7 +161,7 @@ class Log:
         return [self.records[place] for place in self.effective_indices]
 
 
-def read_log(path: Path, config: RunConfig, start: int = 0) -> Log:
+def read_log(path: Path, config: RunConfig, start: int = 0) -> LogContents:
     """Read the records from byte `start` on; ignore a torn tail, and refuse a log damaged elsewhere."""
     log = scan_log(path, config, start)
     if log.behind:
@@ -181,7 +192,7 @@ def next_incarnation(path: Path, config: RunConfig) -> tuple[int, float]:
     return incarnation + 1, now
 
 
-def scan_log(path: Path, config: RunConfig, start: int = 0) -> Log:
+def scan_log(path: Path, config: RunConfig, start: int = 0) -> LogContents:
     """Like `read_log`, but return a damaged log instead of refusing it."""
     content, header = _open(path, config)
     if start > len(content):
@@ -196,7 +207,7 @@ def scan_log(path: Path, config: RunConfig, start: int = 0) -> Log:
     whole = range(begins, ends, RECORD_BYTES)
     records = [_record(content[at : at + _RECORD.size], path, at, config) for at in whole]
     behind = [_record(content[at : at + _RECORD.size], path, at, config) for at in _whole_behind(content, ends)]
-    return Log(records, begins, ends, len(content) - ends, behind)
+    return LogContents(records, begins, ends, len(content) - ends, behind)
 
 
 def _is_whole(content: bytes, at: int) -> bool:
@@ -246,4 +257,4 @@ def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:
         raise UserError(f"{path} holds a record of unknown {what} at byte {offset}: another version wrote it")
     if worker >= places_of(config):
         raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {places_of(config)}")
-    return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Verdict(verdict))
+    return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Disposition(verdict))

@@ -10,7 +10,7 @@ MAX_WAITING = 4
 """Queued jobs, each with a copy of the weights, before `submit` blocks on a slow disk."""
 
 
-class Writer:
+class BackgroundWriter:
     """Runs jobs in order on a background thread; or inside `submit`, if time is simulated."""
 
     def __init__(self, background: bool = True) -> None:

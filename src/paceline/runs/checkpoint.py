@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
 
@@ -41,7 +41,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
-class Cut:
+class Checkpoint:
     """A snapshot: the server's facts, its tensors, and the offset in the arrivals log at which it was taken."""
 
     facts: dict[str, Any]
@@ -58,7 +58,7 @@ class Cut:
         return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
-class Room:
+class CopyBuffers:
     """Reused memory for checkpoint copies: writing to fresh memory takes several times as long."""
 
     def __init__(self) -> None:
@@ -74,27 +74,27 @@ class Room:
         free = self._free[tensor.shape, tensor.dtype]
         return (free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)).copy_(tensor)
 
-    def recycle(self, checkpoint: Cut) -> None:
+    def recycle(self, checkpoint: Checkpoint) -> None:
         """Take back the buffers of a checkpoint that is no longer needed."""
         for tensor in checkpoint.tensors.values():
             self._free[tensor.shape, tensor.dtype].append(tensor)
 
 
 def take_checkpoint(
-    server: Server, memories: Mapping[int, Memory], log_offset: int, now: float, room: Room | None = None
-) -> Cut:
+    server: Server, memories: Mapping[int, WorkerBuffers], log_offset: int, now: float, room: CopyBuffers | None = None
+) -> Checkpoint:
     """Copy the server's state, and each live worker's weights and local state, as a `Checkpoint`."""
-    room = room if room is not None else Room()
+    room = room if room is not None else CopyBuffers()
     copies = {name: room.copy(tensor) for name, tensor in _tensors_of(server, memories).items()}
-    return Cut(server_facts(server), copies, log_offset, now)
+    return Checkpoint(server_facts(server), copies, log_offset, now)
 
 
-def tensor_kinds(server: Server, memories: Mapping[int, Memory]) -> list[Kind]:
+def tensor_kinds(server: Server, memories: Mapping[int, WorkerBuffers]) -> list[Kind]:
     """Return the shape and dtype of every tensor that a checkpoint taken now would hold."""
     return [(tensor.shape, tensor.dtype) for tensor in _tensors_of(server, memories).values()]
 
 
-def _tensors_of(server: Server, memories: Mapping[int, Memory]) -> dict[str, Tensor]:
+def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[str, Tensor]:
     tensors = {"weights": server.weights}
     tensors |= {f"rule.{name}": tensor for name, tensor in server.rule_state.items()}
     for worker, member in server.members.items():
@@ -103,7 +103,7 @@ def _tensors_of(server: Server, memories: Mapping[int, Memory]) -> dict[str, Ten
     return tensors | {f"state.{worker}": state for worker, state in server.worker_states.items()}
 
 
-def _of_worker(server: Server, worker: int, memory: Memory, seq: int) -> dict[str, Tensor]:
+def _of_worker(server: Server, worker: int, memory: WorkerBuffers, seq: int) -> dict[str, Tensor]:
     """Return the weights last sent to a live worker, and its local state after its last accepted push."""
     found, differences = {f"sent.{worker}": memory.weights}, server.differences
     if differences is not None and worker in differences.held:
@@ -114,7 +114,7 @@ def _of_worker(server: Server, worker: int, memory: Memory, seq: int) -> dict[st
     return found
 
 
-def restore(server: Server, checkpoint: Cut) -> None:
+def restore(server: Server, checkpoint: Checkpoint) -> None:
     """Set `server` to the state of the checkpoint; raise UserError for one of another rule, model or codec."""
     _require_same_rule(server, checkpoint)
     _require_same_codecs(server, checkpoint)
@@ -125,7 +125,7 @@ def restore(server: Server, checkpoint: Cut) -> None:
     server.worker_states = {int(worker): state for worker, state in checkpoint.group("state.").items()}
 
 
-def _require_same_rule(server: Server, checkpoint: Cut) -> None:
+def _require_same_rule(server: Server, checkpoint: Checkpoint) -> None:
     tensors = {"weights": server.weights, **{f"rule.{name}": t for name, t in server.rule_state.items()}}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     there = {
@@ -139,7 +139,7 @@ def _require_same_rule(server: Server, checkpoint: Cut) -> None:
         )
 
 
-def _require_same_codecs(server: Server, checkpoint: Cut) -> None:
+def _require_same_codecs(server: Server, checkpoint: Checkpoint) -> None:
     then = checkpoint.facts.get("codecs", ["none", "none"])
     if then != server.codecs.names:
         raise UserError(
@@ -152,7 +152,7 @@ def _shapes_text(shapes: dict[str, list[int]]) -> str:
     return ", ".join(f"{name.removeprefix('rule.')} {shape}" for name, shape in sorted(shapes.items()))
 
 
-def write_checkpoint(folder: Path, checkpoint: Cut, keep: int = 2) -> Path:
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     """Write, sync and rename a checkpoint; then delete older ones so that `keep` are left."""
     final = folder / f"{checkpoint.version:012d}"
     temporary = folder / f".{final.name}.tmp"
@@ -227,7 +227,7 @@ def _sha256_of(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def newest_checkpoint(folder: Path, log_nbytes: int | None = None) -> tuple[Cut | None, list[str]]:
+def newest_checkpoint(folder: Path, log_nbytes: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest usable checkpoint, and a sentence for each newer unusable one.
 
     A checkpoint is unusable if it cannot be read, or was taken past the end of a log of `log_nbytes` bytes.
@@ -254,7 +254,7 @@ def set_aside(folder: Path, version: int) -> None:
             path.rename(aside)
 
 
-def read_checkpoint(path: Path) -> Cut:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint; a missing or changed file raises one of the UNREADABLE errors."""
     facts = json.loads((path / "facts.json").read_text())
     digest = facts.pop("facts_sha256", None)  # missing in checkpoints of older versions
@@ -263,10 +263,10 @@ def read_checkpoint(path: Path) -> Cut:
     content = (path / "tensors.safetensors").read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:
         raise ValueError("the checksum of its tensors is wrong")
-    return Cut(facts["server"], load(content), facts["log_offset"], facts["now"])
+    return Checkpoint(facts["server"], load(content), facts["log_offset"], facts["now"])
 
 
-def readable_checkpoints(folder: Path) -> list[Cut]:
+def readable_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return every readable checkpoint, oldest first."""
     checkpoints = []
     for path in _finished(folder):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, Record
-from paceline.runs.checkpoint import Cut, readable_checkpoints
+from paceline.runs.checkpoint import Checkpoint, readable_checkpoints
 from paceline.runs.recording import Recording
-from paceline.runs.replay import Departed, Departure, Replay
-from paceline.runs.result import Trained, trained_tensors, weights_sha256
+from paceline.runs.replay import Mismatch, Replay, ReplayMismatch
+from paceline.runs.result import NamedTensors, trained_tensors, weights_sha256
 from paceline.system.environment import environment
 
 PROGRESS_RECORDS = 50
@@ -23,7 +23,7 @@ ENVIRONMENT_KEYS = ("paceline", "torch", "numpy", "cpu")
 """Parts of the environment that can change the last bit of a result."""
 
 
-def checkpoints_by_record(recording: Recording) -> dict[int, Cut]:
+def checkpoints_by_record(recording: Recording) -> dict[int, Checkpoint]:
     """Return the run's checkpoints by the number of effective records before them."""
     found, effective = {}, recording.log.effective_indices
     for checkpoint in readable_checkpoints(recording.folder.checkpoints):
@@ -41,7 +41,7 @@ def checkpoints_by_record(recording: Recording) -> dict[int, Cut]:
 def compare(
     again: Replay,
     recording: Recording,
-    model: Trained,
+    model: NamedTensors,
     report: Callable[[dict[str, Any]], None],
     on_record: Callable[[Record], None] | None = None,
 ) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def compare(
     stuck: str | None = None
     try:
         again.feed(records, progress, recording.until)
-    except Departed as error:
+    except ReplayMismatch as error:
         stuck = str(error)
     version, mismatch = again.server.version, again.mismatch
     reached = recording.until is not None and version >= recording.until
@@ -69,7 +69,7 @@ def compare(
     digest = weights_sha256(tensors)
     recorded = recording.result["weights_sha256"] if recording.result is not None else None
     if mismatch is None and recorded is not None and recording.until is None and digest != recorded:
-        mismatch = Departure(version, None, None, "weights", "those of the result", "others")
+        mismatch = Mismatch(version, None, None, "weights", "those of the result", "others")
     if reached:
         assert recording.output is not None
         _save(recording.output, tensors)

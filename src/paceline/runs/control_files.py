@@ -23,7 +23,7 @@ _MAX_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Request:
+class DrainRequest:
     """Workers to drain, and the file for the answer."""
 
     drain: tuple[int, ...]
@@ -36,7 +36,7 @@ class Request:
             write_atomically(self.answer_file, content.encode())
 
 
-def pop_requests(folder: RunFolder) -> Iterator[Request]:
+def pop_requests(folder: RunFolder) -> Iterator[DrainRequest]:
     """Yield and delete every pending request; delete malformed ones without an answer."""
     try:
         waiting = sorted(path for path in folder.requests.iterdir() if path.suffix == ".ask")
@@ -49,7 +49,7 @@ def pop_requests(folder: RunFolder) -> Iterator[Request]:
             path.unlink()
         workers = _workers(content)
         if workers:
-            yield Request(workers, path.with_suffix(".answer"))
+            yield DrainRequest(workers, path.with_suffix(".answer"))
 
 
 def _workers(content: bytes) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.runs.arrival_log import Log, read_log
+from paceline.runs.arrival_log import LogContents, read_log
 from paceline.runs.folder import RunFolder, write_atomically
 
 
@@ -20,7 +20,7 @@ class Recording:
 
     folder: RunFolder
     config: RunConfig
-    log: Log
+    log: LogContents
     result: dict[str, Any] | None
     until: int | None = None
     output: Path | None = None

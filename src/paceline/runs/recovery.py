@@ -14,23 +14,23 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import RunConfig
-from paceline.core.messages import Join, Resume, Verdict
+from paceline.core.messages import Disposition, Join, Resume
 from paceline.core.server import Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
 from paceline.interfaces import Report
-from paceline.runs.arrival_log import RECORD_BYTES, Log, Record, next_incarnation, read_log, scan_log
-from paceline.runs.background_writer import Writer
-from paceline.runs.checkpoint import Cut, newest_checkpoint, restore, set_aside
+from paceline.runs.arrival_log import RECORD_BYTES, LogContents, Record, next_incarnation, read_log, scan_log
+from paceline.runs.background_writer import BackgroundWriter
+from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, restore, set_aside
 from paceline.runs.folder import RunFolder
-from paceline.runs.replay import Replay, Threads
-from paceline.runs.result import Trained
+from paceline.runs.replay import Replay, ReplayThreads
+from paceline.runs.result import NamedTensors
 from paceline.runs.snapshots import drop_best_after, drop_snapshots_after, snapshots_of
 from paceline.settings.strategies import keeps_own, on_ring
 
 
 @dataclass(frozen=True)
-class Rebuilt:
+class RecoveryResult:
     """Outcome of a recovery: the training clock, the Resume input to log, and what was recomputed."""
 
     now: float
@@ -44,12 +44,12 @@ class Rebuilt:
 
 def rebuild(
     server: Server,
-    make_worker: Callable[[Join], Seat],
-    model: Trained,
+    make_worker: Callable[[Join], LocalWorker],
+    model: NamedTensors,
     config: RunConfig,
     folder: RunFolder,
     report: Report,
-) -> Rebuilt:
+) -> RecoveryResult:
     """Bring a fresh `server` to where the run resumes: the end of its log, or its newest checkpoint.
 
     A torn record at the end of the log was never acknowledged and is truncated. Snapshots since the checkpoint are
@@ -65,13 +65,13 @@ def rebuild(
     effective = log.effective_records
     records = [] if skips else effective
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
-    replay = Replay(server, make_worker, None if skips else checkpoint, Threads(config.threads or 1, before))
+    replay = Replay(server, make_worker, None if skips else checkpoint, ReplayThreads(config.threads or 1, before))
     drop_snapshots_after(folder, checkpoint.version if checkpoint is not None else -1)
     resume = _undo(checkpoint, log, effective, report) if skips else Resume()
     pushes = sum(record.kind == "push" for record in records)
     if pushes:
         report({"kind": "note", "text": f"recomputing {pushes} logged pushes since {_named(checkpoint)}"})
-    writer = Writer(background=False)
+    writer = BackgroundWriter(background=False)
     snapshots = snapshots_of(config, folder, server, model, writer)
     replay.feed(records, lambda number: snapshots.take_if_due(server) if snapshots is not None else None)
     _report_failures(writer, report)
@@ -85,20 +85,20 @@ def rebuild(
     drop_best_after(folder, server.version)
     now = log.records[-1].now if log.records else (checkpoint.now if checkpoint is not None else 0.0)
     version = checkpoint.version if checkpoint is not None else None
-    return Rebuilt(now, resume, version, pushes, time.perf_counter() - began, incarnation)
+    return RecoveryResult(now, resume, version, pushes, time.perf_counter() - began, incarnation)
 
 
-def _report_failures(writer: Writer, report: Report) -> None:
+def _report_failures(writer: BackgroundWriter, report: Report) -> None:
     for what, error in writer.changes():
         if error is not None:
             report({"kind": "note", "text": f"{what} could not be rewritten ({error.strerror or error})"})
 
 
-def _named(checkpoint: Cut | None) -> str:
+def _named(checkpoint: Checkpoint | None) -> str:
     return f"checkpoint {checkpoint.version}" if checkpoint is not None else "the start"
 
 
-def _newest_usable(config: RunConfig, folder: RunFolder, report: Report, skips: bool) -> Cut | None:
+def _newest_usable(config: RunConfig, folder: RunFolder, report: Report, skips: bool) -> Checkpoint | None:
     """Return the newest readable checkpoint within the log; set newer ones aside."""
     nbytes = folder.arrivals_file.stat().st_size if folder.arrivals_file.exists() else None
     checkpoint, complaints = newest_checkpoint(folder.checkpoints, nbytes)
@@ -113,7 +113,9 @@ def _newest_usable(config: RunConfig, folder: RunFolder, report: Report, skips: 
     return checkpoint
 
 
-def _read_tail(config: RunConfig, folder: RunFolder, checkpoint: Cut | None, report: Report, skips: bool) -> Log:
+def _read_tail(
+    config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None, report: Report, skips: bool
+) -> LogContents:
     """Return the log since the checkpoint; truncate the file after the last intact record."""
     path, start = folder.arrivals_file, checkpoint.log_offset if checkpoint is not None else 0
     log = scan_log(path, config, start) if skips else read_log(path, config, start)
@@ -132,7 +134,7 @@ def _read_tail(config: RunConfig, folder: RunFolder, checkpoint: Cut | None, rep
     return log
 
 
-def _undo(checkpoint: Cut | None, log: Log, effective: list[Record], report: Report) -> Resume:
+def _undo(checkpoint: Checkpoint | None, log: LogContents, effective: list[Record], report: Report) -> Resume:
     """Return the Resume input that undoes the records since the checkpoint; report the number of lost pushes."""
     lost = sum(_lost(record) for record in (*effective, *log.behind))
     resume = Resume(len(log.records), lost)
@@ -148,4 +150,4 @@ def _lost(record: Record) -> int:
     """Return the number of pushes lost with a record: itself, or those an earlier resume had given up."""
     if record.kind == "resume":
         return record.reply
-    return int(record.kind == "push" and record.verdict == Verdict.TAKEN)
+    return int(record.kind == "push" and record.verdict == Disposition.TAKEN)

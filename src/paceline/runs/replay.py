@@ -11,19 +11,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory
-from paceline.core.messages import Input, Join, Outcome, Push, Reply, Verdict
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import Disposition, Input, Join, Outcome, Push, Reply
 from paceline.core.server import Server
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
-from paceline.runs.checkpoint import Cut, restore
+from paceline.runs.checkpoint import Checkpoint, restore
 
 
-class Chair(Protocol):
+class PushSource(Protocol):
     """Recomputes the pushes of one worker: a `LocalWorker` in this process, or a script in another."""
 
     join: Join
-    memory: Memory
+    memory: WorkerBuffers
     pending: Reply | None
 
     def push(self) -> Push | None: ...
@@ -31,11 +31,11 @@ class Chair(Protocol):
     def recall(self, own: Tensor) -> None: ...
 
 
-MakePushSource = Callable[[Join], Chair]
+MakePushSource = Callable[[Join], PushSource]
 
 
 @dataclass(frozen=True)
-class Departure:
+class Mismatch:
     """The first difference between a replay and its run: the update, the push, and the value that differs."""
 
     update: int
@@ -51,17 +51,17 @@ class Departure:
         return {**asdict(self), **numbers}
 
 
-class Threads(NamedTuple):
+class ReplayThreads(NamedTuple):
     """Threads of a worker whose join record states none, and of the server."""
 
     worker: int
     server: int
 
 
-class Departed(RunFailed):
+class ReplayMismatch(RunFailed):
     """The replay cannot continue: the next record cannot happen here."""
 
-    def __init__(self, text: str, mismatch: Departure) -> None:
+    def __init__(self, text: str, mismatch: Mismatch) -> None:
         super().__init__(text)
         self.mismatch = mismatch
 
@@ -101,14 +101,14 @@ class Replay:
         self,
         server: Server,
         make_source: MakePushSource,
-        checkpoint: Cut | None = None,
-        threads: Threads | None = None,
+        checkpoint: Checkpoint | None = None,
+        threads: ReplayThreads | None = None,
         send: Callable[[Reply], None] = _ignore,
-        compare_with: Mapping[int, Cut] | None = None,
+        compare_with: Mapping[int, Checkpoint] | None = None,
     ) -> None:
         self.server = server
-        self.sources: dict[int, Chair] = {}
-        self.mismatch: Departure | None = None
+        self.sources: dict[int, PushSource] = {}
+        self.mismatch: Mismatch | None = None
         self.fed = 0
         self._make_source, self._send = make_source, send
         self._threads = threads
@@ -117,7 +117,7 @@ class Replay:
             restore(server, checkpoint)
             self._restore_sources(checkpoint)
 
-    def _restore_sources(self, checkpoint: Cut) -> None:
+    def _restore_sources(self, checkpoint: Checkpoint) -> None:
         """Restore the source of every live worker: its weights, states and unanswered reply."""
         sent, states, own = checkpoint.group("sent."), checkpoint.group("state."), checkpoint.group("own.")
         for worker, member in self.server.members.items():
@@ -164,7 +164,7 @@ class Replay:
             was, now = record.verdict.name, outcome.verdict.name
             text = f"worker {record.worker}'s {record.kind} was {was}, is now {now}"
             raise self._mismatch_error(record, number, text, "verdict", was, now, version)
-        if isinstance(message, Join) and outcome.verdict == Verdict.TAKEN:
+        if isinstance(message, Join) and outcome.verdict == Disposition.TAKEN:
             self.sources[record.worker] = self._make_source(message)
         self._deliver(outcome)
 
@@ -173,7 +173,7 @@ class Replay:
         source = self.sources.get(record.worker)
         pending = source.pending if source is not None and source.join.incarnation == record.incarnation else None
         if pending is None or record.seq < pending.serial:
-            if record.verdict in (Verdict.REPEATED, Verdict.REJECTED):
+            if record.verdict in (Disposition.REPEATED, Disposition.REJECTED):
                 return None  # a duplicate, or from an unknown worker
             raise self._no_push(record, number, f"worker {record.worker} had nothing to push")
         if (record.seq, record.reply) != (pending.serial, pending.serial):
@@ -194,20 +194,20 @@ class Replay:
 
     def _record_mismatch(self, record: Record, what: str, recorded: float, replayed: float) -> None:
         if self.mismatch is None:
-            self.mismatch = Departure(self.server.version, record.worker, record.seq, what, recorded, replayed)
+            self.mismatch = Mismatch(self.server.version, record.worker, record.seq, what, recorded, replayed)
 
-    def _no_push(self, record: Record, number: int, text: str) -> Departed:
+    def _no_push(self, record: Record, number: int, text: str) -> ReplayMismatch:
         return self._mismatch_error(record, number, text, "push", "made", "missing", self.server.version)
 
     def _mismatch_error(
         self, record: Record, number: int, text: str, what: str, recorded: str, replayed: str, version: int
-    ) -> Departed:
+    ) -> ReplayMismatch:
         seq = record.seq if record.kind == "push" else None
-        mismatch = Departure(version, record.worker, seq, what, recorded, replayed)
+        mismatch = Mismatch(version, record.worker, seq, what, recorded, replayed)
         self.mismatch = self.mismatch or mismatch
-        return Departed(f"replay differs from the log at record {number} (update {version}): {text}", mismatch)
+        return ReplayMismatch(f"replay differs from the log at record {number} (update {version}): {text}", mismatch)
 
-    def _compare(self, checkpoint: Cut) -> None:
+    def _compare(self, checkpoint: Checkpoint) -> None:
         """Compare the server with a checkpoint taken at this point of the log."""
         version = self.server.version
         here = {"weights": self.server.weights, **{f"rule.{k}": t for k, t in self.server.rule_state.items()}}
@@ -216,7 +216,7 @@ class Replay:
         )
         if self.mismatch is None and not same:
             recorded = f"those of checkpoint {checkpoint.version}"
-            self.mismatch = Departure(version, None, None, "weights", recorded, "others")
+            self.mismatch = Mismatch(version, None, None, "weights", recorded, "others")
 
     def _deliver(self, outcome: Outcome) -> None:
         for reply in outcome.replies:

@@ -30,7 +30,7 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class Trained(Protocol):
+class NamedTensors(Protocol):
     """A model that knows the names of its trained tensors."""
 
     layout: Layout
@@ -40,17 +40,17 @@ class Trained(Protocol):
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]: ...
 
 
-def shared_state(server: Server, model: Trained) -> Tensor | None:
+def shared_state(server: Server, model: NamedTensors) -> Tensor | None:
     """Average the running statistics (batch norm and the like) of all workers."""
     return model.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
 
 
-def trained_tensors(server: Server, model: Trained, live: bool = False) -> dict[str, Tensor]:
+def trained_tensors(server: Server, model: NamedTensors, live: bool = False) -> dict[str, Tensor]:
     """The evaluated weights (or the live ones) by name, as `load_state_dict` takes them."""
     return model.state_dict(server.weights if live else server.evaluated, shared_state(server, model))
 
 
-def save_weights(folder: RunFolder, server: Server, model: Trained) -> dict[str, Tensor]:
+def save_weights(folder: RunFolder, server: Server, model: NamedTensors) -> dict[str, Tensor]:
     """Write the evaluated weights, and the live ones if they are others; returns the evaluated ones by name."""
     tensors = trained_tensors(server, model)
     write_atomically(folder.weights_file, save(tensors))

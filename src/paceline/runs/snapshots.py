@@ -22,14 +22,14 @@ from paceline.config import RunConfig
 from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Scores
-from paceline.runs.background_writer import Writer
+from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.runs.result import Trained, trained_tensors
-from paceline.settings.stopping import Measure
+from paceline.runs.result import NamedTensors, trained_tensors
+from paceline.settings.stopping import BestMetric
 
 
 @dataclass(frozen=True)
-class Entry:
+class SnapshotEntry:
     """One snapshot in the index; `extra` marks a final one that was not due."""
 
     version: int
@@ -49,7 +49,9 @@ class Snapshots:
     One is due after the update at which the applied samples first reach k / `per_epoch` epochs, k = 0, 1, 2, ...
     """
 
-    def __init__(self, folder: RunFolder, per_epoch: float, server: Server, model: Trained, writer: Writer) -> None:
+    def __init__(
+        self, folder: RunFolder, per_epoch: float, server: Server, model: NamedTensors, writer: BackgroundWriter
+    ) -> None:
         self._path, self._model, self._writer = folder.snapshots, model, writer
         self._epoch_samples = server.budget.epoch_samples
         self._rate = Fraction(str(per_epoch)) / self._epoch_samples
@@ -83,7 +85,7 @@ class Snapshots:
         def write() -> None:
             content = save(tensors)
             epochs = round(samples / self._epoch_samples, 6)
-            entry = Entry(version, samples, epochs, hashlib.sha256(content).hexdigest(), extra)
+            entry = SnapshotEntry(version, samples, epochs, hashlib.sha256(content).hexdigest(), extra)
             self._path.mkdir(exist_ok=True)
             write_atomically(self._path / entry.file_name, content)
             self._entries = [*self._entries, entry]
@@ -93,7 +95,7 @@ class Snapshots:
 
 
 def snapshots_of(
-    config: RunConfig, folder: RunFolder, server: Server, model: Trained, writer: Writer
+    config: RunConfig, folder: RunFolder, server: Server, model: NamedTensors, writer: BackgroundWriter
 ) -> Snapshots | None:
     """Return the run's `Snapshots`, or None if the config asks for none."""
     return Snapshots(folder, config.snapshots, server, model, writer) if config.snapshots is not None else None
@@ -113,24 +115,24 @@ def drop_snapshots_after(folder: RunFolder, version: int) -> None:
         half.unlink()
 
 
-def _write_index(path: Path, entries: list[Entry]) -> None:
+def _write_index(path: Path, entries: list[SnapshotEntry]) -> None:
     rows = ",\n  ".join(json.dumps(asdict(entry)) for entry in entries)
     write_atomically(path / "index.json", f'{{"snapshots": [\n  {rows}\n]}}\n'.encode())
 
 
-def read_index(folder: RunFolder) -> list[Entry]:
+def read_index(folder: RunFolder) -> list[SnapshotEntry]:
     """Return the run's snapshots, oldest first; empty if none was written yet."""
     path = folder.snapshots / "index.json"
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text())["snapshots"]
-        return [Entry(**row) for row in rows]
+        return [SnapshotEntry(**row) for row in rows]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove {path.parent} to continue without them") from None
 
 
-def read_snapshot(folder: RunFolder, entry: Entry) -> dict[str, Tensor]:
+def read_snapshot(folder: RunFolder, entry: SnapshotEntry) -> dict[str, Tensor]:
     """Return the tensors of one snapshot by name; raise UserError if the file has changed."""
     path = folder.snapshots / entry.file_name
     try:
@@ -145,10 +147,12 @@ def read_snapshot(folder: RunFolder, entry: Entry) -> dict[str, Tensor]:
         ) from None
 
 
-class Best:
+class BestWeights:
     """Keeps the best evaluated weights: by `measure`, or else by test accuracy, or by test loss without classes."""
 
-    def __init__(self, folder: RunFolder, model: Trained, writer: Writer, measure: Measure | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, model: NamedTensors, writer: BackgroundWriter, measure: BestMetric | None = None
+    ) -> None:
         self._folder, self._model, self._writer, self._measure = folder, model, writer, measure
         self.found = read_best(folder)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.core.messages import Push, Reply
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.settings.durations import delays_of
 from paceline.transports.protocol import Timing, Transport
 
@@ -48,7 +48,7 @@ class StepTimer:
 class WorkerLoop:
     """One worker at work: `step` turns a reply into a timed push, `run` exchanges pushes until training is over."""
 
-    def __init__(self, seat: Seat, config: RunConfig) -> None:
+    def __init__(self, seat: LocalWorker, config: RunConfig) -> None:
         self.seat = seat
         self.timer = StepTimer(config, seat.join.worker)
 

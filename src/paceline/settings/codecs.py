@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.codecs.flat import FlatCodec
-    from paceline.codecs.slices import CodecPart
+    from paceline.codecs.slices import CodecSlice
     from paceline.interfaces import Layout
 
 MOST_FRACTION = 0.5
@@ -21,7 +21,7 @@ MOST_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
-class Traits:
+class CodecTraits:
     """What is known of a codec before it is built."""
 
     text: str
@@ -32,13 +32,13 @@ class Traits:
 
 
 CODECS = {
-    "none": Traits("every float as it is"),
-    "fp16": Traits("every value in 16 bits, 11 of them significant"),
-    "bf16": Traits("every value in 16 bits, 8 of them significant"),
-    "int8": Traits("every value in 8 bits, a scale for each 256"),
-    "sign": Traits("every sign, a magnitude for each 256"),
-    "topk": Traits("the largest values, a share F of all: topk:F", letter="F", by_range=False),
-    "lowrank": Traits("two factors of R columns for each matrix: lowrank:R", letter="R", by_range=False),
+    "none": CodecTraits("every float as it is"),
+    "fp16": CodecTraits("every value in 16 bits, 11 of them significant"),
+    "bf16": CodecTraits("every value in 16 bits, 8 of them significant"),
+    "int8": CodecTraits("every value in 8 bits, a scale for each 256"),
+    "sign": CodecTraits("every sign, a magnitude for each 256"),
+    "topk": CodecTraits("the largest values, a share F of all: topk:F", letter="F", by_range=False),
+    "lowrank": CodecTraits("two factors of R columns for each matrix: lowrank:R", letter="R", by_range=False),
 }
 
 
@@ -49,7 +49,7 @@ class NamedCodec(NamedTuple):
     number: float
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> CodecTraits:
         return CODECS[self.name]
 
 
@@ -81,7 +81,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
     """Build a codec for updates of `layout`, which may be the range of a longer layout that begins at `first`."""
     import torch
 
-    from paceline.codecs.dense import Exact, Rounded
+    from paceline.codecs.dense import HalfPrecision, Uncompressed
     from paceline.codecs.lowrank import LowRank
     from paceline.codecs.quantized import Int8, Sign
     from paceline.codecs.sparse import TopK
@@ -89,7 +89,7 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
     name, number = codec_of(text)
     match name:
         case "fp16" | "bf16":
-            return Rounded(layout, torch.float16 if name == "fp16" else torch.bfloat16, device)
+            return HalfPrecision(layout, torch.float16 if name == "fp16" else torch.bfloat16, device)
         case "int8":
             return Int8(layout, device, first)
         case "sign":
@@ -98,10 +98,10 @@ def build_codec(text: str, layout: Layout, device: torch.device | None = None, f
             return TopK(layout, number, device)
         case "lowrank":
             return LowRank(layout, int(number), device)
-    return Exact(layout, device)
+    return Uncompressed(layout, device)
 
 
-def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecPart:
+def build_part(text: str, layout: Layout, span: slice, part: Layout) -> CodecSlice:
     """Build the codec of one of several servers, which holds the range `span` of `layout`, laid out as `part`."""
     from paceline.codecs.slices import slice_codec
 

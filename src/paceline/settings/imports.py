@@ -99,7 +99,7 @@ def is_installed(module: str) -> bool:
         return False
 
 
-class BuiltIn(NamedTuple):
+class BuiltInTracker(NamedTuple):
     """A built-in tracker: its class, the package that it needs, and what to install for it."""
 
     home: str
@@ -108,10 +108,10 @@ class BuiltIn(NamedTuple):
 
 
 TRACKERS = {
-    "csv": BuiltIn("paceline.tracking.backends:CsvFile"),
-    "tensorboard": BuiltIn("paceline.tracking.backends:TensorBoard", "tensorboard", "'paceline[tensorboard]'"),
-    "mlflow": BuiltIn("paceline.tracking.backends:MLflow", "mlflow", "mlflow"),
-    "wandb": BuiltIn("paceline.tracking.backends:Wandb", "wandb", "wandb"),
+    "csv": BuiltInTracker("paceline.tracking.backends:CsvFile"),
+    "tensorboard": BuiltInTracker("paceline.tracking.backends:TensorBoard", "tensorboard", "'paceline[tensorboard]'"),
+    "mlflow": BuiltInTracker("paceline.tracking.backends:MLflow", "mlflow", "mlflow"),
+    "wandb": BuiltInTracker("paceline.tracking.backends:Wandb", "wandb", "wandb"),
 }
 
 

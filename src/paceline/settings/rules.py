@@ -14,7 +14,7 @@ from paceline.settings.notation import name_and_argument, whole_number
 from paceline.settings.strategies import Feature, require_feature, strategy_of
 
 if TYPE_CHECKING:
-    from paceline.core.optimizers import Optimizer, Prepared
+    from paceline.core.optimizers import GradientTransform, Optimizer
     from paceline.interfaces import Rule
 
 SKEWED = 0.3
@@ -26,7 +26,7 @@ MOST_AT_FULL_STEP = 10
 
 
 @dataclass(frozen=True)
-class Choice:
+class RuleChoice:
     """The rule that `auto` chose, and from how many workers on its steps are shortened (0: never)."""
 
     rule: str
@@ -43,7 +43,7 @@ class Choice:
         return f"rule auto: {self.rule}{shorter} ({self.why})"
 
 
-def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
+def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
     """Choose a rule by the number of workers, the skew of their labels (None: unknown) and the optimizer.
 
     Measured on a validation split of Fashion-MNIST (docs/rules.md): farsight is best or level with the best at the
@@ -57,7 +57,7 @@ def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
     'rule auto: farsight, steps x 0.33 (30 workers, labels spread evenly)'
     """
     if workers == 1:
-        return Choice("plain", 0, "one worker: nothing is stale")
+        return RuleChoice("plain", 0, "one worker: nothing is stale")
     skewed = skew is None or skew >= SKEWED
     if skew is None:
         spread = "labels unknown"
@@ -65,9 +65,9 @@ def choose(workers: int, skew: float | None, optimizer: str) -> Choice:
         spread = f"labels {skew:.0%} from the whole" if skewed else "labels spread evenly"
     why = f"{workers} workers, {spread}"
     if optimizer == "sgd":
-        return Choice("farsight-fair" if skewed else "farsight", MOST_AT_FULL_STEP, why)
+        return RuleChoice("farsight-fair" if skewed else "farsight", MOST_AT_FULL_STEP, why)
     rule = "cached" if skewed else "plain"
-    return Choice(rule, MOST_AT_FULL_STEP, f"{why}, {optimizer} inside")
+    return RuleChoice(rule, MOST_AT_FULL_STEP, f"{why}, {optimizer} inside")
 
 
 PUBLISHED = ("plain", "plain-early")
@@ -75,7 +75,7 @@ PUBLISHED = ("plain", "plain-early")
 
 
 @dataclass(frozen=True)
-class Traits:
+class RuleTraits:
     """What is known of a rule before it is built."""
 
     text: str
@@ -93,34 +93,34 @@ class Traits:
 
 
 RULES = {
-    "auto": Traits("chosen for the workers, their labels and the optimizer", knows_workers=True, sends_others=True),
-    "plain": Traits("one shared optimizer stepped on each push"),
-    "plain-early": Traits("plain, answered before the push is applied", sends_others=True),
-    "damped": Traits("lr / staleness"),
-    "gap": Traits("each coordinate divided by how far it has moved since", knows_workers=True),
-    "compensated": Traits("stale gradients carried to the newest weights", knows_workers=True),
-    "dana": Traits(
+    "auto": RuleTraits("chosen for the workers, their labels and the optimizer", knows_workers=True, sends_others=True),
+    "plain": RuleTraits("one shared optimizer stepped on each push"),
+    "plain-early": RuleTraits("plain, answered before the push is applied", sends_others=True),
+    "damped": RuleTraits("lr / staleness"),
+    "gap": RuleTraits("each coordinate divided by how far it has moved since", knows_workers=True),
+    "compensated": RuleTraits("stale gradients carried to the newest weights", knows_workers=True),
+    "dana": RuleTraits(
         "each worker's momentum, and a look ahead by all of it",
         knows_workers=True,
         steps_itself=True,
         sends_others=True,
     ),
-    "dana-slim": Traits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
-    "cached": Traits("the mean of the latest gradients of all workers", knows_workers=True),
-    "ringleader": Traits("one step for each worker a round", knows_workers=True, steps_itself=True),
-    "ringmaster": Traits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
-    "buffered": Traits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
-    "delayed": Traits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
-    "foresight": Traits(
+    "dana-slim": RuleTraits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
+    "cached": RuleTraits("the mean of the latest gradients of all workers", knows_workers=True),
+    "ringleader": RuleTraits("one step for each worker a round", knows_workers=True, steps_itself=True),
+    "ringmaster": RuleTraits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
+    "buffered": RuleTraits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
+    "delayed": RuleTraits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
+    "foresight": RuleTraits(
         "cached, and weights of the time a push counts", knows_workers=True, steps_itself=True, sends_others=True
     ),
-    "farsight": Traits(
+    "farsight": RuleTraits(
         "the newest gradient, and weights of the time a push counts",
         knows_workers=True,
         steps_itself=True,
         sends_others=True,
     ),
-    "farsight-fair": Traits(
+    "farsight-fair": RuleTraits(
         "farsight, every worker's data counting alike", knows_workers=True, steps_itself=True, sends_others=True
     ),
 }
@@ -133,7 +133,7 @@ class NamedRule(NamedTuple):
     number: int
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> RuleTraits:
         return RULES[self.name]
 
 
@@ -207,7 +207,7 @@ def rows_nbytes(config: RunConfig, num_floats: int) -> int:
     return 4 * num_floats * places_of(config) if rule_of(config).traits.knows_workers else 0
 
 
-def chosen(config: RunConfig, skew: float | None) -> Choice:
+def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
     """The rule that `auto` chooses for this run; one worker that others may join counts as two."""
     workers = max(config.workers or 1, min(places_of(config), 2))
     return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
@@ -217,7 +217,7 @@ def build_rule(
     config: RunConfig,
     places: int,
     optimizer: Callable[[], Optimizer],
-    prepared: Callable[[], Prepared],
+    prepared: Callable[[], GradientTransform],
     skew: float | None = None,
 ) -> Rule:
     """Build the rule of a config, with rows for `places` workers and, if asked for, averaged weights."""
@@ -225,12 +225,12 @@ def build_rule(
 
     rule: Rule
     if config.rule == "auto":
-        from paceline.core.rules.lr_scaling import Paced
+        from paceline.core.rules.lr_scaling import LrScaling
 
         choice = chosen(config, skew)
         named = replace(config, rule=choice.rule, average="none")
         rule = build_rule(named, places, optimizer, prepared)
-        rule = Paced(rule, choice.most) if choice.most else rule
+        rule = LrScaling(rule, choice.most) if choice.most else rule
     elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
     elif rule_of(config).traits.steps_itself:
@@ -254,12 +254,12 @@ def _on_drifts(config: RunConfig) -> Rule:
 def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
     """Build a rule that uses an optimizer."""
     from paceline.core.rules.cached import Cached
-    from paceline.core.rules.plain import Early, Plain
+    from paceline.core.rules.plain import Plain, ReplyBeforeApply
     from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 
     rules: dict[str, Callable[[], Rule]] = {
         "plain": lambda: Plain(optimizer),
-        "plain-early": lambda: Early(optimizer),
+        "plain-early": lambda: ReplyBeforeApply(optimizer),
         "ringmaster": lambda: Plain(optimizer),  # its policy drops stale pushes
         "damped": lambda: Damped(optimizer),
         "gap": lambda: Gap(optimizer, places),
@@ -269,22 +269,22 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
     return rules[rule_of(config).name]()
 
 
-def _stepping_itself(config: RunConfig, places: int, prepared: Prepared) -> Rule:
+def _stepping_itself(config: RunConfig, places: int, prepared: GradientTransform) -> Rule:
     from paceline.core.rules.buffered import Buffered
     from paceline.core.rules.dana import Dana, DanaSlim
-    from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
+    from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
     from paceline.core.rules.ringleader import Ringleader
 
     name, number = rule_of(config)
     if name == "buffered":
         return Buffered(number, config.momentum, prepared)
-    rules: dict[str, Callable[[float, int, Prepared], Rule]]
+    rules: dict[str, Callable[[float, int, GradientTransform], Rule]]
     rules = {
         "dana": Dana,
         "dana-slim": DanaSlim,
         "ringleader": Ringleader,
-        "foresight": Foresight,
-        "farsight": Farsight,
-        "farsight-fair": FairFarsight,
+        "foresight": ForesightCached,
+        "farsight": Foresight,
+        "farsight-fair": ForesightFair,
     }
     return rules[name](config.momentum, places, prepared)

@@ -15,7 +15,7 @@ _GOAL = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|=<|=>|<|>)\s*(\S+)\s*")
 
 
 @dataclass(frozen=True)
-class Goal:
+class StoppingGoal:
     """A metric of the test data, or of a script's reports, and the value that it has to reach."""
 
     metric: str
@@ -35,7 +35,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Measure:
+class BestMetric:
     """The metric that chooses the best weights."""
 
     metric: str
@@ -48,11 +48,11 @@ class Measure:
 
 
 @cache
-def parse_goal(text: str) -> Goal:
+def parse_goal(text: str) -> StoppingGoal:
     """Parse `METRIC<=VALUE` or `METRIC>=VALUE`, once for each text.
 
     >>> parse_goal("mae<=0.2")
-    Goal(metric='mae', lower=True, value=0.2)
+    StoppingGoal(metric='mae', lower=True, value=0.2)
     """
     found = _GOAL.fullmatch(text)
     try:
@@ -61,35 +61,35 @@ def parse_goal(text: str) -> Goal:
         value = math.nan
     if found is None or not math.isfinite(value):
         raise UserError(f"--target '{text}': write METRIC<=VALUE or METRIC>=VALUE in quotes, as in 'mae<=0.2'")
-    return Goal(found[1], "<" in found[2], value)
+    return StoppingGoal(found[1], "<" in found[2], value)
 
 
 @cache
-def parse_measure(text: str) -> Measure:
+def parse_measure(text: str) -> BestMetric:
     """Parse `min:METRIC` or `max:METRIC`, once for each text.
 
     >>> parse_measure("max:f1")
-    Measure(metric='f1', lower=False)
+    BestMetric(metric='f1', lower=False)
     """
     way, _, metric = text.partition(":")
     if way not in ("min", "max") or not metric.isidentifier():
         raise UserError(f"--best '{text}': write min:METRIC or max:METRIC, as in min:mae")
-    return Measure(metric, way == "min")
+    return BestMetric(metric, way == "min")
 
 
-def goal_of(config: RunConfig) -> Goal | None:
+def goal_of(config: RunConfig) -> StoppingGoal | None:
     """The goal of a run, if it has one."""
     if config.target is not None:
         return parse_goal(config.target)
-    return Goal("accuracy", False, config.target_accuracy) if config.target_accuracy is not None else None
+    return StoppingGoal("accuracy", False, config.target_accuracy) if config.target_accuracy is not None else None
 
 
-def measure_of(config: RunConfig) -> Measure | None:
+def measure_of(config: RunConfig) -> BestMetric | None:
     """The metric that chooses the best weights of a run; None: accuracy, else loss."""
     if config.best is not None:
         return parse_measure(config.best)
     goal = goal_of(config) if config.target is not None else None
-    return Measure(goal.metric, goal.lower) if goal is not None else None
+    return BestMetric(goal.metric, goal.lower) if goal is not None else None
 
 
 def check_goals(config: RunConfig, in_script: bool) -> None:

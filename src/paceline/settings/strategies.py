@@ -29,7 +29,7 @@ class Waiting(Enum):
     """Stale-synchronous: a worker waits while it is more than `max_lead` steps ahead of the slowest."""
 
 
-class Pushed(Enum):
+class PushContent(Enum):
     """Axis 2: what an update is made of. A barrier applies the mean of a round, the others one push at a time."""
 
     GRADIENT = auto()
@@ -123,7 +123,7 @@ class Axes(NamedTuple):
     """Three of the four axes; the fourth, local steps, is the number behind the colon."""
 
     waiting: Waiting
-    pushed: Pushed
+    pushed: PushContent
     topologies: tuple[Topology, ...]
     """Those that a strategy can run on, its default first."""
 
@@ -150,7 +150,7 @@ class StrategyKind:
 STRATEGIES = {
     "classic": StrategyKind(
         "one worker, no process",
-        Axes(Waiting.NONE, Pushed.GRADIENT, (Topology.NONE,)),
+        Axes(Waiting.NONE, PushContent.GRADIENT, (Topology.NONE,)),
         "plain",
         {
             **_NO_DRIFTS,
@@ -169,26 +169,26 @@ STRATEGIES = {
     ),
     "sync": StrategyKind(
         "replies when all have pushed",
-        Axes(Waiting.BARRIER, Pushed.GRADIENT, (Topology.STAR,)),
+        Axes(Waiting.BARRIER, PushContent.GRADIENT, (Topology.STAR,)),
         "plain",
         {**_NO_DRIFTS, **_NEEDS_SERVER, **_IN_ROUNDS},
     ),
     "async": StrategyKind(
         "replies at once",
-        Axes(Waiting.ASYNC, Pushed.GRADIENT, (Topology.STAR,)),
+        Axes(Waiting.ASYNC, PushContent.GRADIENT, (Topology.STAR,)),
         "auto",
         {**_NO_DRIFTS, **_NEEDS_SERVER},
     ),
     "backup": StrategyKind(
         "replies when all but B have pushed: backup:B",
-        Axes(Waiting.BARRIER, Pushed.GRADIENT, (Topology.STAR,)),
+        Axes(Waiting.BARRIER, PushContent.GRADIENT, (Topology.STAR,)),
         "plain",
         {**_NO_DRIFTS, **_NEEDS_SERVER, **_IN_ROUNDS},
         letter="B",
     ),
     "bounded": StrategyKind(
         "replies while within S steps of the slowest: bounded:S",
-        Axes(Waiting.BOUNDED, Pushed.GRADIENT, (Topology.STAR,)),
+        Axes(Waiting.BOUNDED, PushContent.GRADIENT, (Topology.STAR,)),
         "auto",
         {
             **_NO_DRIFTS,
@@ -200,7 +200,7 @@ STRATEGIES = {
     ),
     "allreduce": StrategyKind(
         "all exchange with all, in step",
-        Axes(Waiting.BARRIER, Pushed.GRADIENT, (Topology.RING,)),
+        Axes(Waiting.BARRIER, PushContent.GRADIENT, (Topology.RING,)),
         "plain",
         {
             **_NO_DRIFTS,
@@ -211,7 +211,7 @@ STRATEGIES = {
     ),
     "local": StrategyKind(
         "H steps each, then the mean of their drifts: local:H",
-        Axes(Waiting.BARRIER, Pushed.DRIFT, (Topology.RING, Topology.STAR)),
+        Axes(Waiting.BARRIER, PushContent.DRIFT, (Topology.RING, Topology.STAR)),
         "plain",
         {
             **_STEPS_INSIDE,
@@ -224,7 +224,7 @@ STRATEGIES = {
     ),
     "diloco": StrategyKind(
         "H steps each, then Nesterov's momentum on the mean drift: diloco:H",
-        Axes(Waiting.BARRIER, Pushed.DRIFT, (Topology.RING, Topology.STAR)),
+        Axes(Waiting.BARRIER, PushContent.DRIFT, (Topology.RING, Topology.STAR)),
         "plain",
         {
             **_STEPS_INSIDE,
@@ -237,7 +237,7 @@ STRATEGIES = {
     ),
     "async-local": StrategyKind(
         "H steps each, each drift applied at once, momentum once a round: async-local:H",
-        Axes(Waiting.ASYNC, Pushed.DRIFT, (Topology.STAR,)),
+        Axes(Waiting.ASYNC, PushContent.DRIFT, (Topology.STAR,)),
         "delayed",
         {
             **_STEPS_INSIDE,
@@ -283,7 +283,7 @@ class Strategy:
     @property
     def is_local(self) -> bool:
         """Whether a worker pushes the drift of its local steps."""
-        return self.kind.axes.pushed is Pushed.DRIFT
+        return self.kind.axes.pushed is PushContent.DRIFT
 
     @property
     def is_stale(self) -> bool:

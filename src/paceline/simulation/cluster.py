@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.analysis.step_times import Measured, read_step_times
+from paceline.analysis.step_times import MeasuredStepTimes, read_step_times
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.settings.durations import delays_of
@@ -13,7 +13,7 @@ from paceline.settings.notation import seconds
 from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.network import parse_link
 from paceline.simulation.simulator import Cluster
-from paceline.simulation.step_times import Distribution, StepTimes, parse_factors, parse_speeds
+from paceline.simulation.step_times import StepTimeDistribution, StepTimes, parse_factors, parse_speeds
 
 DEFAULT_SPEED = "1s"
 TURNS = 0.08
@@ -45,16 +45,18 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
     )
 
 
-def step_times(config: RunConfig, like: Measured | None) -> list[Distribution]:
+def step_times(config: RunConfig, like: MeasuredStepTimes | None) -> list[StepTimeDistribution]:
     """One distribution of step times for each worker: as stated, or as measured times the stated factors."""
     workers = config.workers or 1
     if like is None:
         return parse_speeds(config.speeds or DEFAULT_SPEED, workers)
     factors = parse_factors(config.speeds, workers) if config.speeds is not None else [1.0] * workers
-    return [Distribution("measured", like.step_seconds * factor, quantiles=like.quantiles) for factor in factors]
+    return [
+        StepTimeDistribution("measured", like.step_seconds * factor, quantiles=like.quantiles) for factor in factors
+    ]
 
 
-def _server_seconds(config: RunConfig, like: Measured | None) -> float:
+def _server_seconds(config: RunConfig, like: MeasuredStepTimes | None) -> float:
     if config.server_time is None:
         return like.server_seconds if like is not None else 0.0
     try:

@@ -13,10 +13,10 @@ GC_THRESHOLD = 100_000
 """Raised threshold of the garbage collector: a simulation makes no reference cycles, so collecting only costs time."""
 
 
-class Agenda:
+class EventQueue:
     """Runs planned actions in order of time. It reads no real clock, so equal plans run equally every time.
 
-    >>> queue, seen = Agenda(), []
+    >>> queue, seen = EventQueue(), []
     >>> queue.at(2.0, seen.append, "later")
     >>> queue.at(1.0, seen.append, "sooner")
     >>> queue.run()

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from paceline.assembly.run import timing_server
 from paceline.config import RunConfig
-from paceline.core.driver import Unlogged
+from paceline.core.driver import BareDriver
 from paceline.core.messages import Join, Reply
 from paceline.core.schedules import Budget
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.interfaces import Layout
 from paceline.runs.result import staleness_summary
 from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.cluster import cluster_of
-from paceline.simulation.event_queue import Agenda
+from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.simulator import Simulation
 from paceline.tasks.synthetic import TimingModel
 
@@ -45,12 +45,12 @@ def forecast(config: RunConfig, layout: Layout) -> Forecast:
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)
 
-    def start(send: Callable[[Reply], None]) -> Unlogged:
-        return Unlogged(timing_server(config, layout, budget), send)
+    def start(send: Callable[[Reply], None]) -> BareDriver:
+        return BareDriver(timing_server(config, layout, budget), send)
 
-    agenda = Agenda()
+    agenda = EventQueue()
     simulation = Simulation(
-        agenda, cluster_of(config, layout.size), workers, lambda w, i: Seat(model, model, Join(w, i)), start
+        agenda, cluster_of(config, layout.size), workers, lambda w, i: LocalWorker(model, model, Join(w, i)), start
     )
     simulation.run()
     server, ages = simulation.side.server, staleness_summary(simulation.side.server.staleness)

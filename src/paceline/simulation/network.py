@@ -10,43 +10,43 @@ from typing import Any, TypeAlias
 from paceline.errors import UserError
 from paceline.settings.fault_table import Fault
 from paceline.settings.notation import bytes_per_second, seconds
-from paceline.simulation.event_queue import Action, Agenda
+from paceline.simulation.event_queue import Action, EventQueue
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A full-duplex link: bytes per second each way, plus a latency per message."""
 
     bandwidth: float
     latency: float = 0.0
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> NetworkLink:
     """Parse `BANDWIDTH[,LATENCY]`.
 
     >>> parse_link("1gbit,0.2ms")
-    Link(bandwidth=125000000.0, latency=0.0002)
+    NetworkLink(bandwidth=125000000.0, latency=0.0002)
     """
     parts = text.split(",")
     try:
         if len(parts) > 2:
             raise UserError("there are more than two parts")
-        return Link(bytes_per_second(parts[0]), seconds(parts[1]) if len(parts) == 2 else 0.0)
+        return NetworkLink(bytes_per_second(parts[0]), seconds(parts[1]) if len(parts) == 2 else 0.0)
     except UserError as error:
         raise UserError(f"--link '{text}': {error}; give BANDWIDTH,LATENCY as in 1gbit,0.2ms") from None
 
 
-def ring_seconds(num_workers: int, nbytes: int, link: Link) -> float:
+def ring_seconds(num_workers: int, nbytes: int, link: NetworkLink) -> float:
     """Return the time of a ring all-reduce: 2 (n - 1) steps, each sends 1/n of the bytes over every link at once.
 
-    >>> ring_seconds(4, 1000, Link(1000.0, 0.5))
+    >>> ring_seconds(4, 1000, NetworkLink(1000.0, 0.5))
     4.5
     """
     steps = 2 * (num_workers - 1)
     return steps * (nbytes / num_workers / link.bandwidth + link.latency)
 
 
-class Job:
+class CapacityShare:
     """One job on a shared capacity; it can be cancelled."""
 
     __slots__ = ("action", "argument", "ended")
@@ -56,34 +56,34 @@ class Job:
         self.ended = False
 
 
-class Shared:
+class SharedCapacity:
     """Divides a capacity evenly among its jobs, at most `max_rate` each; sharing loses the part `switching_loss` of it.
 
     All jobs get the same rate, so one number counts the service per job since the start: a job that needs `work` ends
     when this number has grown by `work`. A change therefore costs O(log jobs).
     """
 
-    def __init__(self, queue: Agenda, capacity: float, max_rate: float, switching_loss: float = 0.0) -> None:
+    def __init__(self, queue: EventQueue, capacity: float, max_rate: float, switching_loss: float = 0.0) -> None:
         self._queue = queue
         self._shared_capacity = capacity * (1.0 - switching_loss)
         self._capacity, self._max_rate = capacity, max_rate
         self._service = self._since = 0.0
         self._rate = max_rate
-        self._jobs: list[tuple[float, int, Job]] = []
+        self._jobs: list[tuple[float, int, CapacityShare]] = []
         self._num_jobs = self._serial = 0
         self._next_check = math.inf
 
-    def add(self, work: float, action: Action, argument: Any) -> Job:
+    def add(self, work: float, action: Action, argument: Any) -> CapacityShare:
         """Start a job of size `work`; call `action(argument)` when it is done."""
         self._update_service()
-        job = Job(action, argument)
+        job = CapacityShare(action, argument)
         self._serial += 1
         self._count(1)
         heapq.heappush(self._jobs, (self._service + work, self._serial, job))
         self._plan_next()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: CapacityShare) -> None:
         """Cancel a job and give its capacity to the others."""
         if not job.ended:
             self._update_service()
@@ -133,7 +133,7 @@ class Shared:
         else:
             self._finish(*heapq.heappop(jobs))
 
-    def _finish(self, end: float, serial: int, job: Job) -> None:
+    def _finish(self, end: float, serial: int, job: CapacityShare) -> None:
         self._service = max(self._service, end)
         job.ended = True
         self._count(-1)
@@ -145,7 +145,7 @@ UP, DOWN = "push", "reply"
 
 
 @dataclass(slots=True)
-class Line:
+class WorkerLink:
     """The network link of one worker, over all its incarnations."""
 
     down_until: float = -1.0
@@ -154,19 +154,19 @@ class Line:
     """Total seconds that messages have spent on the link."""
 
 
-Transfer: TypeAlias = tuple[Line, tuple[str, int] | None, Action, Any, float]
+Transfer: TypeAlias = tuple[WorkerLink, tuple[str, int] | None, Action, Any, float]
 """Link, (direction, bytes) if the bandwidth counts, recipient, message, start time."""
 
 
-class Wire:
+class SimulatedNetwork:
     """Delivers messages: all workers share the bandwidth of each direction; the latency is added."""
 
-    def __init__(self, queue: Agenda, bandwidth: float | None, latency: float, num_workers: int) -> None:
+    def __init__(self, queue: EventQueue, bandwidth: float | None, latency: float, num_workers: int) -> None:
         self._queue, self._latency = queue, latency
-        self._shared: dict[str, Shared] = {}
+        self._shared: dict[str, SharedCapacity] = {}
         if bandwidth is not None:
-            self._shared = {way: Shared(queue, bandwidth, bandwidth) for way in (UP, DOWN)}
-        self.links = [Line() for _ in range(num_workers)]
+            self._shared = {way: SharedCapacity(queue, bandwidth, bandwidth) for way in (UP, DOWN)}
+        self.links = [WorkerLink() for _ in range(num_workers)]
         self.server_down = False
 
     def send(

@@ -13,17 +13,17 @@ from typing import Any
 from paceline.assembly.preflight import facts_of, startup_warnings
 from paceline.assembly.run import make_seat, make_server, timing_layout, timing_server, work_of
 from paceline.assembly.task import make_task, prepare_device
-from paceline.assembly.work import Work
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig, places_of
 from paceline.core.messages import Join, Reply
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.data.datasets import DATASETS, Location, load, settle_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, holding
-from paceline.runtimes.server.accounting import Spent
+from paceline.runtimes.server.accounting import TimeShares
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.settings.fault_table import Fault, read_faults
@@ -69,12 +69,12 @@ def _simulate(
     config: RunConfig, folder: RunFolder, location: Location | None, faults: tuple[Fault, ...], console: Console
 ) -> dict[str, Any]:
     from paceline.runs.recovery import rebuild
-    from paceline.simulation.event_queue import Agenda
+    from paceline.simulation.event_queue import EventQueue
 
     parts = _timing_parts(config) if config.timing_only else _training_parts(config, location, console)
     for line in startup_warnings(config, location, parts.work.skew if parts.work is not None else None):
         console.note(line)
-    queue = Agenda()
+    queue = EventQueue()
     hosts: list[Host] = []
 
     def start_server(send: Callable[[Reply], None]) -> Host:
@@ -94,7 +94,7 @@ def _simulate(
             queue.at(queue.now + host.seconds_left, lambda host: _check_time_limit(simulation, host), host)
         return host
 
-    def make_worker(worker: int, incarnation: int) -> Seat:
+    def make_worker(worker: int, incarnation: int) -> LocalWorker:
         return parts.make_seat(Join(worker, incarnation, parts.quotas[worker], config.threads or 1))
 
     cluster = cluster_of(config, parts.num_floats, faults)
@@ -134,41 +134,41 @@ def _check_time_limit(simulation: Simulation, host: Host) -> None:
 class SimulatedRuntime(LocalRuntime):
     """Replies go to the simulator, which measures where a worker's virtual time goes."""
 
-    def __init__(self, send: Callable[[Reply], None], time_shares: Callable[[int], Spent]) -> None:
+    def __init__(self, send: Callable[[Reply], None], time_shares: Callable[[int], TimeShares]) -> None:
         super().__init__(send)
         self._time_shares = time_shares
 
-    def time_shares(self, worker: int) -> Spent:
+    def time_shares(self, worker: int) -> TimeShares:
         """Where a worker's time went."""
         return self._time_shares(worker)
 
 
 @dataclass(frozen=True)
-class Crew:
+class RunParts:
     """The parts of a simulated run: the model, its data, and how to make a server and a worker."""
 
     model: SupervisedTask | TimingModel
-    work: Work | None
+    work: WorkAssignment | None
     quotas: list[int | None]
     num_floats: int
     make_server: Callable[[], Server]
-    make_seat: Callable[[Join], Seat]
+    make_seat: Callable[[Join], LocalWorker]
 
 
-def _training_parts(config: RunConfig, location: Location | None, console: Console) -> Crew:
+def _training_parts(config: RunConfig, location: Location | None, console: Console) -> RunParts:
     """Return the parts of a run whose workers compute real gradients."""
     prepare_device(config)
     dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset)
     work = work_of(task, config)
 
-    def worker(join: Join) -> Seat:
+    def worker(join: Join) -> LocalWorker:
         return make_seat(config, make_task(config, dataset), work, join)
 
-    return Crew(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), worker)
+    return RunParts(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), worker)
 
 
-def _timing_parts(config: RunConfig) -> Crew:
+def _timing_parts(config: RunConfig) -> RunParts:
     """Return the parts of a run whose workers take time but compute nothing; only the data set's size is used."""
     if config.task is not None and config.parameters is None:
         raise UserError("--timing-only with a custom task needs its size: add --parameters, as in --parameters 25.6M")
@@ -183,17 +183,19 @@ def _timing_parts(config: RunConfig) -> Crew:
     def server() -> Server:
         return timing_server(config, layout, budget)
 
-    return Crew(model, None, [quota] * places_of(config), layout.size, server, lambda join: Seat(model, model, join))
+    return RunParts(
+        model, None, [quota] * places_of(config), layout.size, server, lambda join: LocalWorker(model, model, join)
+    )
 
 
-def _time_shares(simulation: Simulation, number: int) -> Spent:
+def _time_shares(simulation: Simulation, number: int) -> TimeShares:
     """Return a worker's time shares so far; time without a step or a message on the network is waiting."""
     worker, now = simulation.workers[number], simulation.queue.now
     sending = simulation.network.links[number].seconds_in_flight
     here = worker.present + (now - worker.joined_at if worker.instance is not None else 0.0)
     computing = worker.computing + (now - worker.step_began if worker.step_began is not None else 0.0)
     step = median(worker.recent) if worker.recent else None
-    return Spent(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps, step=step)
+    return TimeShares(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps, step=step)
 
 
 def _extra_results(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:

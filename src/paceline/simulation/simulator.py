@@ -10,15 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
-from paceline.core.step_balancing import Pacing
-from paceline.core.worker import Seat
+from paceline.core.step_balancing import StepBalancer
+from paceline.core.worker import LocalWorker
 from paceline.runtimes.server.timing import RECENT
 from paceline.settings.fault_table import Fault
-from paceline.simulation.event_queue import Agenda
-from paceline.simulation.network import DOWN, UP, Job, Link, Shared, Wire, ring_seconds
+from paceline.simulation.event_queue import EventQueue
+from paceline.simulation.network import (
+    DOWN,
+    UP,
+    CapacityShare,
+    NetworkLink,
+    SharedCapacity,
+    SimulatedNetwork,
+    ring_seconds,
+)
 from paceline.simulation.step_times import StepTimes
 
 RETRY_STEPS = 5.0
@@ -32,7 +40,7 @@ class Cluster:
     step_times: StepTimes
     nbytes: int
     """Bytes of all weights, as a ring all-reduce sends them; the server computes the size of its own messages."""
-    link: Link | None = None
+    link: NetworkLink | None = None
     latency: float = 0.0
     """Seconds per message without a link: between processes of one machine."""
     ring: bool = False
@@ -48,31 +56,31 @@ class Cluster:
     faults: tuple[Fault, ...] = ()
 
 
-class ServerSide(Protocol):
+class SimulatedServer(Protocol):
     """The server as the simulation sees it: handles inputs, writes weights into `memories`, replies through `send`."""
 
     server: Server
-    memories: dict[int, Memory]
+    memories: dict[int, WorkerBuffers]
 
     def handle(self, message: Input) -> None: ...
 
 
 @dataclass(slots=True)
-class Worker:
+class SimulatedWorker:
     """One worker number over all its incarnations, with its time accounting."""
 
     number: int
     incarnation: int = -1
     life: int = 0
     """Number of starts and ends; events planned for an earlier life are ignored."""
-    instance: Seat | None = None
+    instance: LocalWorker | None = None
     last_reply: int = -1
     unanswered: Push | None = None
     step_began: float | None = None
     steps: int = 1
     seconds_per_step: float = 0.0
     """Seconds per step of the last push."""
-    job: Job | None = None
+    job: CapacityShare | None = None
     factor: float = 1.0
     slow_until: float = 0.0
     paused_until: float = 0.0
@@ -96,11 +104,11 @@ class Simulation:
 
     def __init__(
         self,
-        queue: Agenda,
+        queue: EventQueue,
         cluster: Cluster,
         num_workers: int,
-        make_worker: Callable[[int, int], Seat],
-        start_server: Callable[[Callable[[Reply], None]], ServerSide],
+        make_worker: Callable[[int, int], LocalWorker],
+        start_server: Callable[[Callable[[Reply], None]], SimulatedServer],
         max_workers: int | None = None,
         inject: Callable[[Simulation, Fault], None] | None = None,
     ) -> None:
@@ -112,20 +120,20 @@ class Simulation:
         assert inject is not None or not cluster.faults, "a cluster with faults needs `inject`"
         self._inject = inject
         self.queue, self.cluster = queue, cluster
-        self.workers = [Worker(number) for number in range(max_workers or num_workers)]
+        self.workers = [SimulatedWorker(number) for number in range(max_workers or num_workers)]
         self._initial_workers = self.workers[:num_workers]
         link = None if cluster.ring else cluster.link
         latency = link.latency if link is not None else cluster.latency
-        self.network = Wire(queue, link.bandwidth if link is not None else None, latency, len(self.workers))
+        self.network = SimulatedNetwork(queue, link.bandwidth if link is not None else None, latency, len(self.workers))
         self._make_worker, self._start_server = make_worker, start_server
         cores = float(cluster.cores) if cluster.cores is not None else None
-        self._cores = Shared(queue, cores, 1.0, cluster.switching_loss) if cores is not None else None
-        self._balancer = Pacing() if cluster.by_speed else None
+        self._cores = SharedCapacity(queue, cores, 1.0, cluster.switching_loss) if cores is not None else None
+        self._balancer = StepBalancer() if cluster.by_speed else None
         self._inbox: deque[Input] = deque()
         self._serving = False
         self._server_life = self.num_running = 0
         self.num_events = 0
-        self.side: ServerSide = start_server(self._send)
+        self.side: SimulatedServer = start_server(self._send)
         assert self.side.server.nbytes == cluster.nbytes, "server and cluster have the same number of weights"
 
     def run(self) -> None:
@@ -149,7 +157,7 @@ class Simulation:
         assert self._inject is not None
         self._inject(self, fault)
 
-    def start_worker(self, worker: Worker) -> None:
+    def start_worker(self, worker: SimulatedWorker) -> None:
         """Start a worker process that joins as a new incarnation; the server drops an older one."""
         if worker.instance is not None or worker.done or self.side.server.over:
             return
@@ -163,7 +171,7 @@ class Simulation:
         self.num_running += 1
         self._send_up(worker, worker.instance.join)
 
-    def end_worker(self, worker: Worker) -> None:
+    def end_worker(self, worker: SimulatedWorker) -> None:
         """End the worker's process; messages on their way to it are lost."""
         worker.instance, worker.step_began = None, None
         worker.life += 1
@@ -173,7 +181,7 @@ class Simulation:
             self._cores.cancel(worker.job)
             worker.job = None
 
-    def report_loss(self, worker: Worker, after: float) -> None:
+    def report_loss(self, worker: SimulatedWorker, after: float) -> None:
         """Let the server notice, in `after` seconds, that this incarnation is gone."""
         leave = Leave(worker.number, worker.incarnation)
         if after:
@@ -208,14 +216,14 @@ class Simulation:
         else:
             self.queue.at(now + seconds, self._computed, (worker, life))
 
-    def _step_seconds(self, worker: Worker, push: int) -> float:
+    def _step_seconds(self, worker: SimulatedWorker, push: int) -> float:
         """Return the seconds of all local steps of one push."""
         times, most = self.cluster.step_times, self.cluster.steps_per_push
         if most == 1:
             return times.seconds(worker.number, push)
         return sum(times.seconds(worker.number, push * most + place) for place in range(worker.steps))
 
-    def _computed(self, which: tuple[Worker, int]) -> None:
+    def _computed(self, which: tuple[SimulatedWorker, int]) -> None:
         """Finish a step: wait for the rest of a pause and for the configured delay, then push."""
         worker, life = which
         if life != worker.life:
@@ -229,7 +237,7 @@ class Simulation:
         else:
             self._push(which)
 
-    def _push(self, which: tuple[Worker, int]) -> None:
+    def _push(self, which: tuple[SimulatedWorker, int]) -> None:
         worker, life = which
         if life != worker.life or worker.instance is None or worker.step_began is None:
             return
@@ -244,7 +252,7 @@ class Simulation:
         assert worker.unanswered is not None, "every reply but the last leads to a push"
         self._send_up(worker, worker.unanswered)
 
-    def _send_up(self, worker: Worker, message: Join | Push) -> None:
+    def _send_up(self, worker: SimulatedWorker, message: Join | Push) -> None:
         delivery = self._server_life, message
         nbytes = self.side.server.updater.nbytes_of(message) if isinstance(message, Push) else None
         self.network.send(worker.number, UP, self.deliver, delivery, self._schedule_retry, (worker, message), nbytes)
@@ -264,12 +272,12 @@ class Simulation:
         delivery, nbytes = (worker.life, reply), self.side.memories[worker.number].nbytes
         self.network.send(worker.number, DOWN, self._receive, delivery, self._schedule_retry, request, nbytes)
 
-    def _schedule_retry(self, request: tuple[Worker, Join | Push]) -> None:
+    def _schedule_retry(self, request: tuple[SimulatedWorker, Join | Push]) -> None:
         worker, message = request
         later = self.queue.now + RETRY_STEPS * self.cluster.step_times.mean
         self.queue.at(later, self._retry, (worker, worker.life, message))
 
-    def _retry(self, lost: tuple[Worker, int, Join | Push]) -> None:
+    def _retry(self, lost: tuple[SimulatedWorker, int, Join | Push]) -> None:
         """Send a lost push again, which the server applies only once, or join again as a new incarnation."""
         worker, life, message = lost
         if life != worker.life or self.side.server.over:

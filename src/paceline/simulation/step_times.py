@@ -21,7 +21,7 @@ MAX_SPREAD = 5.0
 
 
 @dataclass(frozen=True)
-class Distribution:
+class StepTimeDistribution:
     """Distribution of step times: mean, and spread as a share of the mean or as measured quantiles of time / mean."""
 
     kind: str
@@ -47,7 +47,7 @@ class Distribution:
 class StepTimes:
     """Draws step times per worker, in blocks; workers beyond the list repeat its distributions."""
 
-    def __init__(self, distributions: list[Distribution], seed: int) -> None:
+    def __init__(self, distributions: list[StepTimeDistribution], seed: int) -> None:
         self.distributions = distributions
         self._seed = seed
         self._blocks: dict[int, tuple[int, list[float]]] = {}
@@ -70,13 +70,13 @@ class StepTimes:
         return block[place]
 
 
-def parse_speeds(text: str, num_workers: int) -> list[Distribution]:
+def parse_speeds(text: str, num_workers: int) -> list[StepTimeDistribution]:
     """Parse `--speeds` into one distribution per worker.
 
     >>> [one.mean for one in parse_speeds("1,1,4", 3)]
     [1.0, 1.0, 4.0]
     >>> parse_speeds("lognormal:30ms,.5*1,2", 2)[1]
-    Distribution(kind='lognormal', mean=0.06, spread=0.5, quantiles=())
+    StepTimeDistribution(kind='lognormal', mean=0.06, spread=0.5, quantiles=())
     """
     try:
         base, star, factors = text.partition("*")
@@ -101,30 +101,30 @@ def parse_factors(text: str, num_workers: int) -> list[float]:
         raise UserError(f"--speeds '{text}': {error}; with --like give factors alone, as in 1,1,4") from None
 
 
-def _base(text: str, num_workers: int) -> list[Distribution]:
+def _base(text: str, num_workers: int) -> list[StepTimeDistribution]:
     kind, colon, arguments = text.partition(":")
     if colon:
         return [_distribution(kind.strip(), arguments.split(","))] * num_workers
     times = [_seconds_or_factor(part) for part in text.split(",")]
-    return [Distribution("constant", time) for time in _per_worker(times, num_workers)]
+    return [StepTimeDistribution("constant", time) for time in _per_worker(times, num_workers)]
 
 
-def _distribution(kind: str, arguments: list[str]) -> Distribution:
+def _distribution(kind: str, arguments: list[str]) -> StepTimeDistribution:
     takes = {"lognormal": 2, "normal": 2, "exponential": 1, "measured": 1}
     if kind not in takes:
         raise unknown_name("distribution", kind, takes)
     if kind == "measured":
         found = read_step_times(Path(",".join(arguments)))
-        return Distribution(kind, found.step_seconds, quantiles=found.quantiles)
+        return StepTimeDistribution(kind, found.step_seconds, quantiles=found.quantiles)
     if len(arguments) != takes[kind]:
         raise UserError(f"{kind} takes {takes[kind]} numbers, got {len(arguments)}")
     mean = _positive(seconds(arguments[0]), arguments[0])
     if kind == "exponential":
-        return Distribution(kind, mean)
+        return StepTimeDistribution(kind, mean)
     spread = seconds(arguments[1]) / mean if kind == "normal" else _factor(arguments[1])
     if spread > MAX_SPREAD:
         raise UserError(f"a spread of {spread:g} times the mean is too large (at most {MAX_SPREAD:g})")
-    return Distribution(kind, mean, spread)
+    return StepTimeDistribution(kind, mean, spread)
 
 
 def _seconds_or_factor(text: str) -> float:

@@ -29,7 +29,7 @@ from paceline.runs.result import weights_sha256
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED
-from paceline.simulation.lab.run import Finished, Progress, Spent, check_rows, run_rows
+from paceline.simulation.lab.run import LabResult, LabTimes, Progress, check_rows, run_rows
 from paceline.simulation.run import simulate
 from paceline.system.environment import environment
 from paceline.system.signals import INTERRUPTED, TERMINATED
@@ -132,7 +132,7 @@ def _run_locked(configs: list[RunConfig], device: str, console: Console) -> None
         console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
     for config in todo:
         remove_incomplete(folder_of(config))
-    progress = Watch(console, len(todo))
+    progress = BatchProgress(console, len(todo))
     try:
         _run_all(todo, device, console, progress)
     except KeyboardInterrupt:
@@ -143,7 +143,7 @@ def _run_locked(configs: list[RunConfig], device: str, console: Console) -> None
         ) from None
 
 
-def _run_all(todo: list[RunConfig], device: str, console: Console, progress: Watch) -> None:
+def _run_all(todo: list[RunConfig], device: str, console: Console, progress: BatchProgress) -> None:
     """Run in the lab all configs it supports, then simulate the others one by one."""
     reasons = {config.name: why_not_in_lab(config) for config in todo}
     simulated = [config for config in todo if reasons[config.name] is not None]
@@ -153,7 +153,7 @@ def _run_all(todo: list[RunConfig], device: str, console: Console, progress: Wat
     if spent.num_rows > 1:
         console.note(f"the lab on {device}: {spent.line()}")
     for config in simulated:
-        inner = Inner(progress)
+        inner = InnerConsole(progress)
         _, result = simulate(config, inner)
         progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
         if inner.stopping is not None:  # the run may still have finished, if only its evaluation was left
@@ -169,8 +169,8 @@ def remove_incomplete(folder: RunFolder) -> None:
         shutil.rmtree(folder.path)
 
 
-def _run_in_lab(configs: list[RunConfig], device: str, progress: Watch) -> Spent:
-    spent = Spent()
+def _run_in_lab(configs: list[RunConfig], device: str, progress: BatchProgress) -> LabTimes:
+    spent = LabTimes()
     for part in _same_data(configs):
         location = locate_data(part[0])
         assert location is not None, "the lab does not run custom tasks"
@@ -192,7 +192,7 @@ def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
     yield from parts.values()
 
 
-def _write_run(finished: Finished, facts: dict[str, Any]) -> None:
+def _write_run(finished: LabResult, facts: dict[str, Any]) -> None:
     """Write a lab run's folder; the result file comes last."""
     folder = RunFolder.create(finished.config)
     tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
@@ -211,7 +211,7 @@ def _write_run(finished: Finished, facts: dict[str, Any]) -> None:
         feed(folder, name, make_tracker(name))
 
 
-class Watch:
+class BatchProgress:
     """Reports to the console how many runs are done and how long the rest will take."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -242,10 +242,10 @@ class Watch:
         self.show(text, (self.num_done + share) / self._total)
 
 
-class Inner(Console):
+class InnerConsole(Console):
     """The console of one run of a batch: forwards its progress only."""
 
-    def __init__(self, progress: Watch, text: str = "simulating") -> None:
+    def __init__(self, progress: BatchProgress, text: str = "simulating") -> None:
         super().__init__(quiet=True)
         self._batch, self._text = progress, text
 
@@ -270,10 +270,10 @@ def train_missing(configs: list[RunConfig], console: Console) -> None:
         todo = [config for config in configs if not is_done(config)]
         if len(todo) < len(configs):
             console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
-        progress = Watch(console, len(todo))
+        progress = BatchProgress(console, len(todo))
         for config in todo:
             remove_incomplete(folder_of(config))
-            inner = Inner(progress, f"training {config.name}")
+            inner = InnerConsole(progress, f"training {config.name}")
             try:
                 _, result = train(config, inner, rank_here())
                 progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)

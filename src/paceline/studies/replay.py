@@ -38,7 +38,7 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     from paceline.assembly.run import make_seat, make_server, work_of
     from paceline.assembly.task import make_task, prepare_device
     from paceline.runs.compare_replay import checkpoints_by_record, compare
-    from paceline.runs.replay import Replay, Threads
+    from paceline.runs.replay import Replay, ReplayThreads
 
     checkpoints = checkpoints_by_record(recording)
     device = prepare_device(config)
@@ -47,7 +47,7 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     work = work_of(task, config)
     own = config.threads or 1
     alone = in_this_process(config) or is_simulated(config)
-    threads = Threads(own, own if alone else server_threads(config, task.layout))
+    threads = ReplayThreads(own, own if alone else server_threads(config, task.layout))
     again = Replay(
         make_server(config, task, work),
         lambda join: make_seat(config, make_task(config, dataset).to(device), work, join),

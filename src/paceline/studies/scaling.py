@@ -10,7 +10,7 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.settings.strategies import strategy_of
 from paceline.studies.batch_runs import note_sample, resolve_for_training, result_of, train_missing
-from paceline.studies.scaling_table import Scaling, gather
+from paceline.studies.scaling_table import ScalingTable, gather
 from paceline.system.cpu import cores
 
 KINDS = ("strong", "weak")
@@ -59,7 +59,9 @@ def configs_for(base: RunConfig, kind: str, counts: list[int], repeats: int) -> 
     return configs
 
 
-def measure(base: RunConfig, kind: str, counts: list[int], repeats: int, folder: Path, console: Console) -> Scaling:
+def measure(
+    base: RunConfig, kind: str, counts: list[int], repeats: int, folder: Path, console: Console
+) -> ScalingTable:
     """Train the missing runs and return the table of all."""
     configs = configs_for(replace(base, runs=str(folder)), kind, counts, repeats)
     resolved = [resolve_for_training(config) for config in configs]

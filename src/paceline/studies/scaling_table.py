@@ -17,7 +17,7 @@ HEAD = ("workers", "batch", "samples/s", "ideal", "speed-up", "efficiency", "com
 
 
 @dataclass(frozen=True)
-class Split:
+class WorkerTimeShares:
     """Mean shares of the workers' time; they add up to 1."""
 
     compute: float
@@ -26,7 +26,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Count:
+class WorkerCount:
     """Results of one number of workers; `rates` has the samples per second of each run."""
 
     workers: int
@@ -35,7 +35,7 @@ class Count:
     ideal: float
     speedup: float
     efficiency: float
-    split: Split | None
+    split: WorkerTimeShares | None
     unfinished: int
 
     @property
@@ -44,21 +44,21 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalingTable:
     """All worker counts of one measurement; the first is the baseline."""
 
     kind: str
     strategy: str
     model: str
-    counts: list[Count]
+    counts: list[WorkerCount]
 
 
-def split_of(result: dict[str, Any], timing: dict[str, Any] | None) -> Split | None:
+def split_of(result: dict[str, Any], timing: dict[str, Any] | None) -> WorkerTimeShares | None:
     """Split the waiting time: its 10th percentile per worker is the exchange, the rest is waiting for other workers.
 
     >>> timing = {"workers": {"0": {"wall": 0.03, "waited_least": 0.002}}}
     >>> split_of({"utilisation": [{"computing": 0.75, "waiting": 0.25}]}, timing)
-    Split(compute=0.75, exchange=0.05, wait=0.2)
+    WorkerTimeShares(compute=0.75, exchange=0.05, wait=0.2)
     """
     shares, workers = result.get("utilisation"), (timing or {}).get("workers", {}).values()
     timed = [row for row in workers if "waited_least" in row and row["wall"] > 0]
@@ -67,14 +67,14 @@ def split_of(result: dict[str, Any], timing: dict[str, Any] | None) -> Split | N
     compute, waiting = (statistics.fmean(share[name] for share in shares) for name in ("computing", "waiting"))
     least = statistics.fmean(row["waited_least"] / row["wall"] for row in timed)
     exchange = min(waiting, compute * least)
-    return Split(round(compute, 4), round(exchange, 4), round(waiting - exchange, 4))
+    return WorkerTimeShares(round(compute, 4), round(exchange, 4), round(waiting - exchange, 4))
 
 
 def gather(
     kind: str, strategy: str, model: str, ideals: dict[int, int], rows: list[tuple[int, int, Path, dict[str, Any]]]
-) -> Scaling:
+) -> ScalingTable:
     """Build the table from `rows` (workers, batch, folder, result) and `ideals` (ideal speed-up per count)."""
-    counts: list[Count] = []
+    counts: list[WorkerCount] = []
     for workers, ideal in ideals.items():
         mine = [row for row in rows if row[0] == workers]
         finished = [(folder, result) for _, _, folder, result in mine if result["status"] == "finished"]
@@ -84,7 +84,7 @@ def gather(
         speedup = rate / base_rate if base_rate else 0.0
         splits = [found for folder, result in finished if (found := split_of(result, _timing(folder))) is not None]
         counts.append(
-            Count(
+            WorkerCount(
                 workers,
                 mine[0][1],
                 rates,
@@ -95,7 +95,7 @@ def gather(
                 len(mine) - len(finished),
             )
         )
-    return Scaling(kind, strategy, model, counts)
+    return ScalingTable(kind, strategy, model, counts)
 
 
 def _timing(path: Path) -> dict[str, Any] | None:
@@ -103,14 +103,14 @@ def _timing(path: Path) -> dict[str, Any] | None:
     return rows[-1] if rows else None
 
 
-def _mean(splits: list[Split]) -> Split | None:
+def _mean(splits: list[WorkerTimeShares]) -> WorkerTimeShares | None:
     if not splits:
         return None
     shares = [[getattr(split, name) for split in splits] for name in ("compute", "exchange", "wait")]
-    return Split(*(statistics.fmean(values) for values in shares))
+    return WorkerTimeShares(*(statistics.fmean(values) for values in shares))
 
 
-def cells(scaling: Scaling) -> list[list[str]]:
+def cells(scaling: ScalingTable) -> list[list[str]]:
     rows = []
     for count in scaling.counts:
         split = count.split
@@ -121,7 +121,7 @@ def cells(scaling: Scaling) -> list[list[str]]:
     return rows
 
 
-def title(scaling: Scaling) -> str:
+def title(scaling: ScalingTable) -> str:
     batch = "one batch shared by all" if scaling.kind == "strong" else "a batch each"
     return f"{scaling.kind} scaling ({batch}): {scaling.model}, {scaling.strategy}"
 
@@ -130,13 +130,13 @@ DROP_ORDER = {"runs": 1, "batch": 2, "ideal": 3, "exchange %": 4, "wait %": 5, "
 """Columns left out of a narrow table, lowest number first."""
 
 
-def plain(scaling: Scaling, width: int = UNLIMITED_WIDTH) -> str:
+def plain(scaling: ScalingTable, width: int = UNLIMITED_WIDTH) -> str:
     """Return the table for a terminal."""
     columns = [Column(name, DROP_ORDER.get(name, 0)) for name in HEAD]
     return fold(title(scaling), width) + "\n" + fit_table(columns, cells(scaling), width, keep_empty=True)
 
 
-def markdown(scaling: Scaling) -> str:
+def markdown(scaling: ScalingTable) -> str:
     lines = markdown_table(HEAD, cells(scaling))
     first = scaling.counts[0]
     legend = (
@@ -147,7 +147,7 @@ def markdown(scaling: Scaling) -> str:
     return "\n".join([f"# {title(scaling)}", "", *lines, "", legend, ""])
 
 
-def rows_of(scaling: Scaling) -> list[dict[str, Any]]:
+def rows_of(scaling: ScalingTable) -> list[dict[str, Any]]:
     """Return the rows of `table.csv` and `--json`."""
     rows = []
     for count in scaling.counts:
@@ -170,7 +170,7 @@ def rows_of(scaling: Scaling) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(scaling: Scaling, path: Path) -> str | None:
+def draw(scaling: ScalingTable, path: Path) -> str | None:
     """Draw samples/s over workers and the ideal line; return why no figure was drawn, or None."""
     counts = scaling.counts
     spread = [statistics.stdev(count.rates) if len(count.rates) > 1 else None for count in counts]

@@ -17,14 +17,14 @@ from paceline.reports.console import Console
 from paceline.runs.folder import SCHEMA, write_atomically
 from paceline.simulation.run import check
 from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
-from paceline.studies.sweep_file import Grid, prefix_errors
+from paceline.studies.sweep_file import SweepGrid, prefix_errors
 
 MARKER = "sweep.json"
 MANY_RUNS = 1000
 
 
 def prepare(
-    grid: Grid, folder: Path, device: str, data_dir: str | None, yes: bool, console: Console
+    grid: SweepGrid, folder: Path, device: str, data_dir: str | None, yes: bool, console: Console
 ) -> list[RunConfig]:
     """Resolve and check the config of every run; start and write nothing."""
     if grid.num_runs > MANY_RUNS and not yes:
@@ -64,12 +64,12 @@ def _check_division(
     divide_work(data[place].train_labels, config)
 
 
-def _identity(grid: Grid) -> dict[str, Any]:
+def _identity(grid: SweepGrid) -> dict[str, Any]:
     """Return the settings that two calls of one sweep must share; the lists of values may change."""
     return {"run": grid.fixed, "grid over": list(grid.axes), "folds": grid.folds}
 
 
-def _require_same_sweep(grid: Grid, folder: Path) -> None:
+def _require_same_sweep(grid: SweepGrid, folder: Path) -> None:
     """Refuse a folder that holds another sweep or other files."""
     what_to_do = "give this sweep another name, use another --runs, or remove it"
     marker = folder / MARKER
@@ -86,7 +86,9 @@ def _require_same_sweep(grid: Grid, folder: Path) -> None:
             raise UserError(f"{folder} holds another sweep, with {name} {there.get(name)}, not {value}: {what_to_do}")
 
 
-def sweep(grid: Grid, configs: list[RunConfig], folder: Path, device: str, console: Console) -> list[dict[str, Any]]:
+def sweep(
+    grid: SweepGrid, configs: list[RunConfig], folder: Path, device: str, console: Console
+) -> list[dict[str, Any]]:
     """Run the missing configs and return the results of all."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ MAX_NAME_LENGTH = 120
 
 
 @dataclass(frozen=True)
-class Grid:
+class SweepGrid:
     """The content of a sweep file."""
 
     path: Path
@@ -100,7 +100,7 @@ def _as_file_name(text: str) -> str:
     return plain if plain == text.replace(":", "") else f"{plain[-24:]}-{zlib.crc32(text.encode()):08x}"
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(path: Path) -> SweepGrid:
     """Read a sweep file and check every name and type in it."""
     raw = parse_toml(path, "give a TOML file with [run] and [grid], as examples/sweep.toml")
     for key in raw:
@@ -119,7 +119,7 @@ def read_grid(path: Path) -> Grid:
     both = sorted(set(fixed) & set(axes))
     if both:
         raise UserError(f"{path}: {both[0]} is under [run] and under [grid]: leave out one of the two")
-    return Grid(
+    return SweepGrid(
         path,
         name,
         {key: _fixed(path, key, value) for key, value in fixed.items()},

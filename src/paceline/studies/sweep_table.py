@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.statistics import Several
+from paceline.analysis.statistics import RunStatistics
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
 from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
-from paceline.studies.sweep_file import Grid, describe, value_text
+from paceline.studies.sweep_file import SweepGrid, describe, value_text
 from paceline.system.terminal import UNLIMITED_WIDTH
 
 MAX_LINES, MAX_ROWS = 8, 60
@@ -20,18 +20,18 @@ MAX_LINES, MAX_ROWS = 8, 60
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepPoint:
     """One combination of the grid and its runs: one per seed and fold."""
 
     values: dict[str, Any]
-    runs: Several
+    runs: RunStatistics
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """All combinations, best first: those without a failed run by their mean, then the others."""
 
-    settings: list[Setting]
+    settings: list[SweepPoint]
     part: str  # validation or test
     measure: str  # accuracy, or loss if the task has no accuracy
 
@@ -40,17 +40,17 @@ class Swept:
         return f"{self.part}_{self.measure}"
 
     @property
-    def best(self) -> Setting | None:
+    def best(self) -> SweepPoint | None:
         first = self.settings[0]
         return first if not first.runs.unfinished else None
 
 
-def gather(grid: Grid, results: list[dict[str, Any]]) -> Swept:
+def gather(grid: SweepGrid, results: list[dict[str, Any]]) -> SweepResult:
     """Group results, given in the order of the grid's configs, by setting, best first."""
-    combined: dict[str, Setting] = {}
+    combined: dict[str, SweepPoint] = {}
     for number, values in enumerate(itertools.product(*grid.axes.values())):
         chosen = {name: value for name, value in zip(grid.axes, values, strict=True) if name != "seed"}
-        setting = combined.setdefault(json.dumps(chosen), Setting(chosen, Several([])))
+        setting = combined.setdefault(json.dumps(chosen), SweepPoint(chosen, RunStatistics([])))
         folds = grid.folds or 1
         setting.runs.results.extend(results[number * folds : (number + 1) * folds])
     finished = [result for result in results if result["status"] == "finished"]
@@ -59,14 +59,14 @@ def gather(grid: Grid, results: list[dict[str, Any]]) -> Swept:
     measure = "accuracy" if all(r[f"{part}_accuracy"] is not None for r in finished) else "loss"
     sign = -1.0 if measure == "accuracy" else 1.0
 
-    def rank(setting: Setting) -> tuple[bool, bool, float]:
+    def rank(setting: SweepPoint) -> tuple[bool, bool, float]:
         mean = setting.runs.mean(f"{part}_{measure}")
         return bool(setting.runs.unfinished), mean is None, sign * (mean or 0.0)
 
-    return Swept(sorted(combined.values(), key=rank), part, measure)
+    return SweepResult(sorted(combined.values(), key=rank), part, measure)
 
 
-def verdict(swept: Swept) -> str:
+def verdict(swept: SweepResult) -> str:
     """Return the last line: the best setting, and whether the second differs by more than the spread."""
     best = swept.best
     if best is None:
@@ -83,14 +83,14 @@ def verdict(swept: Swept) -> str:
     return line
 
 
-def columns(swept: Swept) -> list[tuple[str, str, str]]:
+def columns(swept: SweepResult) -> list[tuple[str, str, str]]:
     """Return heading, result key and format of each column of figures."""
     parts = [swept.part, "train"]
     accuracy = [(f"{part} %", f"{part}_accuracy", ".2f") for part in parts] if swept.measure == "accuracy" else []
     return [*accuracy, *((f"{part} loss", f"{part}_loss", ".4f") for part in parts)]
 
 
-def cells(swept: Swept) -> tuple[list[str], list[list[str]]]:
+def cells(swept: SweepResult) -> tuple[list[str], list[list[str]]]:
     """Return the table's head and rows, best first."""
     axes = list(swept.settings[0].values) or ["setting"]
     head = [*axes, *(title for title, _, _ in columns(swept)), "runs", "diverged"]
@@ -103,7 +103,7 @@ def cells(swept: Swept) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def markdown(swept: Swept) -> str:
+def markdown(swept: SweepResult) -> str:
     head, rows = cells(swept)
     return "\n".join([*markdown_table(head, rows), "", verdict(swept), ""])
 
@@ -112,7 +112,7 @@ DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 
 """Columns left out of a narrow table, lowest number first; the settings and the score always stay."""
 
 
-def plain(swept: Swept, width: int = UNLIMITED_WIDTH) -> str:
+def plain(swept: SweepResult, width: int = UNLIMITED_WIDTH) -> str:
     """Return the table for a terminal."""
     head, rows = cells(swept)
     judged = columns(swept)[0][0]
@@ -120,7 +120,7 @@ def plain(swept: Swept, width: int = UNLIMITED_WIDTH) -> str:
     return fit_table(shown_as, rows, width, keep_empty=True)
 
 
-def rows_of(swept: Swept) -> list[dict[str, Any]]:
+def rows_of(swept: SweepResult) -> list[dict[str, Any]]:
     """Return every setting with its means and spreads, for `table.csv` and `--json`."""
     rows = []
     for setting in swept.settings:
@@ -132,7 +132,7 @@ def rows_of(swept: Swept) -> list[dict[str, Any]]:
     return rows
 
 
-def runs_as_csv(grid: Grid, configs: list[RunConfig], results: list[dict[str, Any]]) -> str:
+def runs_as_csv(grid: SweepGrid, configs: list[RunConfig], results: list[dict[str, Any]]) -> str:
     """Return one CSV line per run."""
     parts = [f"{part}_{measure}" for part in ("train", "validation", "test") for measure in ("accuracy", "loss")]
     rows = []
@@ -143,7 +143,7 @@ def runs_as_csv(grid: Grid, configs: list[RunConfig], results: list[dict[str, An
     return as_csv(rows)
 
 
-def draw(grid: Grid, swept: Swept, path: Path) -> str | None:
+def draw(grid: SweepGrid, swept: SweepResult, path: Path) -> str | None:
     """Draw lines over the longest numeric list, or one row per setting, best on top, if that takes too many lines.
 
     Return why no figure was drawn, or None.
@@ -153,7 +153,7 @@ def draw(grid: Grid, swept: Swept, path: Path) -> str | None:
     title = grid.name + (f": {repeated} runs a setting, bars: standard deviation" if repeated > 1 else "")
     numeric = [name for name, values in grid.axes.items() if name != "seed" and _is_scale(values)]
     along = max(numeric, key=lambda name: len(grid.axes[name]), default=None)
-    lines: dict[str, dict[float, Setting]] = {}
+    lines: dict[str, dict[float, SweepPoint]] = {}
     for setting in swept.settings:
         rest = {name: value for name, value in setting.values.items() if name != along}
         lines.setdefault(describe(rest), {})[setting.values.get(along or "", 0.0)] = setting
@@ -174,5 +174,5 @@ def _is_scale(values: list[Any]) -> bool:
     return len(values) > 2 and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _point(setting: Setting, score: str) -> Point:
+def _point(setting: SweepPoint, score: str) -> Point:
     return Point(setting.runs.mean(score), setting.runs.spread(score), setting.runs.num_diverged > 0)

@@ -17,7 +17,7 @@ RETRY_SECONDS = 0.02
 Handler = Callable[[int, FrameType | None], None]
 
 
-class Ending:
+class InterruptHandler:
     """Signal handler that raises KeyboardInterrupt; during an import, as soon as the import is done.
 
     KeyboardInterrupt during an import can be lost in a callback of the import system, become an ImportError, or break a
@@ -45,7 +45,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 @contextlib.contextmanager
 def raise_on_signals() -> Iterator[None]:
     """Make Ctrl-C and SIGTERM raise KeyboardInterrupt inside this context."""
-    with _installed(Ending(), (*STOP_SIGNALS, signal.SIGALRM)):
+    with _installed(InterruptHandler(), (*STOP_SIGNALS, signal.SIGALRM)):
         try:
             yield
         finally:
@@ -59,7 +59,7 @@ def handle_signals(handler: Handler) -> Iterator[None]:
         yield
         return
     with _installed(handler, STOP_SIGNALS) as before:
-        if any(isinstance(previous, Ending) and previous.pending for previous in before):
+        if any(isinstance(previous, InterruptHandler) and previous.pending for previous in before):
             raise KeyboardInterrupt
         yield
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.interfaces import Batch, Task
 
 
-class Staged:
+class HostStagedTask:
     """Copies weights to the device before each step, and gradient and state back after it.
 
     Codecs, transports and checkpoints see host memory only. The device buffers keep their addresses, so that a step
@@ -40,7 +40,7 @@ class Staged:
         return loss
 
 
-def pinned_memory(sizes: Sizes) -> Memory:
+def pinned_memory(sizes: BufferSizes) -> WorkerBuffers:
     """Return a worker's buffers in pinned memory, which a GPU can copy asynchronously."""
     parts = {name: torch.zeros(count, dtype=dtype).pin_memory() for name, (dtype, count) in sizes.parts().items()}
-    return Memory(sizes, parts)
+    return WorkerBuffers(sizes, parts)

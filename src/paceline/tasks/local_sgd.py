@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.worker import Stretch
+from paceline.core.worker import LocalBatches
 from paceline.interfaces import Batch, State, Task
 
 
@@ -31,7 +31,7 @@ class LocalSteps:
 
     def gradient(self, batch: Batch) -> float:
         """Take one step on each of the local batches; return their mean loss."""
-        assert isinstance(batch, Stretch), "local SGD needs the number of local steps"
+        assert isinstance(batch, LocalBatches), "local SGD needs the number of local steps"
         self._moving.copy_(self._weights)
         self._lr.fill_(batch.lr)
         losses = 0.0

@@ -19,7 +19,7 @@ RESERVED = ("loss", "accuracy")
 
 
 @runtime_checkable
-class Gathered(Protocol):
+class WholeSetMetric(Protocol):
     """A metric of the whole data set that is not a mean over batches."""
 
     def reset(self) -> None: ...
@@ -29,7 +29,7 @@ class Gathered(Protocol):
     def compute(self) -> float | Tensor: ...
 
 
-Metric: TypeAlias = Callable[[Any, Any], "float | Tensor"] | Gathered
+Metric: TypeAlias = Callable[[Any, Any], "float | Tensor"] | WholeSetMetric
 
 
 class Perplexity:
@@ -79,12 +79,14 @@ class _Mean:
         return self._sum / self._count if self._count else math.nan
 
 
-class Measuring:
+class MetricPass:
     """All metrics of a task during one pass over the data."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._means = {name: _Mean(metric) for name, metric in metrics.items() if not isinstance(metric, Gathered)}
-        self._gathered = {name: metric for name, metric in metrics.items() if isinstance(metric, Gathered)}
+        self._means = {
+            name: _Mean(metric) for name, metric in metrics.items() if not isinstance(metric, WholeSetMetric)
+        }
+        self._gathered = {name: metric for name, metric in metrics.items() if isinstance(metric, WholeSetMetric)}
         for metric in self._gathered.values():
             metric.reset()
 
@@ -115,5 +117,5 @@ def require_metrics(metrics: Mapping[str, Metric]) -> None:
     for name, metric in metrics.items():
         if name in RESERVED or not name.isidentifier():
             raise UserError(f"metric '{name}': give it a name of letters and digits, other than loss and accuracy")
-        if not (callable(metric) or isinstance(metric, Gathered)):
+        if not (callable(metric) or isinstance(metric, WholeSetMetric)):
             raise UserError(f"metric '{name}' is {type(metric).__name__}: give a function of outputs and targets")

@@ -39,7 +39,7 @@ class StepSettings:
     accumulate: int = 1
 
 
-class Step:
+class TrainingStep:
     """Forward and backward of one batch."""
 
     def __init__(self, flat: FlatModule, loss: Loss, settings: StepSettings) -> None:
@@ -47,7 +47,7 @@ class Step:
         self._dropouts = [module for module in self._model.modules() if isinstance(module, AddressedDropout)]
         self._around, self._weight = self._model, 1.0
         self._forward: Loss = self._compiled() if settings.compile else self._loss_of
-        self._captured: dict[tuple[torch.Size, ...], Captured] = {}
+        self._captured: dict[tuple[torch.Size, ...], CapturedStep] = {}
 
     @property
     def starts_slowly(self) -> bool:
@@ -69,7 +69,7 @@ class Step:
         if shapes not in self._captured:
             if len(self._captured) == MAX_SHAPES:
                 return self._passes(inputs, targets)
-            self._captured[shapes] = Captured(self._passes, self._flat, inputs, targets)
+            self._captured[shapes] = CapturedStep(self._passes, self._flat, inputs, targets)
         return self._captured[shapes](inputs, targets)
 
     def outputs(self, inputs: Structure, tensors: dict[str, Tensor] | None = None) -> Any:
@@ -142,7 +142,7 @@ def _channels_last(inputs: Tensor) -> Tensor:
     return torch.empty_like(inputs, memory_format=torch.channels_last).copy_(inputs)
 
 
-class Captured:
+class CapturedStep:
     """A step captured as one CUDA graph: the same kernels on the same memory, in one launch.
 
     The addresses of weights, gradient and dropout keys never change.

@@ -14,9 +14,9 @@ from paceline.data.sampler import Batches
 from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.metrics import Measuring, Metric, require_metrics
+from paceline.tasks.metrics import Metric, MetricPass, require_metrics
 from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
-from paceline.tasks.step import Step, StepSettings
+from paceline.tasks.step import StepSettings, TrainingStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,7 +121,7 @@ class SupervisedTask:
 
     def configure_step(self, settings: StepSettings) -> None:
         """Set precision, compilation and the other options of all later steps and evaluations."""
-        self._step = Step(self.flat, self.loss, settings)
+        self._step = TrainingStep(self.flat, self.loss, settings)
 
     def warm_up(self, loader: Loader) -> None:
         """Compile or capture the step before training starts, and restore the buffers; call it after `bind`."""
@@ -168,7 +168,7 @@ class SupervisedTask:
         tensors = self.flat.tensors(weights, state)
         num_classes = int(targets.max()) + 1 if _are_classes(targets) else 0
         loss_sum, hits, seen = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
-        metrics = Measuring(self.metrics)
+        metrics = MetricPass(self.metrics)
         with _evaluating(self.model):
             size = evaluation_batch_size(inputs)
             for start in range(0, total, size):

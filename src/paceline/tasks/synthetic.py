@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.core.messages import Deal
-from paceline.core.worker import Stretch
+from paceline.core.messages import DataAssignment
+from paceline.core.worker import LocalBatches
 from paceline.interfaces import Batch, Layout, Parameter, State
 
 
@@ -29,7 +29,7 @@ class TimingModel:
         pass
 
     def gradient(self, batch: Batch) -> float:
-        if isinstance(batch, Stretch):
+        if isinstance(batch, LocalBatches):
             batch.samples = self._batch.samples * batch.steps
         return math.nan  # there is no loss
 
@@ -48,7 +48,7 @@ OPTIMUM = (1.0, -0.5, 0.25, 2.0)
 _OPTIMUM_TENSOR = torch.tensor(OPTIMUM)
 
 
-def shard_of(worker: int, assignment: Deal | None) -> int:
+def shard_of(worker: int, assignment: DataAssignment | None) -> int:
     """Return the worker's shard: its number, or its place in the data assignment, shifted with each assignment."""
     return worker if assignment is None else assignment.members.index(worker) + 3 * assignment.generation
 

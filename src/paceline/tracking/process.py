@@ -29,7 +29,7 @@ NOTICE_SECONDS = 1.0
 NICENESS = 10
 
 
-class Beside(NamedTuple):
+class TrackerProcess(NamedTuple):
     """One tracker's process, and the file with its output."""
 
     name: str
@@ -42,14 +42,14 @@ class Trackers:
 
     def __init__(self, names: list[str], folder: RunFolder, report: Callable[[dict[str, Any]], None]) -> None:
         self._folder, self._report = folder, report
-        self._running: list[Beside] = []
+        self._running: list[TrackerProcess] = []
         for name in dict.fromkeys(names):
             try:
                 self._running.append(self._start(name))
             except OSError as error:
                 self._note(f"tracker {name} could not be started ({error.strerror})", name)
 
-    def _start(self, name: str) -> Beside:
+    def _start(self, name: str) -> TrackerProcess:
         output_file = self._folder.path / f"track-{re.sub('[^A-Za-z0-9.]+', '-', name).strip('-.')}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "paceline.tracking.process", str(self._folder.path), name, str(os.getpid())]
@@ -62,7 +62,7 @@ class Trackers:
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the run, which then ends its trackers
             )
-        return Beside(name, process, output_file)
+        return TrackerProcess(name, process, output_file)
 
     def poll(self) -> None:
         """Report, once, each tracker that ended before the run."""
@@ -91,7 +91,7 @@ class Trackers:
             one.process.terminate()
         self.end(hurry=True)
 
-    def _report_exit(self, one: Beside) -> None:
+    def _report_exit(self, one: TrackerProcess) -> None:
         """Report why an ended process failed; delete an empty output file."""
         text = ""
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ class Trackers:
         self._report({"kind": "note", "text": f"{what}; {remedy}"})
 
 
-def _ends_by(one: Beside, until: float) -> bool:
+def _ends_by(one: TrackerProcess, until: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         one.process.wait(max(0.0, until - time.monotonic()))
     return one.process.returncode is not None

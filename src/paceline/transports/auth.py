@@ -47,12 +47,12 @@ def _require_protocol(magic: bytes, version: int) -> None:
         raise OtherVersion(f"protocol {version}, not {VERSION}")
 
 
-class Gatekeeper:
+class ServerHandshake:
     """The server's side of one handshake. `binding` identifies the connection (the server's certificate) on both sides.
 
-    >>> gatekeeper, visitor = Gatekeeper(b"token"), Visitor(b"token")
+    >>> gatekeeper, visitor = ServerHandshake(b"token"), ClientHandshake(b"token")
     >>> visitor.check(gatekeeper.check(visitor.answer(gatekeeper.challenge)))
-    >>> Gatekeeper(b"token").check(Visitor(b"guess").answer(Gatekeeper(b"token").challenge))
+    >>> ServerHandshake(b"token").check(ClientHandshake(b"guess").answer(ServerHandshake(b"token").challenge))
     Traceback (most recent call last):
     paceline.transports.auth.WrongToken: a wrong token
     """
@@ -71,7 +71,7 @@ class Gatekeeper:
         return _proof(self._token, b"server", self._nonce, nonce, self._binding)
 
 
-class Visitor:
+class ClientHandshake:
     """The worker's side of one handshake."""
 
     def __init__(self, token: bytes, binding: bytes = b"") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from paceline.errors import UserError
-from paceline.transports.frames import MAGIC, Filler, Outbox, Reading
+from paceline.transports.frames import MAGIC, FrameReader, Reading, SendQueue
 from paceline.transports.tls import Tls, fingerprint
 
 SILENT_MILLISECONDS = 20_000
@@ -216,19 +216,19 @@ def _speaks_plainly(place: tuple[str, int], seconds: float) -> bool:
 T = TypeVar("T")
 
 
-class Refused(Exception):
+class JoinRefused(Exception):
     """The server refused the worker; the message is its reason."""
 
 
 def send(connection: Connection, *parts: bytes | memoryview) -> None:
     """Send all parts on a blocking connection."""
-    outbox = Outbox()
+    outbox = SendQueue()
     outbox.add(*parts)
     outbox.flush(connection.send)
 
 
 def read(connection: Connection, reading: Reading[T]) -> T:
     """Read to the end of `reading` on a blocking connection."""
-    whole = Filler(reading).fill(connection.receive_into)
+    whole = FrameReader(reading).fill(connection.receive_into)
     assert whole is not None, "a blocking connection never returns early"
     return whole[0]

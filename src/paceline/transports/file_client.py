@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.connection import Connection, Refused, connected, parse_address, read, require_token, send
+from paceline.transports.connection import Connection, JoinRefused, connected, parse_address, read, require_token, send
 from paceline.transports.frames import (
     MOST_LOOK,
     MOST_PIECE,
     MOST_REFUSED,
     MOST_SEEN,
-    Kind,
+    FrameKind,
     Reading,
     fields_frame,
     read_bytes,
@@ -29,7 +29,7 @@ SHOWN = ("config.toml", "events.jsonl", "arrivals.log", "result.json")
 """The files of a run folder that observers may read. The token is not one of them."""
 
 
-class Piece(NamedTuple):
+class FileChunk(NamedTuple):
     """Some bytes of a file."""
 
     offset: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     data: bytes
 
 
-class Observer:
+class FileClient:
     """A connection for reading the files of a remote run. Whatever ends it raises ConnectionError.
 
     The constructor tries once and raises UserError if no server answers or the server refuses.
@@ -55,7 +55,7 @@ class Observer:
             raise UserError(f"{address} cannot be reached ({error}): is a 'paceline server' running there?") from None
         try:
             welcome = introduce(self._connection, token, binding, {"observer": True}, HANDSHAKE_SECONDS)
-        except (ConnectionError, Refused, UserError) as error:
+        except (ConnectionError, JoinRefused, UserError) as error:
             self.close()
             if isinstance(error, UserError):
                 raise
@@ -64,12 +64,12 @@ class Observer:
         self.run = str(welcome.get("run", ""))
         """The run folder's path on the server."""
 
-    def read(self, name: str, offset: int = 0, most: int = MOST_PIECE) -> Piece | None:
+    def read(self, name: str, offset: int = 0, most: int = MOST_PIECE) -> FileChunk | None:
         """Read at most `most` bytes of a file from `offset` on; a negative offset counts from the end.
 
         Return None if there is no such file (yet). The next call reads what was appended meanwhile.
         """
-        send(self._connection, fields_frame(Kind.LOOK, {"file": name, "offset": offset, "most": most}, MOST_LOOK))
+        send(self._connection, fields_frame(FrameKind.LOOK, {"file": name, "offset": offset, "most": most}, MOST_LOOK))
         try:
             return read(self._connection, _piece(most))
         except ProtocolError as error:
@@ -80,17 +80,17 @@ class Observer:
         self._connection.close()
 
 
-def _piece(most: int) -> Reading[Piece | None]:
-    kind, nbytes = yield from read_header({Kind.SEEN: MOST_SEEN, Kind.REFUSED: MOST_REFUSED})
+def _piece(most: int) -> Reading[FileChunk | None]:
+    kind, nbytes = yield from read_header({FrameKind.SEEN: MOST_SEEN, FrameKind.REFUSED: MOST_REFUSED})
     fields = yield from read_fields(nbytes)
-    if kind is Kind.REFUSED:
+    if kind is FrameKind.REFUSED:
         raise ProtocolError(fields.get("reason", "no reason given"))
-    _, nbytes = yield from read_header({Kind.BODY: most})
+    _, nbytes = yield from read_header({FrameKind.BODY: most})
     data = bytes((yield from read_bytes(nbytes)))
     if fields.get("size") is None:
         return None
     try:
-        return Piece(int(fields["offset"]), int(fields["size"]), float(fields["age"]), data)
+        return FileChunk(int(fields["offset"]), int(fields["size"]), float(fields["age"]), data)
     except (KeyError, TypeError, ValueError):
         raise ProtocolError("a malformed part of a file") from None
 
@@ -99,7 +99,7 @@ def read_look(connection: Connection) -> dict[str, Any]:
     """On the server: read the next request."""
 
     def reading() -> Reading[dict[str, Any]]:
-        _, nbytes = yield from read_header({Kind.LOOK: MOST_LOOK})
+        _, nbytes = yield from read_header({FrameKind.LOOK: MOST_LOOK})
         return (yield from read_fields(nbytes))
 
     return read(connection, reading())

@@ -33,7 +33,7 @@ Reading: TypeAlias = Generator[memoryview, None, T]
 """Yields each buffer to fill next, and continues when it is full."""
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """The kind of a frame."""
 
     APPLY = 1
@@ -70,19 +70,19 @@ def padding(nbytes: int) -> bytes:
     return bytes(-nbytes % ALIGNMENT)
 
 
-def header(kind: Kind, nbytes: int) -> bytes:
+def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
-    >>> header(Kind.BEAT, 0).hex(" ", 4)
+    >>> header(FrameKind.BEAT, 0).hex(" ", 4)
     '50414345 02080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 
 
-def parse_header(packed: bytes | bytearray, most: Mapping[Kind, int]) -> tuple[Kind, int]:
+def parse_header(packed: bytes | bytearray, most: Mapping[FrameKind, int]) -> tuple[FrameKind, int]:
     """Return kind and size of a frame. Raise ProtocolError unless `most` has the kind and allows the size.
 
-    >>> parse_header(header(Kind.APPLY, 100), {Kind.APPLY: 99})
+    >>> parse_header(header(FrameKind.APPLY, 100), {FrameKind.APPLY: 99})
     Traceback (most recent call last):
     paceline.errors.ProtocolError: a frame 'apply' of 100 bytes, which may have at most 99
     """
@@ -92,9 +92,9 @@ def parse_header(packed: bytes | bytearray, most: Mapping[Kind, int]) -> tuple[K
     if version != VERSION:
         raise ProtocolError(f"a frame of protocol {version}, not {VERSION}")
     if number not in most:
-        name = f"'{Kind(number).name.lower()}'" if number in set(Kind) else f"of unknown kind {number}"
+        name = f"'{FrameKind(number).name.lower()}'" if number in set(FrameKind) else f"of unknown kind {number}"
         raise ProtocolError(f"a frame {name} instead of {' or '.join(kind.name.lower() for kind in most)}")
-    kind = Kind(number)
+    kind = FrameKind(number)
     if nbytes > most[kind]:
         raise ProtocolError(f"a frame '{kind.name.lower()}' of {nbytes} bytes, which may have at most {most[kind]}")
     return kind, nbytes
@@ -107,7 +107,7 @@ def read_bytes(nbytes: int) -> Reading[bytearray]:
     return place
 
 
-def read_header(most: Mapping[Kind, int]) -> Reading[tuple[Kind, int]]:
+def read_header(most: Mapping[FrameKind, int]) -> Reading[tuple[FrameKind, int]]:
     """Read a frame's header. Return its kind and size."""
     return parse_header((yield from read_bytes(HEADER_NBYTES)), most)
 
@@ -124,7 +124,7 @@ def read_fields(nbytes: int) -> Reading[dict[str, Any]]:
     return fields
 
 
-def fields_frame(kind: Kind, fields: Mapping[str, Any], most: int) -> bytes:
+def fields_frame(kind: FrameKind, fields: Mapping[str, Any], most: int) -> bytes:
     """Build a frame of JSON. The caller keeps to the size that the other side accepts."""
     text = json.dumps(fields).encode()
     text += b" " * len(padding(len(text)))
@@ -134,10 +134,10 @@ def fields_frame(kind: Kind, fields: Mapping[str, Any], most: int) -> bytes:
 
 def refusal_frame(reason: str) -> bytes:
     """Build a refusal with its reason, shortened to the size that the other side accepts."""
-    return fields_frame(Kind.REFUSED, {"reason": reason[: MOST_REFUSED // 8]}, MOST_REFUSED)
+    return fields_frame(FrameKind.REFUSED, {"reason": reason[: MOST_REFUSED // 8]}, MOST_REFUSED)
 
 
-class Filler(Generic[T]):
+class FrameReader(Generic[T]):
     """Drives a reader over bytes that arrive in pieces of any size."""
 
     def __init__(self, reading: Reading[T]) -> None:
@@ -156,7 +156,7 @@ class Filler(Generic[T]):
         ...     place = bytearray(4)
         ...     yield memoryview(place)
         ...     return bytes(place)
-        >>> filler = Filler(reading())
+        >>> filler = FrameReader(reading())
         >>> filler.fill(receive_into), filler.fill(receive_into)
         (None, (b'abcd',))
         """
@@ -172,7 +172,7 @@ class Filler(Generic[T]):
             return (end.value,)
 
 
-class Outbox:
+class SendQueue:
     """Bytes still to be sent, not copied: the memory must not change until they are sent."""
 
     def __init__(self) -> None:

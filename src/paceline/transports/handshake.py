@@ -8,13 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, TOKEN_VARIABLE, OtherVersion, Visitor, WrongToken
-from paceline.transports.connection import Connection, Refused, TlsConnection, connected, read, send
+from paceline.transports.auth import (
+    CHALLENGE_NBYTES,
+    PROOF_NBYTES,
+    TOKEN_VARIABLE,
+    ClientHandshake,
+    OtherVersion,
+    WrongToken,
+)
+from paceline.transports.connection import Connection, JoinRefused, TlsConnection, connected, read, send
 from paceline.transports.frames import (
     MOST_APPLY,
     MOST_REFUSED,
     MOST_WELCOME,
-    Kind,
+    FrameKind,
     Reading,
     fields_frame,
     read_bytes,
@@ -47,8 +54,8 @@ def introduce(
     try:
         if not is_known and not isinstance(connection, TlsConnection):
             _require_speech(connection, min(WONDER_SECONDS, seconds))
-        _prove(connection, Visitor(token, binding))
-        send(connection, fields_frame(Kind.APPLY, fields, MOST_APPLY))
+        _prove(connection, ClientHandshake(token, binding))
+        send(connection, fields_frame(FrameKind.APPLY, fields, MOST_APPLY))
         welcome = read(connection, _welcome())
     except OtherVersion as error:
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None
@@ -62,17 +69,17 @@ def introduce(
     return welcome
 
 
-def _prove(connection: Connection, visitor: Visitor) -> None:
+def _prove(connection: Connection, visitor: ClientHandshake) -> None:
     challenge = read(connection, read_bytes(CHALLENGE_NBYTES))
     send(connection, visitor.answer(challenge))
     visitor.check(read(connection, read_bytes(PROOF_NBYTES)))
 
 
 def _welcome() -> Reading[dict[str, Any]]:
-    kind, nbytes = yield from read_header({Kind.WELCOME: MOST_WELCOME, Kind.REFUSED: MOST_REFUSED})
+    kind, nbytes = yield from read_header({FrameKind.WELCOME: MOST_WELCOME, FrameKind.REFUSED: MOST_REFUSED})
     fields = yield from read_fields(nbytes)
-    if kind is Kind.REFUSED:
-        raise Refused(fields.get("reason", "no reason given"))
+    if kind is FrameKind.REFUSED:
+        raise JoinRefused(fields.get("reason", "no reason given"))
     return fields
 
 

@@ -12,9 +12,9 @@ import socket
 import time
 from typing import Any
 
-from paceline.core.buffers import Sizes
+from paceline.core.buffers import BufferSizes
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.auth import ANSWER_NBYTES, DENIAL, Gatekeeper, WrongToken
+from paceline.transports.auth import ANSWER_NBYTES, DENIAL, ServerHandshake, WrongToken
 from paceline.transports.connection import (
     Connection,
     TlsConnection,
@@ -27,10 +27,10 @@ from paceline.transports.connection import (
 from paceline.transports.frames import (
     MOST_APPLY,
     MOST_WELCOME,
-    Filler,
-    Kind,
-    Outbox,
+    FrameKind,
+    FrameReader,
     Reading,
+    SendQueue,
     fields_frame,
     read_bytes,
     read_fields,
@@ -48,7 +48,7 @@ _KEPT_COMPLAINTS = 20
 _QUIET_SECONDS = 1.0
 
 
-class Applicant:
+class JoinRequest:
     """An authenticated request to join, which waits for `welcome`, `welcome_back` or `refuse`."""
 
     def __init__(self, connection: Connection, fields: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Applicant:
 
     def refuse(self, reason: str) -> None:
         """Refuse the request, with a reason that the client shows its user."""
-        outbox = Outbox()
+        outbox = SendQueue()
         outbox.add(refusal_frame(reason))
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
@@ -64,35 +64,35 @@ class Applicant:
 
     def take_on(self, fields: dict[str, Any]) -> None:
         """Accept it as something other than a worker. The caller then owns the connection."""
-        outbox = Outbox()
-        outbox.add(fields_frame(Kind.WELCOME, fields, MOST_WELCOME))
+        outbox = SendQueue()
+        outbox.add(fields_frame(FrameKind.WELCOME, fields, MOST_WELCOME))
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
 
-    def welcome(self, fields: dict[str, Any], largest: Sizes) -> TcpPeer:
+    def welcome(self, fields: dict[str, Any], largest: BufferSizes) -> TcpPeer:
         """Accept it as a worker: `fields` holds its number, its incarnation and everything it needs to start.
 
         `largest` limits the buffers that its hello may ask for.
         """
         peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
-        peer.send(fields_frame(Kind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
+        peer.send(fields_frame(FrameKind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
         return peer
 
     def welcome_back(self, peer: TcpPeer, fields: dict[str, Any]) -> None:
         """Accept a worker that reconnects: `peer` continues on this connection."""
         peer.attach(self.connection)
         known = {"worker": peer.worker, "incarnation": peer.incarnation}
-        peer.send(fields_frame(Kind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
+        peer.send(fields_frame(FrameKind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
 
 
-class Stranger:
+class UnauthenticatedPeer:
     """A connection that is not authenticated yet."""
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
         self._shaken = not isinstance(connection, TlsConnection)
-        self._outbox = Outbox()
-        self._filler = Filler(_application(connection, self._outbox, Gatekeeper(token, binding)))
+        self._outbox = SendQueue()
+        self._filler = FrameReader(_application(connection, self._outbox, ServerHandshake(token, binding)))
 
     def fileno(self) -> int:
         """The connection's descriptor."""
@@ -103,14 +103,14 @@ class Stranger:
         """Whether to call `step` when the connection accepts bytes."""
         return bool(self._outbox) or self.connection.wants_write
 
-    def step(self) -> Applicant | None:
+    def step(self) -> JoinRequest | None:
         """Continue with the bytes that have arrived. If they are wrong, close it and raise ProtocolError."""
         try:
             whole = self._go_on()
         except (ProtocolError, ConnectionError) as error:
             self.connection.close()
             raise ProtocolError(f"{self.peer} was turned away: {error}") from None
-        return Applicant(self.connection, whole[0]) if whole is not None else None
+        return JoinRequest(self.connection, whole[0]) if whole is not None else None
 
     def _go_on(self) -> tuple[dict[str, Any]] | None:
         connection = self.connection
@@ -124,7 +124,7 @@ class Stranger:
         return whole
 
 
-def _application(connection: Connection, outbox: Outbox, gatekeeper: Gatekeeper) -> Reading[dict[str, Any]]:
+def _application(connection: Connection, outbox: SendQueue, gatekeeper: ServerHandshake) -> Reading[dict[str, Any]]:
     """Read the handshake and the request. Holds no reference to the Stranger, to avoid a reference cycle."""
     outbox.add(gatekeeper.challenge)
     answer = yield from read_bytes(ANSWER_NBYTES)
@@ -134,7 +134,7 @@ def _application(connection: Connection, outbox: Outbox, gatekeeper: Gatekeeper)
         outbox.add(DENIAL)
         outbox.flush(connection.send)
         raise
-    _, nbytes = yield from read_header({Kind.APPLY: MOST_APPLY})
+    _, nbytes = yield from read_header({FrameKind.APPLY: MOST_APPLY})
     return (yield from read_fields(nbytes))
 
 
@@ -155,7 +155,7 @@ class Listener:
         self._socket = _listen(address)
         self.address = format_address(self._socket.getsockname())
         """The address with the port that the system chose."""
-        self.strangers: dict[int, Stranger] = {}
+        self.strangers: dict[int, UnauthenticatedPeer] = {}
         """By descriptor, oldest first."""
         self.num_refused = 0
         self._complaints: list[str] = []
@@ -167,7 +167,7 @@ class Listener:
         """Readable when `serve` has something to do."""
         return self._poll.fileno()
 
-    def serve(self, now: float | None = None) -> list[Applicant]:
+    def serve(self, now: float | None = None) -> list[JoinRequest]:
         """Accept connections, continue handshakes, close expired ones. Return the requests that are complete.
 
         Call it when `fileno()` is readable, and about once a second while there are strangers.
@@ -200,12 +200,14 @@ class Listener:
                 self._drop(
                     next(iter(self.strangers.values())), f"more than {self._most} unauthenticated connections at once"
                 )
-            stranger = Stranger(accepted(sock, format_address(address), self._tls), self._token, self._binding, now)
+            stranger = UnauthenticatedPeer(
+                accepted(sock, format_address(address), self._tls), self._token, self._binding, now
+            )
             self.strangers[stranger.fileno()] = stranger
             self._poll.register(stranger.fileno(), select.EPOLLIN)
             self._step(stranger)  # sends the challenge, which has no answer yet
 
-    def _step(self, stranger: Stranger) -> Applicant | None:
+    def _step(self, stranger: UnauthenticatedPeer) -> JoinRequest | None:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             applicant = stranger.step()
@@ -228,7 +230,7 @@ class Listener:
                 break
             self._drop(oldest, f"no proof within {self._seconds:g} s")
 
-    def _drop(self, stranger: Stranger, reason: str) -> None:
+    def _drop(self, stranger: UnauthenticatedPeer, reason: str) -> None:
         del self.strangers[stranger.fileno()]
         stranger.connection.close()
         self._complain(f"{stranger.peer} was turned away: {reason}")

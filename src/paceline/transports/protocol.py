@@ -9,8 +9,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from paceline.core.buffers import Memory
-from paceline.core.messages import Join, Push, Rate, Reply
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import Join, Push, Reply, SetLrFactor
 
 MEMBER_NBYTES = 2
 
@@ -28,32 +28,32 @@ class Hello:
     """A worker's first message: its join, its buffers, and facts that must match the server's."""
 
     join: Join
-    slot: Memory
+    slot: WorkerBuffers
     facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Figures:
+class ReportedFigures:
     """Metrics that a script measured itself, for the run's result."""
 
     worker: int
     values: dict[str, float]
 
 
-class Heard:
+class Keepalive:
     """A heartbeat, or a part of a message: the worker is alive, and the server has nothing to do."""
 
 
-HEARD = Heard()
+HEARD = Keepalive()
 
-Message: TypeAlias = Hello | Push | Rate | Figures | Heard
+Message: TypeAlias = Hello | Push | SetLrFactor | ReportedFigures | Keepalive
 """Everything that a server receives from a worker."""
 
 
 class Transport(Protocol):
     """The client side: how a worker reaches its server, or all servers of a sharded run."""
 
-    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join the run with these buffers. Return the first reply, or None if the server is gone."""
         ...
 
@@ -76,7 +76,7 @@ class Transport(Protocol):
 class ScriptTransport(Transport, Protocol):
     """What a user's own loop needs besides: its learning rate schedule runs in the worker."""
 
-    def set_rate(self, rate: Rate) -> None:
+    def set_rate(self, rate: SetLrFactor) -> None:
         """Change the learning rate from the next push on."""
         ...
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 LOOK_SECONDS = 0.05
 
 
-class Noticeboard(Protocol):
+class RendezvousStore(Protocol):
     """A store of rows by name, written by one process and read by the others."""
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ class Noticeboard(Protocol):
     def close(self) -> None: ...
 
 
-class FileBoard:
+class FileRendezvous:
     """A store in a folder of a file system that all machines share, of mode 700."""
 
     def __init__(self, folder: Path, step: str, keeper: bool) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory, Sizes
-from paceline.core.messages import Deal, Join, Push, Rate, Reply
+from paceline.core.buffers import BufferSizes, WorkerBuffers
+from paceline.core.messages import DataAssignment, Join, Push, Reply, SetLrFactor
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.transports.protocol import (
     MEMBER_NBYTES,
-    Figures,
     Hello,
     Peer,
+    ReportedFigures,
     ScriptTransport,
     Timing,
     pack_members,
@@ -38,10 +38,10 @@ _GONE = BrokenPipeError, ConnectionResetError
 _LARGEST = 1 << 20
 
 
-class Slot(Memory):
+class SharedBuffers(WorkerBuffers):
     """One worker's buffers in a segment that the server maps too. Each part starts on its own page."""
 
-    def __init__(self, segment: Segment, sizes: Sizes) -> None:
+    def __init__(self, segment: Segment, sizes: BufferSizes) -> None:
         self.segment = segment
         parts, offset = {}, 0
         for name, (dtype, count) in sizes.parts().items():
@@ -55,14 +55,14 @@ class Slot(Memory):
         return torch.frombuffer(self.segment.memory, dtype=dtype, count=count, offset=offset)
 
     @staticmethod
-    def nbytes_for(sizes: Sizes) -> int:
+    def nbytes_for(sizes: BufferSizes) -> int:
         """The number of bytes that a segment for `sizes` takes."""
         return sum(page_aligned(dtype.itemsize * count) for dtype, count in sizes.parts().values())
 
     @staticmethod
-    def create(sizes: Sizes) -> Slot:
+    def create(sizes: BufferSizes) -> SharedBuffers:
         """Allocate the segment of a new worker."""
-        return Slot(Segment.create(Slot.nbytes_for(sizes), "weights and gradient of a worker"), sizes)
+        return SharedBuffers(Segment.create(SharedBuffers.nbytes_for(sizes), "weights and gradient of a worker"), sizes)
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
@@ -80,11 +80,11 @@ class SharedMemoryClient(ScriptTransport):
     def __init__(self, connection: socket.socket, polls: int = 0, places: int = 0) -> None:
         self._connection, self._polls = connection, polls
         self._largest = _REPLY.size + MEMBER_NBYTES * places
-        self._deal: Deal | None = None
+        self._deal: DataAssignment | None = None
 
-    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Pass the segment's descriptor to the server and wait for the first weights."""
-        assert isinstance(memory, Slot), "a worker on shared memory allocates its buffers with Slot.create"
+        assert isinstance(memory, SharedBuffers), "a worker on shared memory allocates its buffers with Slot.create"
         fields = {
             "worker": join.worker,
             "incarnation": join.incarnation,
@@ -115,7 +115,7 @@ class SharedMemoryClient(ScriptTransport):
         with contextlib.suppress(*_GONE):
             self._connection.send(bytes([_REPORTED]) + json.dumps(figures).encode())
 
-    def set_rate(self, rate: Rate) -> None:
+    def set_rate(self, rate: SetLrFactor) -> None:
         """Change the learning rate from the next push on."""
         with contextlib.suppress(*_GONE):
             self._connection.send(_RATE.pack(_RATED, rate.factor))
@@ -142,7 +142,7 @@ class SharedMemoryClient(ScriptTransport):
             return None
         _, over, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
-            self._deal = Deal(generation, unpack_members(packet[_REPLY.size :]))
+            self._deal = DataAssignment(generation, unpack_members(packet[_REPLY.size :]))
         return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
 
 
@@ -152,10 +152,10 @@ class SharedMemoryPeer(Peer):
     def __init__(self, connection: socket.socket, worker: int, incarnation: int) -> None:
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
-        self.slot: Slot | None = None
+        self.slot: SharedBuffers | None = None
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
-        self._told: Deal | None = None
+        self._told: DataAssignment | None = None
         """The members that this connection has already sent."""
 
     def fileno(self) -> int:
@@ -166,7 +166,7 @@ class SharedMemoryPeer(Peer):
         """Close the connection."""
         self.connection.close()
 
-    def receive(self) -> Hello | Push | Rate | Figures | None:
+    def receive(self) -> Hello | Push | SetLrFactor | ReportedFigures | None:
         """Read the next message. Return None if the worker is gone; raise ProtocolError if the bytes are malformed."""
         slot = self.slot
         try:
@@ -189,32 +189,32 @@ class SharedMemoryPeer(Peer):
             update = update[:nbytes]
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
-    def _setting(self, packet: bytes) -> Rate | Figures:
+    def _setting(self, packet: bytes) -> SetLrFactor | ReportedFigures:
         """Decode the messages of a user's own loop that are not pushes."""
         if packet[0] == _RATED and len(packet) == _RATE.size:
-            return Rate(self.worker, _RATE.unpack(packet)[1])
+            return SetLrFactor(self.worker, _RATE.unpack(packet)[1])
         if packet[0] != _REPORTED:
             raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are not a push")
         try:
             values = {str(name): float(value) for name, value in json.loads(packet[1:]).items()}
         except (ValueError, TypeError, AttributeError):
             raise ProtocolError(f"worker {self.worker} reported metrics that are not numbers by name") from None
-        return Figures(self.worker, values)
+        return ReportedFigures(self.worker, values)
 
     def _hello(self, packet: bytes, fds: list[int]) -> Hello:
         try:
             fields = json.loads(packet[1:]) if packet[0] == _HELLO and len(fds) == 1 else {}
             join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
             weights, state, payload, pulled, own = fields.pop("sizes")
-            sizes = Sizes(int(weights), int(state), payload, pulled, int(own))
-            nbytes = Slot.nbytes_for(sizes)
+            sizes = BufferSizes(int(weights), int(state), payload, pulled, int(own))
+            nbytes = SharedBuffers.nbytes_for(sizes)
         except (ValueError, KeyError, TypeError):
             for fd in fds:
                 os.close(fd)
             raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are not a hello") from None
         segment = Segment.attach(fds[0], nbytes)
         segment.close_descriptor()
-        self.slot = Slot(segment, sizes)
+        self.slot = SharedBuffers(segment, sizes)
         return Hello(join, self.slot, fields)
 
     def answer(self, reply: Reply) -> None:

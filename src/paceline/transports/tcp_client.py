@@ -13,18 +13,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.core.buffers import Memory, view
-from paceline.core.messages import Deal, Join, Push, Reply
-from paceline.errors import Forgotten, ProtocolError, UserError
+from paceline.core.buffers import WorkerBuffers, view
+from paceline.core.messages import DataAssignment, Join, Push, Reply
+from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.interfaces import MOST_WORKERS
-from paceline.transports.connection import Connection, Refused, connected, parse_address, read, require_token, send
+from paceline.transports.connection import Connection, JoinRefused, connected, parse_address, read, require_token, send
 from paceline.transports.frames import (
     MOST_FIGURES,
     MOST_HELLO,
     MOST_REFUSED,
     PUSH_HEAD,
     REPLY_HEAD,
-    Kind,
+    FrameKind,
     Reading,
     fields_frame,
     header,
@@ -42,7 +42,7 @@ FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 
 
-class BackOff:
+class Backoff:
     """Exponential backoff with jitter, until `patience` seconds have passed."""
 
     def __init__(self, patience: float) -> None:
@@ -64,7 +64,7 @@ class TcpClient(Transport):
     """A worker's connection to one server: `apply`, `hello`, then exchange pushes for weights.
 
     If the connection breaks, it reconnects for up to `patience` seconds and sends again what has no reply. If the
-    server does not know the worker any more, it raises `Forgotten`: the worker then joins again on the same client.
+    server does not know the worker any more, it raises `UnknownWorker`: the worker then joins again on the same client.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class TcpClient(Transport):
         self._connection: Connection | None = None
         self._opened = self._last_sent = 0.0
         self._fields: dict[str, Any] = {}
-        self._memory: Memory | None = None
+        self._memory: WorkerBuffers | None = None
         self._ship_own = False
-        self._deal: Deal | None = None
+        self._deal: DataAssignment | None = None
         self._forgotten: dict[str, Any] | None = None
         self._busy = threading.Lock()
         """Held while frames are exchanged, so that no heartbeat is sent in the middle of one."""
@@ -97,7 +97,7 @@ class TcpClient(Transport):
         """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses."""
         require_token(parse_address(self._address)[0], self._token)
         self._fields = dict(fields)
-        back_off = BackOff(patience)
+        back_off = Backoff(patience)
         with self._busy:
             while True:
                 try:
@@ -109,7 +109,7 @@ class TcpClient(Transport):
                         hint = "is the server running, reachable from here, and TLS on at both ends or at neither?"
                         raise UserError(f"{self._address} cannot be reached ({error}): {hint}") from None
                     time.sleep(seconds)
-                except Refused as reason:
+                except JoinRefused as reason:
                     raise UserError(f"{self._address}: {reason}") from None
         if beats:
             self._beating = threading.Thread(target=self._send_heartbeats, name="paceline-heartbeat", daemon=True)
@@ -123,14 +123,14 @@ class TcpClient(Transport):
         connection.stop_waiting()
         return connection
 
-    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join and wait for the first weights. Raise UserError if the worker's facts do not match the server's."""
         self._memory, self._ship_own, self._forgotten = memory, False, None
         self._deal = None
         known = {"worker": join.worker, "incarnation": join.incarnation}
         self._fields |= {"again": True, **known}
         fields = {**known, "quota": join.quota, "threads": join.threads, "sizes": memory.sizes, **facts}
-        reply = self._ask(join, [memoryview(fields_frame(Kind.HELLO, fields, MOST_HELLO))])
+        reply = self._ask(join, [memoryview(fields_frame(FrameKind.HELLO, fields, MOST_HELLO))])
         if reply is None and self.farewell is not None:
             raise UserError(f"{self._address}: {self.farewell}")
         return reply
@@ -143,14 +143,14 @@ class TcpClient(Transport):
         sizes = [len(body) for body in (*bodies, own)]
         head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
         pad = padding(sum(sizes))
-        first = header(Kind.PUSH, len(head) + sum(sizes) + len(pad)) + head
+        first = header(FrameKind.PUSH, len(head) + sum(sizes) + len(pad)) + head
         return self._ask(push, [memoryview(first), *bodies, own, memoryview(pad)])
 
     def report(self, figures: dict[str, float]) -> None:
         """Send metrics that belong in the run's result."""
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
-                self._send([memoryview(fields_frame(Kind.FIGURES, figures, MOST_FIGURES))])
+                self._send([memoryview(fields_frame(FrameKind.FIGURES, figures, MOST_FIGURES))])
 
     @property
     def forgotten(self) -> dict[str, Any] | None:
@@ -169,28 +169,28 @@ class TcpClient(Transport):
         self._closed.set()
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
-                self._send([memoryview(header(Kind.BYE, 0))])
+                self._send([memoryview(header(FrameKind.BYE, 0))])
             self._drop()
         if self._beating is not None:
             self._beating.join()
 
     def _ask(self, who: Join | Push, parts: list[memoryview]) -> Reply | None:
         """Send a frame, again after each reconnect, until its reply has come."""
-        back_off = BackOff(self._patience)
+        back_off = Backoff(self._patience)
         with self._busy:
             while not self._closed.is_set():
                 try:
                     if self._connection is None:
                         self._reconnect()
                     if self._forgotten is not None:
-                        raise Forgotten(self._forgotten)
+                        raise UnknownWorker(self._forgotten)
                     self._send(parts)
                     self._await_reply()
                     assert self._connection is not None
                     return read(self._connection, self._reply(who.worker, who.incarnation))
                 except ConnectionError:
                     self._drop()
-                except Refused as reason:
+                except JoinRefused as reason:
                     self.farewell = str(reason)
                     return None
                 seconds = back_off.pause(time.monotonic() - self._opened)
@@ -205,9 +205,9 @@ class TcpClient(Transport):
         assert memory is not None
         most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
         largest = REPLY_HEAD.size + most + len(padding(most))
-        kind, nbytes = yield from read_header({Kind.REPLY: largest, Kind.REFUSED: MOST_REFUSED})
-        if kind is Kind.REFUSED:
-            raise Refused((yield from read_fields(nbytes)).get("reason", "no reason given"))
+        kind, nbytes = yield from read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: MOST_REFUSED})
+        if kind is FrameKind.REFUSED:
+            raise JoinRefused((yield from read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
         over, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
@@ -227,7 +227,7 @@ class TcpClient(Transport):
         if nbytes != left or nbytes > MEMBER_NBYTES * MOST_WORKERS or nbytes % MEMBER_NBYTES:
             raise ProtocolError(f"{nbytes} bytes of members in a reply that has room for {left}")
         if nbytes:
-            self._deal = Deal(generation, unpack_members((yield from read_bytes(nbytes))))
+            self._deal = DataAssignment(generation, unpack_members((yield from read_bytes(nbytes))))
 
     def _await_reply(self) -> None:
         """Wait until bytes arrive, sending heartbeats meanwhile."""
@@ -235,7 +235,7 @@ class TcpClient(Transport):
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * self._beat):
-            self._send([memoryview(header(Kind.BEAT, 0))])
+            self._send([memoryview(header(FrameKind.BEAT, 0))])
 
     def _send_heartbeats(self) -> None:
         """In a thread: send heartbeats while nothing else is sent, and reconnect if the connection broke."""
@@ -246,8 +246,8 @@ class TcpClient(Transport):
                 if self._connection is None:
                     self._reconnect()
                 else:
-                    self._send([memoryview(header(Kind.BEAT, 0))])
-            except (ConnectionError, Refused, UserError):
+                    self._send([memoryview(header(FrameKind.BEAT, 0))])
+            except (ConnectionError, JoinRefused, UserError):
                 self._drop()  # the next exchange meets the same failure and handles it
             finally:
                 self._busy.release()
@@ -268,7 +268,7 @@ class TcpClient(Transport):
         try:
             seconds, is_known = min(HANDSHAKE_SECONDS, seconds), self._memory is not None
             return introduce(connection, self._token, binding, self._fields, seconds, is_known)
-        except (ConnectionError, Refused, UserError):
+        except (ConnectionError, JoinRefused, UserError):
             self._drop()
             raise
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.core.buffers import Memory, Sizes, view
-from paceline.core.messages import Deal, Join, Push, Reply
+from paceline.core.buffers import BufferSizes, WorkerBuffers, view
+from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.connection import Connection
 from paceline.transports.frames import (
@@ -18,10 +18,10 @@ from paceline.transports.frames import (
     MOST_HELLO,
     PUSH_HEAD,
     REPLY_HEAD,
-    Filler,
-    Kind,
-    Outbox,
+    FrameKind,
+    FrameReader,
     Reading,
+    SendQueue,
     header,
     padding,
     read_bytes,
@@ -29,15 +29,15 @@ from paceline.transports.frames import (
     read_header,
     refusal_frame,
 )
-from paceline.transports.protocol import HEARD, Figures, Heard, Hello, Peer, Timing, pack_members
+from paceline.transports.protocol import HEARD, Hello, Keepalive, Peer, ReportedFigures, Timing, pack_members
 
 _SCRATCH = 1 << 18
 
 
-class Views:
+class BufferViews:
     """The buffers' bytes as memoryviews, made once: making them for every push would cost too much."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: WorkerBuffers) -> None:
         self.update, self.state, self.weights = view(memory.update), view(memory.state), view(memory.weights)
         self.source = memory.weights
         """The tensor that `weights` views; a sharded server replaces it."""
@@ -50,19 +50,19 @@ def _within(asked: int | None, most: int | None) -> bool:
     return 0 <= asked <= most
 
 
-def parse_sizes(asked: Any, most: Sizes) -> Sizes:
+def parse_sizes(asked: Any, most: BufferSizes) -> BufferSizes:
     """Check the sizes of a worker's buffers before allocating them.
 
-    >>> parse_sizes([10, 0, None, None, 0], Sizes(10))
-    Sizes(weights=10, state=0, payload=None, pulled=None, own=0)
-    >>> parse_sizes([11, 0, None, None, 0], Sizes(10))
+    >>> parse_sizes([10, 0, None, None, 0], BufferSizes(10))
+    BufferSizes(weights=10, state=0, payload=None, pulled=None, own=0)
+    >>> parse_sizes([11, 0, None, None, 0], BufferSizes(10))
     Traceback (most recent call last):
     paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
     """
     if not isinstance(asked, list) or len(asked) != len(most) or not all(type(n) in (int, type(None)) for n in asked):
         raise ProtocolError("a hello without sizes")
-    sizes = Sizes(*asked)
-    for name, count, limit in zip(Sizes._fields, sizes, most, strict=True):
+    sizes = BufferSizes(*asked)
+    for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
         if not _within(count, limit):
             raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
     return sizes
@@ -71,11 +71,11 @@ def parse_sizes(asked: Any, most: Sizes) -> Sizes:
 class TcpPeer(Peer):
     """One worker's connection, and its buffers, which survive a broken connection."""
 
-    def __init__(self, connection: Connection, worker: int, incarnation: int, largest: Sizes) -> None:
+    def __init__(self, connection: Connection, worker: int, incarnation: int, largest: BufferSizes) -> None:
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
-        self.slot: Memory | None = None
-        self._views: Views | None = None
+        self.slot: WorkerBuffers | None = None
+        self._views: BufferViews | None = None
         """Views of the buffers in `slot`."""
         self.timing = Timing(0.0, 0.0, 0.0)
         """Of the last push."""
@@ -87,16 +87,16 @@ class TcpPeer(Peer):
         self.own_seq = -1
         """The last push that brought the local state, which is in `slot.kept(own_seq)`."""
         self._largest = largest
-        self._most = {Kind.BEAT: 0, Kind.BYE: 0, Kind.HELLO: MOST_HELLO, Kind.FIGURES: MOST_FIGURES}
+        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0, FrameKind.HELLO: MOST_HELLO, FrameKind.FIGURES: MOST_FIGURES}
         """The kinds of frames that are accepted and their largest sizes; pushes only after the buffers exist."""
         self._seq = -1
         """The last push that has arrived completely."""
-        self._told: Deal | None = None
+        self._told: DataAssignment | None = None
         """The members that this connection has already sent."""
         self._greeted: Reply | None = None
         """The reply to the hello, until the first push comes."""
-        self._outbox = Outbox()
-        self._filler: Filler[Hello | Push | Figures | Heard] | None = None
+        self._outbox = SendQueue()
+        self._filler: FrameReader[Hello | Push | ReportedFigures | Keepalive] | None = None
         """The message being read. It refers to this peer, so `close` drops it to free the buffers."""
         self._scratch: memoryview | None = None
 
@@ -119,15 +119,15 @@ class TcpPeer(Peer):
         self.connection.close()
         self.connection = connection
         self.last_heard = time.monotonic()
-        self._outbox, self._filler = Outbox(), None
+        self._outbox, self._filler = SendQueue(), None
         self._told = None
 
-    def receive(self) -> Hello | Push | Figures | Heard | None:
+    def receive(self) -> Hello | Push | ReportedFigures | Keepalive | None:
         """Return the next message, HEARD if it is not complete yet, or None if the connection is gone.
 
         Raise ProtocolError if the bytes are malformed. A push counts only when its last byte has arrived.
         """
-        filler, self._filler = self._filler or Filler(self._message()), None
+        filler, self._filler = self._filler or FrameReader(self._message()), None
         try:
             whole = filler.fill(self.connection.receive_into)
         except ConnectionError:
@@ -138,22 +138,22 @@ class TcpPeer(Peer):
             return HEARD
         return None if self.left else whole[0]
 
-    def _message(self) -> Reading[Hello | Push | Figures | Heard]:
+    def _message(self) -> Reading[Hello | Push | ReportedFigures | Keepalive]:
         """Read one frame of any kind."""
         try:
             kind, nbytes = yield from read_header(self._most)
-            if kind is Kind.PUSH:
+            if kind is FrameKind.PUSH:
                 assert self.slot is not None and self._views is not None
                 return (yield from self._push(nbytes, self.slot, self._views))
-            if kind in (Kind.BEAT, Kind.BYE):
-                self.left = kind is Kind.BYE
+            if kind in (FrameKind.BEAT, FrameKind.BYE):
+                self.left = kind is FrameKind.BYE
                 return HEARD
             fields = yield from read_fields(nbytes)
-            return self._hello(fields) if kind is Kind.HELLO else self._figures(fields)
+            return self._hello(fields) if kind is FrameKind.HELLO else self._figures(fields)
         except ProtocolError as error:
             raise ProtocolError(f"worker {self.worker} sent {error}") from None
 
-    def _hello(self, fields: dict[str, Any]) -> Hello | Heard:
+    def _hello(self, fields: dict[str, Any]) -> Hello | Keepalive:
         try:
             join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
         except (ValueError, KeyError, TypeError):
@@ -165,19 +165,19 @@ class TcpPeer(Peer):
             if self._greeted is not None:
                 self.answer(self._greeted)
             return HEARD
-        self.slot = slot = Memory.private(sizes)
-        self._views = Views(slot)
+        self.slot = slot = WorkerBuffers.private(sizes)
+        self._views = BufferViews(slot)
         bodies = slot.update.nbytes + slot.state.nbytes + sizes.own
-        self._most[Kind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
+        self._most[FrameKind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         return Hello(join, self.slot, fields)
 
-    def _figures(self, fields: Mapping[str, Any]) -> Figures:
+    def _figures(self, fields: Mapping[str, Any]) -> ReportedFigures:
         try:
-            return Figures(self.worker, {str(name): float(value) for name, value in fields.items()})
+            return ReportedFigures(self.worker, {str(name): float(value) for name, value in fields.items()})
         except (ValueError, TypeError):
             raise ProtocolError("metrics that are not numbers by name") from None
 
-    def _push(self, nbytes: int, slot: Memory, views: Views) -> Reading[Push]:
+    def _push(self, nbytes: int, slot: WorkerBuffers, views: BufferViews) -> Reading[Push]:
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from read_bytes(PUSH_HEAD.size)
@@ -202,7 +202,7 @@ class TcpPeer(Peer):
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
     @staticmethod
-    def _fits(slot: Memory, num_update: int, num_state: int, num_own: int) -> bool:
+    def _fits(slot: WorkerBuffers, num_update: int, num_state: int, num_own: int) -> bool:
         whole = num_update == slot.update.nbytes if slot.sizes.payload is None else num_update <= slot.update.nbytes
         return whole and num_state == slot.state.nbytes and num_own in (0, slot.sizes.own)
 
@@ -225,16 +225,16 @@ class TcpPeer(Peer):
         if self._seq < 0:
             self._greeted = reply
         if views.source is not slot.weights:
-            views = self._views = Views(slot)
+            views = self._views = BufferViews(slot)
         encoded = slot.sizes.pulled is not None and reply.serial > 0
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._news(reply.deal)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
         head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(members), len(body))
         pad = padding(len(members) + len(body))
-        self.send(header(Kind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
+        self.send(header(FrameKind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
 
-    def _news(self, deal: Deal | None) -> tuple[int, bytes]:
+    def _news(self, deal: DataAssignment | None) -> tuple[int, bytes]:
         """The generation of a data assignment, and its members unless this connection has already sent them."""
         if deal is None:
             return 0, b""
@@ -261,4 +261,4 @@ class TcpPeer(Peer):
         try:
             self._outbox.flush(self.connection.send)
         except ConnectionError:
-            self._outbox = Outbox()
+            self._outbox = SendQueue()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.averaged import Averaged
-from paceline.core.rules.foresight import Foresight
+from paceline.core.rules.foresight import ForesightCached
 from paceline.core.rules.plain import Plain
 from paceline.interfaces import Arrival
 from tests.support.courses import GAP, START, Course, Walk, course, courses
@@ -43,7 +43,7 @@ def num_live(along: Course) -> list[int]:
 @given(along=courses)
 @settings(max_examples=10)
 def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float | None, along: Course) -> None:
-    walk = Walk(Averaged(Foresight(0.9, along.places), horizon), along)
+    walk = Walk(Averaged(ForesightCached(0.9, along.places), horizon), along)
     path = walk.to_the_end()
     found = walk.rule.evaluated(walk.weights, walk.state)
     torch.testing.assert_close(found, torch.tensor(slow_average(path, num_live(along), horizon)), rtol=1e-4, atol=1e-5)
@@ -54,7 +54,7 @@ def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float |
 def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> None:
     """Alone, and side by side with another run."""
     along = course(3, places=3, length=150)
-    walk = Walk(Averaged(Foresight(0.9, along.places), horizon), along)
+    walk = Walk(Averaged(ForesightCached(0.9, along.places), horizon), along)
     path = walk.to_the_end()
     found = walk.rule.evaluated(walk.weights, walk.state)
     torch.testing.assert_close(found, torch.tensor(slow_average(path, num_live(along), horizon)), rtol=1e-4, atol=1e-5)
@@ -72,8 +72,8 @@ def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> No
 @given(along=courses)
 @settings(max_examples=10)
 def test_the_live_weights_do_not_know_that_they_are_averaged(along: Course) -> None:
-    averaged = Walk(Averaged(Foresight(0.9, along.places)), along)
-    assert averaged.to_the_end() == Walk(Foresight(0.9, along.places), along).to_the_end()
+    averaged = Walk(Averaged(ForesightCached(0.9, along.places)), along)
+    assert averaged.to_the_end() == Walk(ForesightCached(0.9, along.places), along).to_the_end()
 
 
 def test_before_the_first_update_the_average_is_where_training_starts() -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.policies import AtOnce
-from paceline.core.rules.foresight import Foresight
+from paceline.core.policies import Async
+from paceline.core.rules.foresight import ForesightCached
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.errors import UserError
@@ -40,7 +40,7 @@ def test_runs_side_by_side_are_each_alone(name: str, seeds: list[int]) -> None:
 
 
 def server_with(rule: Rule, weights: torch.Tensor) -> Server:
-    return Server(weights, rule, AtOnce(), Training(Budget(10**6, 10), Schedule(0.1)), Roster(3))
+    return Server(weights, rule, Async(), Training(Budget(10**6, 10), Schedule(0.1)), Roster(3))
 
 
 def through_a_checkpoint(walk: Walk, folder: Path, fresh: Rule) -> tuple[torch.Tensor, State]:
@@ -104,12 +104,12 @@ def test_a_checkpoint_of_another_rule_is_refused_naming_both(then: str, now: str
 
 
 def test_a_checkpoint_of_another_size_is_refused_naming_both() -> None:
-    checkpoint = take_checkpoint(server_with(Foresight(0.9, 3), torch.ones(4)), {}, 0, 0.0)
+    checkpoint = take_checkpoint(server_with(ForesightCached(0.9, 3), torch.ones(4)), {}, 0, 0.0)
     with pytest.raises(UserError, match=r"cache \[3, 4\].*cache \[4, 4\]"):
-        restore(server_with(Foresight(0.9, 4), torch.ones(4)), checkpoint)
+        restore(server_with(ForesightCached(0.9, 4), torch.ones(4)), checkpoint)
     with pytest.raises(UserError, match=r"weights \[4\].*weights \[6\]"):
-        restore(server_with(Foresight(0.9, 3), torch.ones(6)), checkpoint)
+        restore(server_with(ForesightCached(0.9, 3), torch.ones(6)), checkpoint)
     unnamed = dataclasses.replace(
         checkpoint, facts={key: value for key, value in checkpoint.facts.items() if key != "rule"}
     )
-    restore(server_with(Foresight(0.9, 3), torch.zeros(4)), unnamed)  # as written before rules had names
+    restore(server_with(ForesightCached(0.9, 3), torch.zeros(4)), unnamed)  # as written before rules had names

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.core.optimizers import Sgd
-from paceline.core.rules.lr_scaling import SMOOTHING, Paced
+from paceline.core.rules.lr_scaling import SMOOTHING, LrScaling
 from paceline.core.rules.plain import Plain
 from paceline.interfaces import Arrival
 
@@ -32,7 +32,7 @@ CASES = {
 def test_the_step_follows_the_pushes_under_way(name: str) -> None:
     stalenesses, live = CASES[name]
     weights, many = torch.zeros(1), torch.zeros(2, 1)
-    rule, beside = Paced(Plain(Sgd()), 4), Paced(Plain(Sgd()), 4)
+    rule, beside = LrScaling(Plain(Sgd()), 4), LrScaling(Plain(Sgd()), 4)
     state, states = rule.start(weights), beside.start(many)
     expected, before = slow_steps(stalenesses, live, 4), 0.0
     for number, (staleness, workers) in enumerate(zip(stalenesses, live, strict=True)):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.foresight import FairFarsight, Farsight, Foresight
+from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
 from paceline.core.rules.ringleader import Ringleader
 from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
 from tests.support.slow_optimizers import BOTH, SlowOptimizer, SlowSgd
@@ -150,15 +150,15 @@ def test_cached(optimizer: str, along: Course) -> None:
 @given(along=courses)
 @settings(max_examples=20)
 def test_foresight(momentum: float, along: Course) -> None:
-    require_the_oracles_way(Foresight(momentum, along.places), SlowForesight(momentum), along)
+    require_the_oracles_way(ForesightCached(momentum, along.places), SlowForesight(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @given(along=courses)
 @settings(max_examples=20)
 def test_farsight(momentum: float, along: Course) -> None:
-    require_the_oracles_way(Farsight(momentum, along.places), SlowFarsight(momentum), along)
-    require_the_oracles_way(FairFarsight(momentum, along.places), SlowFairFarsight(momentum), along)
+    require_the_oracles_way(Foresight(momentum, along.places), SlowFarsight(momentum), along)
+    require_the_oracles_way(ForesightFair(momentum, along.places), SlowFairFarsight(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

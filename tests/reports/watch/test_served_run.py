@@ -13,7 +13,7 @@ from paceline.errors import RunFailed
 from paceline.reports.watch import sources as served_run
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.mirror import Mirror
-from paceline.reports.watch.sources import ServedRun
+from paceline.reports.watch.sources import RemoteRun
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import log_events, progress, result_of, whole_run
 
@@ -45,14 +45,14 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Copy:
     return Copy(whole_run(tmp_path, "copy", end=False))
 
 
-def look(run: ServedRun) -> dict[str, Any]:
+def look(run: RemoteRun) -> dict[str, Any]:
     (found,) = run.poll().values()
     assert found is not None
     return found
 
 
 def test_it_goes_by_its_own_name(copy: Copy, tmp_path: Path) -> None:
-    run = ServedRun(cast(Mirror, copy))
+    run = RemoteRun(cast(Mirror, copy))
     found = look(run)
     assert (found["id"], found["name"], found["status"]) == ("runs/far at 10.0.0.1:29500", "far", "running")
     assert str(tmp_path / "copy") not in json.dumps(found)
@@ -61,7 +61,7 @@ def test_it_goes_by_its_own_name(copy: Copy, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_gone_and_back(copy: Copy) -> None:
-    run = ServedRun(cast(Mirror, copy))
+    run = RemoteRun(cast(Mirror, copy))
     look(run)
     copy.reachable = False
     lost = look(run)
@@ -75,7 +75,7 @@ def test_a_server_that_is_gone_and_back(copy: Copy) -> None:
 
 
 def test_a_run_that_has_ended_is_not_missed(copy: Copy) -> None:
-    run = ServedRun(cast(Mirror, copy))
+    run = RemoteRun(cast(Mirror, copy))
     look(run)
     copy.folder.write_result(result_of(copy.folder))
     copy.reachable = False
@@ -84,7 +84,7 @@ def test_a_run_that_has_ended_is_not_missed(copy: Copy) -> None:
 
 def test_a_server_that_is_gone_is_not_asked_all_the_time(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_run, "RETRY_SECONDS", 3600.0)
-    run = ServedRun(cast(Mirror, copy))
+    run = RemoteRun(cast(Mirror, copy))
     copy.reachable = False
     asked = copy.asked
     for _ in range(5):

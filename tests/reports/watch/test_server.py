@@ -19,7 +19,7 @@ from paceline.errors import UserError
 from paceline.reports.watch import server as live
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.server import LiveServer, cookie_value, open_server
-from paceline.reports.watch.sources import FolderSource, Follower
+from paceline.reports.watch.sources import FolderSource, RunFollower
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import log_events, progress, result_of, whole_run
 from tests.support.prometheus_text import parse
@@ -38,7 +38,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def serving(folder: RunFolder, token: str | None = None, port: int = 0) -> Iterator[LiveServer]:
-    server = open_server(Follower(FolderSource(folder.path)), "127.0.0.1", port, token)
+    server = open_server(RunFollower(FolderSource(folder.path)), "127.0.0.1", port, token)
     thread = threading.Thread(target=lambda: server.serve_forever(0.01))
     thread.start()
     try:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.status import Standing
+from paceline.analysis.status import RunSnapshot
 from paceline.errors import UserError
 from paceline.reports.watch import sources as watched
-from paceline.reports.watch.sources import FOLDER_REMOVED, FolderSource, Follower
+from paceline.reports.watch.sources import FOLDER_REMOVED, FolderSource, RunFollower
 from tests.support.made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
 from tests.support.waiting import until
 
@@ -33,7 +33,7 @@ class Counting:
         self.looks += 1
         return {"runs/a": {"look": self.looks}}
 
-    def run_snapshots(self) -> list[Standing]:
+    def run_snapshots(self) -> list[RunSnapshot]:
         return []
 
 
@@ -122,7 +122,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, make: bool) -> None:
 def test_nobody_looks_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "MAX_POLL_SECONDS", 0.001)
     source, threads = Counting(), threading.active_count()
-    follower = Follower(source)
+    follower = RunFollower(source)
     assert follower.after(0, 0.02) is None and source.looks == 0
     with follower.watched():
         number, found = follower.after(0, PATIENCE) or (0, b"[]")
@@ -140,7 +140,7 @@ def test_only_what_changed_since_is_handed_out() -> None:
             self.looks += 1
             return [{"a": {"a": 1}, "b": {"b": 1}}, {"b": {"b": 2}}, {"a": None}][self.looks - 1]
 
-    follower = Follower(Two())
+    follower = RunFollower(Two())
     follower.poll()
     assert follower.now() == (1, b'[{"a":1},{"b":1}]')
     follower.poll()

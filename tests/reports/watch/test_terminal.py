@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.analysis.status import RunStatus, Standing, read_run_snapshot
+from paceline.analysis.status import RunSnapshot, RunStatus, read_run_snapshot
 from paceline.cli.main import main
 from paceline.reports.watch.sources import FolderSource
 from paceline.reports.watch.terminal import (
     MAX_LOSSES,
-    History,
+    RunHistory,
     other_runs,
     select_run,
     sentences,
@@ -28,10 +28,10 @@ from tests.support.statuses import RUNS
 @settings(max_examples=30)
 @given(RUNS, st.sampled_from([40, 80, 120]), st.integers(4, 50), st.lists(st.floats(0.0, 1e6), max_size=90))
 def test_it_fits(status: RunStatus, width: int, height: int, losses: list[float]) -> None:
-    history = History()
+    history = RunHistory()
     history.add([{"kind": "progress", "now": float(at), "loss": loss} for at, loss in enumerate(losses)])
     joined = [{"kind": "worker_lost", "now": 1.5, "worker": worker, "live": 1} for worker in range(9)]
-    lines = view(Standing(status, joined), history, width, height)
+    lines = view(RunSnapshot(status, joined), history, width, height)
     assert len(lines) <= height and all(len(line.text) <= width for line in lines)
 
 
@@ -41,7 +41,7 @@ def test_how_far_the_loss_the_workers_and_what_happened_last(tmp_path: Path) -> 
     rows = [started(), progress(1.0, 320, 0.25), progress(2.0, 640, 0.5), accounts(2.0, [1.0, 1.0, 1.0], states)]
     lost = {"kind": "worker_lost", "now": 2.5, "worker": 2, "pushes": 9, "live": 2}
     log_events(folder, *rows, lost, {"kind": "evaluation", "now": 2.5, "test_accuracy": 61.5})
-    snapshot, history = read_run_snapshot(folder.path), History()
+    snapshot, history = read_run_snapshot(folder.path), RunHistory()
     history.add(snapshot.events)
     history.add(snapshot.events)
     text = "\n".join(line.text for line in view(snapshot, history, 60, 40))
@@ -58,7 +58,7 @@ def test_many_who_join_are_one_line() -> None:
 
 
 def test_a_history_of_any_length_stays_short_and_keeps_its_course() -> None:
-    history = History()
+    history = RunHistory()
     rows = [{"kind": "progress", "now": float(at), "loss": 10_000.0 - at} for at in range(10_000)]
     for row in rows:
         history.add([row])
@@ -69,7 +69,7 @@ def test_a_history_of_any_length_stays_short_and_keeps_its_course() -> None:
 def test_the_run_under_way_is_shown_in_full_and_the_others_in_a_line() -> None:
     names = {"a": "finished", "b": "running", "c": "killed"}
     run_snapshots = [
-        Standing(RunStatus(name, "async", "cnn", 2, status, fraction=0.5), []) for name, status in names.items()
+        RunSnapshot(RunStatus(name, "async", "cnn", 2, status, fraction=0.5), []) for name, status in names.items()
     ]
     shown = select_run(run_snapshots)
     assert shown.status.run == "b"

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import UserError
 from paceline.runtimes.cluster.hosts_file import (
     HostLine,
-    Wanted,
+    Requirements,
     lack,
     num_workers,
     parse_hosts,
@@ -25,7 +25,7 @@ from paceline.runtimes.cluster.hosts_file import (
     worker_arguments,
 )
 
-WANTED = Wanted("0.1.0", "2.13.0", "c0de", {"name": "fashion-mnist", "sample": False}, None)
+WANTED = Requirements("0.1.0", "2.13.0", "c0de", {"name": "fashion-mnist", "sample": False}, None)
 FOUND: dict[str, Any] = {
     "paceline": {"version": "0.1.0", "path": "/there/paceline", "code": "c0de"},
     "torch": "2.13.0",
@@ -168,7 +168,7 @@ def test_a_host_with_everything_lacks_nothing() -> None:
 
 
 def test_a_tasks_file_must_be_the_same() -> None:
-    wanted = Wanted("0.1.0", "2.13.0", "c0de", None, {"file": "/my/task.py", "digest": "12"})
+    wanted = Requirements("0.1.0", "2.13.0", "c0de", None, {"file": "/my/task.py", "digest": "12"})
     assert lack(HostLine("n"), {**FOUND, "task": "12"}, wanted) is None
     assert "/my/task.py is not there" in str(lack(HostLine("n"), FOUND, wanted))
     assert "/my/task.py differs" in str(lack(HostLine("n"), {**FOUND, "task": "13"}, wanted))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.runtimes.local.fault_injection import PERIOD, Injector
+from paceline.runtimes.local.fault_injection import PERIOD, FaultInjector
 from paceline.settings.fault_table import Fault, faults_toml
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it", "--faults", "faults.toml")
@@ -22,7 +22,7 @@ class Stage:
         self.signals: list[tuple[float, int, int]] = []
         self.told: list[tuple[float, str, bool]] = []
         self.restarted: list[tuple[float, int]] = []
-        self.injector = Injector(
+        self.injector = FaultInjector(
             faults,
             lambda fault, text, returns: self.told.append((self.now, text, returns)),
             lambda worker: self.restarted.append((self.now, worker)),

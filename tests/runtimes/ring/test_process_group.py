@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import UserError
 from paceline.launch import resume
 from paceline.reports.console import Console
-from paceline.runtimes.ring.process_group import Meeting
+from paceline.runtimes.ring.process_group import ProcessGroup
 from paceline.settings.ranks import VARIABLES, Rank, rank_here
 
 
@@ -28,7 +28,7 @@ def rank(number: int, size: int, port: int) -> Rank:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    meeting = Meeting(rank(0, 3, free_port()), patience=0.1)
+    meeting = ProcessGroup(rank(0, 3, free_port()), patience=0.1)
     with pytest.raises(UserError, match=r"ranks 1, 2 of 0 to 2 did not come within 0.1 s: start as many"):
         meeting.open({}, "cpu")
 
@@ -38,7 +38,7 @@ def test_ranks_that_are_not_alike_are_told_in_what() -> None:
 
     def come(number: int, identity: dict[str, Any]) -> None:
         try:
-            Meeting(rank(number, 2, port), patience=20).open(identity, "cpu")
+            ProcessGroup(rank(number, 2, port), patience=20).open(identity, "cpu")
         except UserError as error:
             complaints[number] = str(error)
 
@@ -52,9 +52,9 @@ def test_ranks_that_are_not_alike_are_told_in_what() -> None:
 
 def test_what_one_rank_tells_the_others_hear() -> None:
     port = free_port()
-    first = Meeting(rank(0, 2, port), patience=20)
+    first = ProcessGroup(rank(0, 2, port), patience=20)
     first.tell("result", {"status": "finished"})
-    assert Meeting(rank(1, 2, port), patience=20).hear("result") == {"status": "finished"}
+    assert ProcessGroup(rank(1, 2, port), patience=20).hear("result") == {"status": "finished"}
 
 
 def test_without_a_launcher_there_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_a_launcher_resumes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_never_comes_is_not_waited_for_for_ever() -> None:
-    first = Meeting(rank(0, 2, free_port()), patience=20)
+    first = ProcessGroup(rank(0, 2, free_port()), patience=20)
     assert first.wait_for("server", 0.1) is None
     first.tell("server", {"address": "here"})
     assert first.wait_for("server", 0.1) == {"address": "here"}

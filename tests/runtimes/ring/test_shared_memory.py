@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.core.messages import Push
-from paceline.runtimes.ring.shared_memory import RingMemory, Round, SharedRing
+from paceline.runtimes.ring.shared_memory import RingMemory, RingRound, SharedRing
 from paceline.transports.protocol import Timing
 
 SIZE, NO_TIME = 32, Timing(0.0, 0.0, 0.0)
@@ -28,7 +28,7 @@ def push_of(ring: SharedRing, step: int) -> Push:
     return Push(ring.worker, 0, step, step, 8 + ring.worker, 0.5 * step, ring.gradient, ring.state)
 
 
-def step(ring: SharedRing, number: int) -> tuple[Round, torch.Tensor]:
+def step(ring: SharedRing, number: int) -> tuple[RingRound, torch.Tensor]:
     ring.ready()
     ring.gradient.fill_(10.0 * number + ring.worker)
     found = ring.exchange(push_of(ring, number), NO_TIME)
@@ -60,7 +60,7 @@ def test_everybody_reads_what_everybody_wrote_in_every_round(polls: int) -> None
 
 def test_facts_of_a_push_arrive_as_they_were_sent() -> None:
     one, other = make_rings(2)
-    answers: list[Round] = []
+    answers: list[RingRound] = []
     thread = threading.Thread(target=lambda: answers.append(other.exchange(push_of(other, 7), Timing(1.0, 2.0, 3.0))))
     thread.start()
     found = one.exchange(push_of(one, 7), Timing(4.0, 5.0, 6.0))
@@ -73,7 +73,7 @@ def test_facts_of_a_push_arrive_as_they_were_sent() -> None:
 
 def test_who_died_before_posting_is_missing_from_the_same_round_for_all() -> None:
     rings = make_rings(3)
-    found: dict[int, list[Round]] = {0: [], 1: [], 2: []}
+    found: dict[int, list[RingRound]] = {0: [], 1: [], 2: []}
 
     def work(ring: SharedRing, rounds: int) -> None:
         for number in range(rounds):

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from paceline.core.messages import Verdict
+from paceline.core.messages import Disposition
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
 from paceline.runtimes.scripts.replay_server import SILENCE_SECONDS, patience, receive
 from paceline.transports.shared_memory import SharedMemoryPeer, channel
 
-PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Verdict.TAKEN)
+PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Disposition.TAKEN)
 
 
 def test_a_worker_that_is_silent_is_given_up() -> None:

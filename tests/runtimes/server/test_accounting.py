@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from paceline.core.messages import Input, Join, Leave, Push
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import AtOnce, Rounds
+from paceline.core.policies import Async, Barrier
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.interfaces import Policy
-from paceline.runtimes.server.accounting import Accounts, Way
-from paceline.runtimes.server.timing import Timekeeper
+from paceline.runtimes.server.accounting import TimeAccounting, Way
+from paceline.runtimes.server.timing import TimingCollector
 from paceline.transports.protocol import Timing
 
 NOTHING = torch.zeros(0)
@@ -43,8 +43,8 @@ class Office:
 
     def __post_init__(self) -> None:
         self.server = make_server(self.policy, self.num_workers)
-        self.timekeeper = Timekeeper()
-        self.accounts = Accounts(self.timekeeper, self.way)
+        self.timekeeper = TimingCollector()
+        self.accounts = TimeAccounting(self.timekeeper, self.way)
         for worker in range(self.num_workers):
             self.take(Join(worker, 0), 0.0)
 
@@ -68,7 +68,7 @@ class Office:
 
 def test_an_exchange_is_split_into_the_way_the_wait_and_the_server() -> None:
     """Worker 0 waits 3 s for worker 1's push; its own push and reply are under way for half a second together."""
-    office = Office(Rounds())
+    office = Office(Barrier())
     assert office.push(0, 1.0, computed=0.75) == []
     assert office.push(1, 4.0, computed=3.75) == [0, 1]
     office.push(0, 6.0, computed=1.0, waited=3.0 + SERVING + 0.5)
@@ -81,7 +81,7 @@ def test_an_exchange_is_split_into_the_way_the_wait_and_the_server() -> None:
 
 @pytest.mark.parametrize(("way", "other"), [("server", "sending"), ("waiting", "sending"), ("sending", None)])
 def test_what_lies_between_counts_as_the_runtime_says(way: Way, other: str | None) -> None:
-    office = Office(AtOnce(), way=way)
+    office = Office(Async(), way=way)
     office.push(0, 1.0, computed=0.5)
     office.push(0, 3.0, computed=0.5, waited=1.0)
     row = office.row(3.0)
@@ -92,7 +92,7 @@ def test_what_lies_between_counts_as_the_runtime_says(way: Way, other: str | Non
 @given(st.lists(st.tuples(st.integers(0, 2), *[st.floats(0.0, 2.0)] * 3), max_size=40), st.booleans())
 def test_no_second_is_lost_or_counted_twice(course: list[tuple[int, float, float, float]], in_step: bool) -> None:
     """Whoever's turn it is computes and sends; what it says it did is what the four parts add up to."""
-    office = Office(Rounds() if in_step else AtOnce(), num_workers=3)
+    office = Office(Barrier() if in_step else Async(), num_workers=3)
     now, told, sent = 0.0, dict.fromkeys(range(3), 0.0), dict.fromkeys(range(3), 0.0)
     pushed_at: dict[int, float] = {}
     answered_at = dict.fromkeys(range(3), SERVING)
@@ -114,7 +114,7 @@ def test_no_second_is_lost_or_counted_twice(course: list[tuple[int, float, float
 
 
 def test_states_say_whose_turn_it_is() -> None:
-    office = Office(Rounds(), num_workers=3)
+    office = Office(Barrier(), num_workers=3)
     assert office.row(0.0)["state"] == ["live"] * 3
     office.push(0, 1.0)
     assert office.row(1.0)["state"] == ["held", "live", "live"]
@@ -130,8 +130,8 @@ def test_states_say_whose_turn_it_is() -> None:
 
 
 def test_before_the_start_those_who_came_are_held_and_the_others_awaited() -> None:
-    server = make_server(AtOnce(), 2)
-    accounts = Accounts(Timekeeper())
+    server = make_server(Async(), 2)
+    accounts = TimeAccounting(TimingCollector())
     accounts.heard(Join(1, 0), server, 0.0)
     server.handle(Join(1, 0))
     row = accounts.row(server, 0.0)
@@ -140,7 +140,7 @@ def test_before_the_start_those_who_came_are_held_and_the_others_awaited() -> No
 
 
 def test_when_it_is_over_nobody_is_paused_and_who_leaves_is_not_lost() -> None:
-    office = Office(AtOnce())
+    office = Office(Async())
     office.server.budget = Budget(1, 1, steps=1)
     office.push(0, 1.0)
     office.take(Leave(0, 0), 2.0)
@@ -149,7 +149,7 @@ def test_when_it_is_over_nobody_is_paused_and_who_leaves_is_not_lost() -> None:
 
 
 def test_staleness_is_the_mean_of_a_workers_own_pushes() -> None:
-    office = Office(AtOnce())
+    office = Office(Async())
     for second in range(1, 4):
         office.push(0, float(second))
     office.push(1, 4.0)
@@ -160,7 +160,7 @@ def test_staleness_is_the_mean_of_a_workers_own_pushes() -> None:
 
 
 def test_a_repeated_push_counts_once() -> None:
-    office = Office(AtOnce())
+    office = Office(Async())
     office.push(1, 0.5)
     office.push(0, 1.0)
     office.seqs[0] -= 1
@@ -172,7 +172,7 @@ def test_a_repeated_push_counts_once() -> None:
 
 def test_the_wait_after_a_return_is_nobodys() -> None:
     """Between a loss and the first reply of the next life there was no worker to wait."""
-    office = Office(AtOnce())
+    office = Office(Async())
     office.push(0, 1.0, computed=1.0)
     office.take(Leave(0, 0), 2.0)
     office.take(Join(0, 1), 50.0)
@@ -183,7 +183,7 @@ def test_the_wait_after_a_return_is_nobodys() -> None:
 
 
 def test_a_row_of_a_thousand_workers_is_of_bounded_size() -> None:
-    office = Office(AtOnce(), num_workers=1000)
+    office = Office(Async(), num_workers=1000)
     for worker in range(1000):
         office.push(worker, 3600.123456 + worker / 7, computed=123.456789, waited=98.7654321)
     assert len(json.dumps(office.row(12345.678))) < 120_000

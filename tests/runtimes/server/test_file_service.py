@@ -20,9 +20,9 @@ from paceline.reports.watch.mirror import GROWING, Mirror
 from paceline.reports.watch.remote import is_served, mirrored, status_reader
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.server.file_service import MOST_OBSERVERS, Observers
+from paceline.runtimes.server.file_service import MOST_OBSERVERS, FileService
 from paceline.transports.auth import ConnectOptions
-from paceline.transports.file_client import Observer
+from paceline.transports.file_client import FileClient
 from paceline.transports.frames import MOST_PIECE
 from paceline.transports.listener import Listener
 
@@ -35,7 +35,7 @@ class Served:
     def __init__(self, runs: Path) -> None:
         self.folder = RunFolder.create(RunConfig(strategy="async", workers=2, runs=str(runs), name="it"))
         self.listener = Listener("127.0.0.1:0", TOKEN)
-        self.address, self.observers = self.listener.address, Observers(self.folder)
+        self.address, self.observers = self.listener.address, FileService(self.folder)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._let_in)
         self._thread.start()
@@ -51,8 +51,8 @@ class Served:
             for row in rows:
                 log.write(**row)  # type: ignore[arg-type]
 
-    def observer(self) -> Observer:
-        return Observer(self.address, TOKEN)
+    def observer(self) -> FileClient:
+        return FileClient(self.address, TOKEN)
 
     def close(self) -> None:
         """Let no observer in any more; may be called twice."""

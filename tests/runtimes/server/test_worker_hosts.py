@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.runtimes.server.admission import Machines, own_place
+from paceline.runtimes.server.admission import WorkerHosts, own_place
 
 NOW = 1_800_000_000.0
 
@@ -20,13 +20,13 @@ def place(
 
 
 def test_a_machine_with_a_core_for_every_thread_is_not_spoken_of() -> None:
-    machines = Machines()
+    machines = WorkerHosts()
     assert [machines.come(number, place(number + 1), NOW) for number in range(2)] == [[], []]
     assert machines.come(2, place(3, machine="another"), NOW) == []
 
 
 def test_too_many_threads_are_told_once_a_machine() -> None:
-    machines = Machines()
+    machines = WorkerHosts()
     lines = [machines.come(number, place(number + 1), NOW) for number in range(4)]
     assert lines[:2] == [[], []] and lines[3] == []
     told = "workers 0, 1 and 2 share the 4 cores of a machine with 6 threads, and wait for each other"
@@ -37,20 +37,20 @@ def test_too_many_threads_are_told_once_a_machine() -> None:
 
 
 def test_who_left_takes_no_core() -> None:
-    machines = Machines()
+    machines = WorkerHosts()
     assert machines.come(0, place(1, threads=4), NOW) == []
     machines.leave(0)
     assert machines.come(1, place(2, threads=4), NOW) == []
 
 
 def test_workers_that_take_turns_in_one_process_share_its_threads() -> None:
-    machines = Machines()
+    machines = WorkerHosts()
     assert [machines.come(number, place(7, threads=4), NOW) for number in range(3)] == [[]] * 3
 
 
 @pytest.mark.parametrize(("off", "words"), [(-3600.0, "3,600 s behind ours"), (61.0, "61 s ahead of ours")])
 def test_a_clock_that_is_off_is_told_once_a_machine(off: float, words: str) -> None:
-    machines = Machines()
+    machines = WorkerHosts()
     (line,) = machines.come(3, place(1, clock=NOW + off), NOW)
     assert line.startswith(f"the clock of worker 3's machine is {words}: ")
     assert machines.come(4, place(2, clock=NOW + off), NOW) == []
@@ -61,7 +61,7 @@ def test_a_clock_that_is_off_is_told_once_a_machine(off: float, words: str) -> N
     [None, "m", [], {}, {**place(1), "cores": "4"}, {**place(1), "threads": 0.5}, {**place(1), "clock": ""}],
 )
 def test_what_an_older_worker_tells_is_nothing(told: object) -> None:
-    assert Machines().come(0, told, NOW) == []
+    assert WorkerHosts().come(0, told, NOW) == []
 
 
 def test_a_process_tells_of_itself() -> None:

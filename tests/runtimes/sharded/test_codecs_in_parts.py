@@ -16,17 +16,17 @@ from torch import Tensor
 from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.assembly.run import codecs_of, make_roster
 from paceline.config import RunConfig, to_dict
-from paceline.core.buffers import Memory, Sizes
-from paceline.core.compression import Opened
+from paceline.core.buffers import BufferSizes, WorkerBuffers
+from paceline.core.compression import PredecodedPushes
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop
-from paceline.core.rules.sharded import Ranged
+from paceline.core.rules.sharded import ShardedRule
 from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Server, restore_server, server_facts
 from paceline.interfaces import pack
-from paceline.runtimes.sharded.client import _Part
+from paceline.runtimes.sharded.client import _ShardConnection
 from paceline.runtimes.sharded.orders import at_work, is_finite, sent_to, spoil
 from paceline.runtimes.sharded.shard import make_part
-from paceline.runtimes.sharded.spans import Coding, coding_of, grain_of, part_of, spans_of
+from paceline.runtimes.sharded.spans import SpanCodecs, coding_of, grain_of, part_of, spans_of
 from paceline.settings.resolve import resolve
 from tests.support.rings import long_but
 
@@ -57,7 +57,7 @@ class Parts:
         self.spans = spans_of(LAYOUT.size, servers, grain_of(config))
         rule = make_rule(config, part_of(LAYOUT, self.spans[0]))
         self.codings = [coding_of(config, LAYOUT, span) for span in self.spans]
-        self.ranged = Ranged(first.rule, rule, self.spans[0], first.weights, first.rule_state)
+        self.ranged = ShardedRule(first.rule, rule, self.spans[0], first.weights, first.rule_state)
         self.servers, self.opened = [first], [self._opened(self.codings[0], first.weights[self.spans[0]])]
         for span in self.spans[1:]:
             begin = {"config": to_dict(config), "layout": LAYOUT.to_rows(), "span": [span.start, span.stop]}
@@ -72,8 +72,8 @@ class Parts:
         first.updater.restrict_to(self.ranged, self.spans[0], self.opened[0], pull.codec if pull is not None else None)
 
     @staticmethod
-    def _opened(coding: Coding, like: Tensor) -> Opened | None:
-        return Opened(coding.push, like) if coding.push is not None else None
+    def _opened(coding: SpanCodecs, like: Tensor) -> PredecodedPushes | None:
+        return PredecodedPushes(coding.push, like) if coding.push is not None else None
 
 
 class Worker:
@@ -81,10 +81,10 @@ class Worker:
 
     def __init__(self, config: RunConfig, number: int, parts: Parts) -> None:
         codecs = codecs_of(config, LAYOUT)
-        self.memory = Memory.private(Sizes(LAYOUT.size, 0, *codecs.capacities))
-        self.whole = Memory.private(Sizes(LAYOUT.size, 0, *codecs.capacities))
+        self.memory = WorkerBuffers.private(BufferSizes(LAYOUT.size, 0, *codecs.capacities))
+        self.whole = WorkerBuffers.private(BufferSizes(LAYOUT.size, 0, *codecs.capacities))
         rows = zip(parts.spans, parts.codings, strict=True)
-        self.parts = [_Part(None, span, coding) for span, coding in rows]  # type: ignore[arg-type]
+        self.parts = [_ShardConnection(None, span, coding) for span, coding in rows]  # type: ignore[arg-type]
         self.slots = [part.of(self.whole, with_rest=False) for part in self.parts]
         self.codecs = codecs
         self.left_out = codecs.push.start(codecs.key(number)) if codecs.push is not None else {}
@@ -136,7 +136,7 @@ class Course:
 
     def _cut(self, push: Push) -> list[Tensor]:
         """As its servers have the parts of it: opened, and all spoiled if one is not finite."""
-        pieces = [part.extract(push.update).clone() for part in self.workers[push.worker].parts]
+        pieces = [part.cut(push.update).clone() for part in self.workers[push.worker].parts]
         opened = [
             one.open(piece) if one is not None else piece for one, piece in zip(self.parts.opened, pieces, strict=True)
         ]

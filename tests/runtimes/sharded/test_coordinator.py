@@ -13,19 +13,19 @@ import torch
 
 from paceline.assembly.run import sizes_of
 from paceline.assembly.task import identity_of
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join
-from paceline.errors import Forgotten, PacelineError, ServerLost, UserError
+from paceline.errors import PacelineError, ServerLost, UnknownWorker, UserError
 from paceline.runs.folder import NOT_COME
 from paceline.runtimes.server import admission
-from paceline.runtimes.server.remote_service import OwnLine, RemoteService, SingleServer
+from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService, SingleServer
 from paceline.runtimes.sharded import coordinator
 from paceline.runtimes.sharded import peers as shards
-from paceline.runtimes.sharded.channel import Link
+from paceline.runtimes.sharded.channel import ShardChannel
 from paceline.runtimes.sharded.coordinator import Coordinator, ShardedPeers
-from paceline.runtimes.sharded.peers import Shards
+from paceline.runtimes.sharded.peers import ShardPeers
 from paceline.system.environment import package_version
-from paceline.transports.listener import Applicant, Listener
+from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from tests.support.connections import connected
 from tests.support.recorded_runs import RecordedRun, small_config
@@ -43,10 +43,10 @@ class First:
         self.listener = Listener("127.0.0.1:0", b"token")
         ours, theirs = connected()
         ours.peer = "127.0.0.1:2"
-        self.second = Link(theirs)
+        self.second = ShardChannel(theirs)
         host, largest = self.run.host, sizes_of(self.run.config, self.run.task, self.run.work)
-        self.line = OwnLine(lambda row: self.notes.append(str(row.get("text"))))
-        self.shards = Shards(host, [Applicant(ours, {"address": "127.0.0.1:1"})])
+        self.line = ForegroundChannel(lambda row: self.notes.append(str(row.get("text"))))
+        self.shards = ShardPeers(host, [JoinRequest(ours, {"address": "127.0.0.1:1"})])
         gate = Coordinator(host.server, runtime, self.shards, largest)
         expected = identity_of(self.run.task)
         self.service = RemoteService(host, runtime, self.line, expected, self.listener, gate, wait_seconds)
@@ -106,9 +106,9 @@ def test_a_worker_that_brings_the_others_nothing_is_sent_away_and_may_come_again
     door = TcpClient(first.listener.address, b"token", patience=20)
     welcome = door.apply({"version": package_version("paceline")})
     assert [row["span"] for row in welcome["shards"]] == [[0, 64], [64, 128]]
-    sizes = Sizes(64, first.run.task.state_size)
-    with pytest.raises(Forgotten) as forgotten:
-        door.hello(Join(0, 0), Memory.private(sizes), facts_of(first))
+    sizes = BufferSizes(64, first.run.task.state_size)
+    with pytest.raises(UnknownWorker) as forgotten:
+        door.hello(Join(0, 0), WorkerBuffers.private(sizes), facts_of(first))
     assert forgotten.value.welcome["worker"] == 0
     assert "worker 0 did not send every server its part within 0.2 s: it is disconnected" in first.notes
     assert not first.run.server.members

@@ -16,9 +16,9 @@ from torch import Tensor
 from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, to_dict
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Resume, Stop
-from paceline.core.rules.sharded import Ranged
+from paceline.core.rules.sharded import ShardedRule
 from paceline.core.schedules import Budget
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.interfaces import pack
@@ -55,10 +55,10 @@ class Parts:
     def __init__(self, server: Server, config: RunConfig, servers: int) -> None:
         self.spans = spans_of(LAYOUT.size, servers)
         part = make_rule(config, part_of(LAYOUT, self.spans[0]))
-        self.ranged = Ranged(server.rule, part, self.spans[0], server.weights, server.rule_state)
+        self.ranged = ShardedRule(server.rule, part, self.spans[0], server.weights, server.rule_state)
         self.servers = [server, *(self._begin(server, config, span) for span in self.spans[1:])]
         server.updater.restrict_to(self.ranged, self.spans[0], None, None)
-        self.memories = [Memory.private(Sizes(LAYOUT.size)) for _ in range(config.workers or 1)]
+        self.memories = [WorkerBuffers.private(BufferSizes(LAYOUT.size)) for _ in range(config.workers or 1)]
 
     def _begin(self, server: Server, config: RunConfig, span: slice) -> Server:
         begin = {

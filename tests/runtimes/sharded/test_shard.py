@@ -12,13 +12,13 @@ import torch
 
 from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.config import RunConfig, to_dict
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Stop
 from paceline.core.schedules import Budget
 from paceline.core.server import Roster, Server, server_facts
 from paceline.errors import ProtocolError
 from paceline.interfaces import pack
-from paceline.runtimes.sharded.channel import FILLED, Link, Message
+from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import to_words
 from paceline.runtimes.sharded.shard import ShardService
 from paceline.settings.resolve import resolve
@@ -36,7 +36,7 @@ EMPTY = torch.empty(0)
 TIMING = Timing(0.0, 0.0, 0.0)
 
 
-def hear(link: Link) -> Message:
+def hear(link: ShardChannel) -> Message:
     """The next message that is not a heartbeat."""
 
     def next_message() -> Message | None:
@@ -54,10 +54,10 @@ class First:
 
     def __init__(self) -> None:
         ours, theirs = connected()
-        self.link, self.listener = Link(ours), Listener("127.0.0.1:0", b"token")
+        self.link, self.listener = ShardChannel(ours), Listener("127.0.0.1:0", b"token")
         self.said: list[str] = []
         self.ended: list[bool] = []
-        service = ShardService(Link(theirs), self.listener, self.said.append)
+        service = ShardService(ShardChannel(theirs), self.listener, self.said.append)
         self.thread = threading.Thread(target=lambda: self.ended.append(service.run()))
         self.thread.start()
         weights = torch.arange(float(LAYOUT.size))
@@ -110,7 +110,7 @@ def test_a_part_waits_for_the_order_and_is_answered_at_its_version_whatever_happ
     with ThreadPoolExecutor(1) as pool:
         door = TcpClient(first.listener.address, b"token", patience=20)
         door.apply({"worker": 0, "incarnation": 0})
-        memory = Memory.private(Sizes(SPAN.stop - SPAN.start))
+        memory = WorkerBuffers.private(BufferSizes(SPAN.stop - SPAN.start))
         greeting = pool.submit(door.hello, Join(0, 0), memory, {})
         assert hear(first.link) == {"part": [0, 0, -1], "finite": True, "nbytes": 0}
         first.order(Join(0, 0))
@@ -153,7 +153,7 @@ def test_who_has_left_is_not_let_in_again_and_who_was_never_sent_here_neither(fi
     with ThreadPoolExecutor(1) as pool:
         door = TcpClient(first.listener.address, b"token", patience=20)
         door.apply({"worker": 0, "incarnation": 0})
-        greeting = pool.submit(door.hello, Join(0, 0), Memory.private(Sizes(128)), {})
+        greeting = pool.submit(door.hello, Join(0, 0), WorkerBuffers.private(BufferSizes(128)), {})
         hear(first.link)
         first.order(Join(0, 0))
         first.order(Leave(0, 0))
@@ -174,7 +174,7 @@ def test_a_server_whose_first_is_gone_ends(first: First) -> None:
 
 
 def test_tensors_that_nobody_awaits_are_refused_before_memory_is_taken() -> None:
-    one, other = (Link(end) for end in connected())
+    one, other = (ShardChannel(end) for end in connected())
     one.send({"gathered": 1}, [torch.zeros(4)])
     assert other.receive() == {"gathered": 1}
     with pytest.raises(ProtocolError, match="'body' of 16 bytes, which may have at most 0"):

@@ -11,21 +11,21 @@ import torch
 from paceline.assembly.run import make_seat, make_server, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
-from paceline.core.driver import Unlogged
+from paceline.core.driver import BareDriver
 from paceline.core.messages import Join, Reply
 from paceline.core.server import Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import UserError
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import cluster_of
-from paceline.simulation.event_queue import Agenda
+from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.lab import packing as room
 from paceline.simulation.lab.arrival_order import trace_of
-from paceline.simulation.lab.batch import Family, Row
+from paceline.simulation.lab.batch import LabRun, RunBatch
 from paceline.simulation.lab.inputs import feed_of
 from paceline.simulation.lab.packing import memory_of
-from paceline.simulation.lab.run import Spent, images_of, run_rows
+from paceline.simulation.lab.run import LabTimes, images_of, run_rows
 from paceline.simulation.simulator import Simulation
 from tests.support.rings import long_but
 
@@ -39,25 +39,25 @@ def simulated_server(config: RunConfig, dataset: Dataset) -> Server:
     """What the pure server and workers come to under the simulator."""
     task = make_task(config, dataset)
     work = work_of(task, config)
-    sides: list[Unlogged] = []
+    sides: list[BareDriver] = []
 
-    def start(send: Callable[[Reply], None]) -> Unlogged:
-        sides.append(Unlogged(make_server(config, task, work), send))
+    def start(send: Callable[[Reply], None]) -> BareDriver:
+        sides.append(BareDriver(make_server(config, task, work), send))
         return sides[-1]
 
-    def come(worker: int, incarnation: int) -> Seat:
+    def come(worker: int, incarnation: int) -> LocalWorker:
         return make_seat(config, make_task(config, dataset), work, Join(worker, incarnation, work.quotas[worker]))
 
     cluster = cluster_of(config, task.layout.size)
-    Simulation(Agenda(), cluster, config.workers or 1, come, start).run()
+    Simulation(EventQueue(), cluster, config.workers or 1, come, start).run()
     return sides[-1].server
 
 
-def row_of(config: RunConfig, dataset: Dataset) -> Row:
+def row_of(config: RunConfig, dataset: Dataset) -> LabRun:
     task = make_task(config, dataset)
     work = work_of(task, config)
     trace = trace_of(config, work, task.layout.size)
-    return Row(config, trace, feed_of(trace, work, config), task.initial(), task.layout)
+    return LabRun(config, trace, feed_of(trace, work, config), task.initial(), task.layout)
 
 
 CASES = [
@@ -88,7 +88,7 @@ def test_fifty_updates_equal_the_simulators(
         speeds="lognormal:1s,.5",
     )
     configs = [resolve(dataclasses.replace(settings, seed=seed)) for seed in (0, 1)]
-    family = Family([row_of(config, dataset) for config in configs], images_of(dataset, True, torch.device("cpu")))
+    family = RunBatch([row_of(config, dataset) for config in configs], images_of(dataset, True, torch.device("cpu")))
     assert family.advance(10_000) == updates
     for found, config in zip(family.weights, configs, strict=True):
         expected = simulated_server(config, dataset).weights
@@ -203,7 +203,7 @@ def test_rows_take_turns_where_there_is_no_room_for_all(dataset: Dataset, monkey
         dataset="fashion-mnist-sample", strategy="async", workers=2, batch_size=8, steps=6, rule="plain"
     )
     configs = [resolve(dataclasses.replace(settings, seed=seed)) for seed in range(5)]
-    device, spent, cramped = torch.device("cpu"), Spent(), Spent()
+    device, spent, cramped = torch.device("cpu"), LabTimes(), LabTimes()
     wanted = {one.config.seed: one.weights for one in run_rows(configs, dataset, device, silent, spent)}
     each = memory_of([row_of(configs[0], dataset)], device)
     monkeypatch.setattr(room, "CPU_MEMORY", 2.5 * each)

@@ -15,7 +15,7 @@ from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
 from paceline.settings.resolve import resolve
-from paceline.simulation.lab.run import Spent, check_rows, run_rows
+from paceline.simulation.lab.run import LabTimes, check_rows, run_rows
 
 SETTINGS = RunConfig(strategy="async", workers=2, batch_size=4, steps=6, lr=0.05)
 
@@ -61,7 +61,7 @@ def test_what_the_lab_cannot_do_is_said_first(settings: dict[str, object], words
 
 
 def test_seconds_add_up_over_several_calls(make_dataset: Callable[..., Dataset]) -> None:
-    dataset, spent, began = make_dataset(), Spent(), time.perf_counter()
+    dataset, spent, began = make_dataset(), LabTimes(), time.perf_counter()
     for seed in (0, 1, 2):
         config = resolve(dataclasses.replace(SETTINGS, seed=seed))
         list(run_rows([config], dataset, torch.device("cpu"), lambda text, share: None, spent))

@@ -10,7 +10,7 @@ import torch
 from paceline.assembly.core import make_model
 from paceline.interfaces import Layout, pack
 from paceline.simulation.lab.gradients import Autograd
-from paceline.simulation.lab.inputs import Images, Inputs
+from paceline.simulation.lab.inputs import BatchInputs, Images
 
 pytestmark = [
     pytest.mark.real,
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def some_inputs(model: str, runs: int, pushes: int, batch: int) -> tuple[Inputs, Layout]:
+def some_inputs(model: str, runs: int, pushes: int, batch: int) -> tuple[BatchInputs, Layout]:
     """Random weights of three workers a run, images, arrivals and dropout keys, at the second of three updates."""
     torch.manual_seed(0)
     updates, places, num_samples, samples = 3, 3, 32, pushes * batch
@@ -30,7 +30,7 @@ def some_inputs(model: str, runs: int, pushes: int, batch: int) -> tuple[Inputs,
     weights = torch.rand(updates, runs, samples)
     owner = torch.randint(0, places, (updates, runs)) + torch.arange(runs) * places
     return (
-        Inputs(
+        BatchInputs(
             data,
             torch.tensor([1]),
             torch.randint(0, num_samples, (updates, runs, samples), dtype=torch.int32),

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.core.membership import Deals, Member
-from paceline.core.messages import Leave, Outcome, Push, Reply, Verdict
+from paceline.core.membership import DataAssignments, Member
+from paceline.core.messages import Disposition, Leave, Outcome, Push, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import Bounded, Rounds
+from paceline.core.policies import Barrier, StaleSynchronous
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Training
 from paceline.core.server import Roster, Server, Updater
@@ -27,7 +27,7 @@ from paceline.settings.fault_table import KINDS, read_faults
 from paceline.settings.rules import RULES
 from paceline.simulation.simulator import Simulation
 from paceline.simulation.soak.draw import Trial, draw, with_faults
-from paceline.simulation.soak.soak import Summary, attempt, soak
+from paceline.simulation.soak.soak import SoakSummary, attempt, soak
 from paceline.simulation.step_times import StepTimes
 from tests.support.rings import long_but
 
@@ -39,7 +39,7 @@ def quietly(text: str) -> None:
     pass
 
 
-def require_clean(seeds: int, first: int) -> Summary:
+def require_clean(seeds: int, first: int) -> SoakSummary:
     summary = soak(seeds, first, quietly)
     assert summary.failure is None, "\n".join(summary.lines())
     return summary
@@ -114,19 +114,19 @@ def answer_the_dead(patch: Patch) -> None:
 
 
 def exceed_the_bound(patch: Patch) -> None:
-    make = Bounded.__init__
-    patch.setattr(Bounded, "__init__", lambda self, bound: make(self, bound + 1))
+    make = StaleSynchronous.__init__
+    patch.setattr(StaleSynchronous, "__init__", lambda self, bound: make(self, bound + 1))
 
 
 def hold_back_too_early(patch: Patch) -> None:
-    make = Bounded.__init__
-    patch.setattr(Bounded, "__init__", lambda self, bound: make(self, max(0, bound - 1)))
+    make = StaleSynchronous.__init__
+    patch.setattr(StaleSynchronous, "__init__", lambda self, bound: make(self, max(0, bound - 1)))
 
 
 def average_stale_pushes(patch: Patch) -> None:
     """A late push of an earlier round is let into this one."""
-    push = Rounds.push
-    patch.setattr(Rounds, "push", lambda self, worker, staleness: push(self, worker, 0))
+    push = Barrier.push
+    patch.setattr(Barrier, "push", lambda self, worker, staleness: push(self, worker, 0))
 
 
 def lose_the_last_record(patch: Patch) -> None:
@@ -145,19 +145,19 @@ def forget_the_rule_state(patch: Patch) -> None:
 
 def forget_who_waits(patch: Patch) -> None:
     """A restored policy lets nobody go who was held back."""
-    restore = Bounded.restore
-    patch.setattr(Bounded, "restore", lambda self, facts: restore(self, {**facts, "waiting": []}))
+    restore = StaleSynchronous.restore
+    patch.setattr(StaleSynchronous, "restore", lambda self, facts: restore(self, {**facts, "waiting": []}))
 
 
 def wait_for_who_left(patch: Patch) -> None:
     """A round waits for a worker that is gone."""
 
-    def leave(self: Rounds, worker: int) -> Decision:
+    def leave(self: Barrier, worker: int) -> Decision:
         self._live.discard(worker)
         self._pushed.pop(worker, None)
         return Decision()
 
-    patch.setattr(Rounds, "leave", leave)
+    patch.setattr(Barrier, "leave", leave)
 
 
 def never_send_again(patch: Patch) -> None:
@@ -174,7 +174,7 @@ def skip_a_batch(patch: Patch) -> None:
 
     def push(self: Server, push: Push) -> Outcome:
         outcome = take(self, push)
-        if outcome.verdict != Verdict.DROPPED:
+        if outcome.verdict != Disposition.DROPPED:
             return outcome
         self.members[push.worker].accepted += 1
         return outcome._replace(replies=tuple(reply._replace(batch=reply.batch + 1) for reply in outcome.replies))
@@ -269,7 +269,7 @@ def drain_without_the_last_push(patch: Patch) -> None:
 
     def at_once(self: Server, worker: int) -> Outcome:
         outcome = drain(self, worker)
-        taken = outcome.verdict == Verdict.TAKEN and not outcome.replies
+        taken = outcome.verdict == Disposition.TAKEN and not outcome.replies
         return outcome._replace(replies=self._carry_out(Decision(release=(worker,)))) if taken else outcome
 
     patch.setattr(Server, "_drain", at_once)
@@ -277,24 +277,26 @@ def drain_without_the_last_push(patch: Patch) -> None:
 
 def deal_to_who_is_gone(patch: Patch) -> None:
     """Only newcomers change the deal."""
-    look = Deals.look
-    patch.setattr(Deals, "look", lambda self, at_work: look(self, tuple(sorted({*self.now.members, *at_work}))))
+    look = DataAssignments.look
+    patch.setattr(
+        DataAssignments, "look", lambda self, at_work: look(self, tuple(sorted({*self.now.members, *at_work})))
+    )
 
 
 def go_on_counting_after_a_deal(patch: Patch) -> None:
     """A new deal is begun in its middle."""
-    tell = Deals.tell
-    patch.setattr(Deals, "tell", lambda self, worker, accepted: tell(self, worker, 0))
+    tell = DataAssignments.tell
+    patch.setattr(DataAssignments, "tell", lambda self, worker, accepted: tell(self, worker, 0))
 
 
 def wait_for_newcomers(patch: Patch) -> None:
     """A round waits for who came in its middle."""
-    make = Rounds.__init__
-    patch.setattr(Rounds, "__init__", lambda self, spare=0, at_the_door=False: make(self, spare))
+    make = Barrier.__init__
+    patch.setattr(Barrier, "__init__", lambda self, spare=0, at_the_door=False: make(self, spare))
 
 
 def forget_the_deals(patch: Patch) -> None:
-    patch.setattr(Deals, "restore", lambda self, facts: None)
+    patch.setattr(DataAssignments, "restore", lambda self, facts: None)
 
 
 MUTANTS: dict[Callable[[Patch], None], str] = {

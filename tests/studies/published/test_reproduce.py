@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.statistics import Several
+from paceline.analysis.statistics import RunStatistics
 from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports import charts
 from paceline.runs.folder import RunFolder
 from paceline.settings.resolve import resolve
-from paceline.simulation.lab.run import Finished, run_rows
+from paceline.simulation.lab.run import LabResult, run_rows
 from paceline.studies import batch_runs as many_runs
 from paceline.studies.published.optml import automatic, choose_rows, published_rows
-from paceline.studies.published.reproduce import Reproduced, markdown
+from paceline.studies.published.reproduce import ReproducedRow, markdown
 
 pytestmark = pytest.mark.long
 
@@ -87,7 +87,7 @@ def test_what_was_interrupted_goes_on(
 ) -> None:
     made: list[str | None] = []
 
-    def one_only(configs: list[RunConfig], *rest: Any) -> Iterator[Finished]:
+    def one_only(configs: list[RunConfig], *rest: Any) -> Iterator[LabResult]:
         if made:
             raise KeyboardInterrupt
         made.extend(config.name for config in configs)
@@ -161,11 +161,11 @@ def result(accuracy: float | None, status: str = "finished") -> dict[str, Any]:
 
 def test_a_diverged_run_is_counted_and_left_out_of_the_mean() -> None:
     row = choose_rows("20")[0]
-    mixed = Several([result(80.0), result(None, "diverged"), result(82.0)])
-    one = Reproduced(row, mixed, automatic=Several([result(91.0)]))
+    mixed = RunStatistics([result(80.0), result(None, "diverged"), result(82.0)])
+    one = ReproducedRow(row, mixed, automatic=RunStatistics([result(91.0)]))
     line = markdown([one]).splitlines()[-1]
     assert "81.00 ± 1.41 (1 of 3 NaN)" in line and "| 91.00 |" in line
     assert one.difference == pytest.approx(81.0 - 89.71)
-    lost = Reproduced(row, Several([result(None, "diverged")]))
+    lost = ReproducedRow(row, RunStatistics([result(None, "diverged")]))
     cells = [cell.strip() for cell in markdown([lost]).splitlines()[-1].split("|")]
     assert cells[5:8] == ["NaN", "", "-"]

@@ -15,10 +15,10 @@ from paceline.errors import UserError
 from paceline.runs.result import describe
 from paceline.settings.resolve import resolve
 from paceline.studies.published import distml, distml_table, mxnet, mxnet_table, reproduce_real
-from paceline.studies.published.rows import Asked, Machine, Made, choose
+from paceline.studies.published.rows import MachineSpec, RowOptions, RowResult, choose
 from paceline.studies.published.throughput import epochs_of, rates_by_step
 
-PUBLISHED = Asked(None, None, "cpu", None, "runs", {})
+PUBLISHED = RowOptions(None, None, "cpu", None, "runs", {})
 
 
 def test_the_tables_have_all_their_rows() -> None:
@@ -39,7 +39,7 @@ def test_speed_ups_are_of_the_baseline_beside_them() -> None:
 
 @pytest.mark.parametrize("steps", [None, 5])
 def test_every_row_whose_data_is_known_is_a_setting_of_ours(steps: int | None) -> None:
-    asked = Asked(None, steps, "cpu", None, "runs", {})
+    asked = RowOptions(None, steps, "cpu", None, "runs", {})
     configs = [row.config(asked) for row in (*distml.published_rows(), *mxnet.published_rows())]
     known = [resolve(config) for config in configs if config.dataset in DATASETS]
     assert len(known) >= 37
@@ -65,18 +65,18 @@ def test_mxnet_as_published() -> None:
 
 
 def test_flags_are_handed_on_and_one_worker_keeps_no_pace() -> None:
-    asked = Asked(1.0, None, "cpu", None, "runs", {"precision": "bf16", "strategy": "async"})
+    asked = RowOptions(1.0, None, "cpu", None, "runs", {"precision": "bf16", "strategy": "async"})
     alone, two = (row.config(asked) for row in choose(distml.published_rows(), "1,8"))
     assert (alone.strategy, two.strategy) == ("classic", "async")
     assert alone.precision == two.precision == "bf16" and two.epochs == 1.0
 
 
 def test_rows_that_need_more_than_there_is_say_what() -> None:
-    reasons = {row.number: row.why_not(Machine("cuda", 2)) for row in distml.published_rows()}
+    reasons = {row.number: row.why_not(MachineSpec("cuda", 2)) for row in distml.published_rows()}
     assert reasons[1] is None and reasons[8] is None
     assert reasons[10] == "needs 4 devices, and this machine has 2 GPUs"
     assert reasons[19] == "needs 2 machines (lm1+lm6), and this is one"
-    assert all(row.why_not(Machine("cpu", 1)) is None for row in mxnet.published_rows())
+    assert all(row.why_not(MachineSpec("cpu", 1)) is None for row in mxnet.published_rows())
 
 
 def test_rows_that_do_not_exist_are_named() -> None:
@@ -123,7 +123,11 @@ def result(workers: int, rate: float) -> dict[str, Any]:
 def test_the_all_reduce_table_has_theirs_ours_and_the_reason(tmp_path: Path) -> None:
     alone, two, four = choose(distml.published_rows(), "2,8,10")
     folder = made_folder(tmp_path / "run")
-    made = [Made(alone, folder, result(1, 400.0)), Made(two, folder, result(2, 700.0)), Made(four, why_not="no GPUs")]
+    made = [
+        RowResult(alone, folder, result(1, 400.0)),
+        RowResult(two, folder, result(2, 700.0)),
+        RowResult(four, why_not="no GPUs"),
+    ]
     text = distml_table.markdown(made)
     assert "| 160.70 | 700.00 | 1.96 | 81.84 | 1.75 | 95.19 | 95.00 | 140.0 | 0.50 | sync, 2 on cpu" in text
     assert "| 320.29 |  | 3.91 | 81.84 |  | 93.58 |  |  |  | no GPUs |" in text
@@ -134,11 +138,11 @@ def test_the_all_reduce_table_has_theirs_ours_and_the_reason(tmp_path: Path) -> 
 
 def test_the_key_value_table_is_by_epoch_and_shows_the_rows_left_empty(tmp_path: Path) -> None:
     rows = mxnet.published_rows()
-    first, epochs = rows[2], ((1, mxnet.Figures(80.0, 70.0, 7.0)), (40, mxnet.Figures(99.0, 88.0, 7.0)))
+    first, epochs = rows[2], ((1, mxnet.EpochFigures(80.0, 70.0, 7.0)), (40, mxnet.EpochFigures(99.0, 88.0, 7.0)))
     full = mxnet.MxnetRow(*(getattr(first, name) for name in list(first.__dataclass_fields__)[:-1]), epochs)
     folder = made_folder(tmp_path / "run")
     empty = next(row for row in rows if not row.epochs)
-    text = mxnet_table.markdown([Made(full, folder, result(5, 9.0)), Made(empty, why_not="no data")])
+    text = mxnet_table.markdown([RowResult(full, folder, result(5, 9.0)), RowResult(empty, why_not="no data")])
     assert "| 1 | 80.00 | 91.00 | 70.00 | 90.00 | 7 | 150.0 | sync, 5 on cpu, 938 updates in all |" in text
     assert "| 40 | 99.00 |  | 88.00 |  | 7 |  | sync, 5 on cpu: not run so far |" in text
     assert f"| {empty.name} |  |  |  |  |  |  |  | no data |" in text
@@ -147,7 +151,7 @@ def test_the_key_value_table_is_by_epoch_and_shows_the_rows_left_empty(tmp_path:
 def test_a_quick_look_shows_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
     row = next(row for row in mxnet.published_rows() if not row.epochs)
-    (line,) = mxnet_table.rows_of([Made(row, tmp_path, result(5, 9.0))])
+    (line,) = mxnet_table.rows_of([RowResult(row, tmp_path, result(5, 9.0))])
     assert line["epoch"] is None and line["valid_accuracy"] == 95.0 and "120,064 samples" in line["here"]
 
 

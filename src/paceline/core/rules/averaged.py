@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.rules.worker_rows import Scalar, at_least, keep_all, load_all, move_towards
-from paceline.core.rules.wrapper import Around
+from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Rule, State
 
 GROWTH = 9.0
@@ -18,7 +18,7 @@ EVERY = 8
 FADING = 0.001
 
 
-class Averaged(Around):
+class Averaged(RuleWrapper):
     """average += a_t (weights - average) after update t = 1, 2, ...
 
     a_t = 9/(t + 8): no constant to set; about the last ninth of all updates counts (arXiv 1212.1824).

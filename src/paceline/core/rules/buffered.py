@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Prepared
-from paceline.core.rules.worker_rows import OwnMomentum
+from paceline.core.optimizers import GradientTransform
+from paceline.core.rules.worker_rows import MomentumRule
 from paceline.interfaces import Arrival, State
 
 
-class Buffered(OwnMomentum):
+class Buffered(MomentumRule):
     """buffer += g; after every Kth push:  v = gamma v + buffer / K;  weights -= lr v;  buffer = 0
 
     Each push makes a new version, though only every Kth moves the weights: lr, budget and staleness count pushes, as
@@ -26,7 +26,7 @@ class Buffered(OwnMomentum):
     -2.0
     """
 
-    def __init__(self, size: int, momentum: float | Tensor, prepared: Prepared | None = None) -> None:
+    def __init__(self, size: int, momentum: float | Tensor, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
         self.size = size
 
@@ -55,7 +55,7 @@ def step(
     weights.addcmul_(velocity, lr * due, value=-1.0)
 
 
-class Delayed(OwnMomentum):
+class Delayed(MomentumRule):
     """weights -= lr d / n;  and after n pushes:  v = beta v + the mean of their drifts;  weights -= lr beta v
 
     n is the number of live workers, so n pushes move the weights like one step of Nesterov's momentum on their mean

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.worker_rows import Live, pushers_place, read, table, write
+from paceline.core.rules.worker_rows import StatelessHooks, pushers_place, read, table, write
 from paceline.interfaces import Arrival, State
 
 
-class Cached(Live):
+class Cached(StatelessHooks):
     """total += g - c_i;  c_i = g;  weights = optimizer(weights, total / n)
 
     total / n is the mean over the n live workers; a worker that has not pushed yet counts as zeros. A worker that

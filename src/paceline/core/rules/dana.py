@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Prepared
-from paceline.core.rules.worker_rows import OwnMomentum, pushers_place, put_back, read, table
+from paceline.core.optimizers import GradientTransform
+from paceline.core.rules.worker_rows import MomentumRule, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
-class Dana(OwnMomentum):
+class Dana(MomentumRule):
     """v_i = gamma v_i + g;  weights -= lr v_i;  worker i is sent weights - lr gamma (v_1 + ... + v_n)
 
     The sum is kept from update to update. The momentum is the method, a Nesterov step over all workers, so no other
@@ -27,7 +27,7 @@ class Dana(OwnMomentum):
 
     name = "dana"
 
-    def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, places: int, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
         self.places = places
 
@@ -59,7 +59,7 @@ class Dana(OwnMomentum):
         torch.addcmul(weights, state["total"], state["ahead"], value=-1.0, out=out)
 
 
-class DanaSlim(OwnMomentum):
+class DanaSlim(MomentumRule):
     """v_i = gamma v_i + g;  weights -= lr (gamma v_i + g);  worker i is sent a plain copy
 
     In the paper, worker i keeps v_i and sends gamma v_i + g. Here the server keeps v_i, which gives the same weights:
@@ -77,7 +77,7 @@ class DanaSlim(OwnMomentum):
 
     name = "dana-slim"
 
-    def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, places: int, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
         self.places = places
 

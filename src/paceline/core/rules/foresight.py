@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.membership import OUTLIER, SMOOTHING
-from paceline.core.optimizers import Prepared
+from paceline.core.optimizers import GradientTransform
 from paceline.core.rules.cached import forget, remember
 from paceline.core.rules.worker_rows import (
-    Live,
     Scalar,
+    StatelessHooks,
     add_scaled,
     at_least,
     at_most,
@@ -30,7 +30,7 @@ HORIZON = 1.5
 """How many intervals to look ahead: a push arrives after one, and then counts for half of one on average."""
 
 
-class Foresight(Live):
+class ForesightCached(StatelessHooks):
     """Step along the mean u of every worker's latest gradient; send worker i the weights expected in m_i updates.
 
     total += g - c_i;  c_i = g;  u = total / n;  v = gamma_u v + u;  weights -= lr_u v
@@ -43,7 +43,7 @@ class Foresight(Live):
     The momentum is the method, so no other optimizer fits: Adam's steps have no such sum. A worker without a known
     interval is sent the live weights. Touches 5 tensors: g, c_i, total, v, the weights.
 
-    >>> weights, rule = torch.zeros(1), Foresight(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), ForesightCached(0.0, places=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 1, torch.tensor(1.0), 2))
@@ -58,12 +58,12 @@ class Foresight(Live):
         self,
         momentum: float | Tensor,
         places: int,
-        prepared: Prepared | None = None,
+        prepared: GradientTransform | None = None,
         horizon: float = HORIZON,
         smoothing: float = SMOOTHING,
     ) -> None:
         self.momentum, self.places = momentum, places
-        self.prepared = prepared or Prepared()
+        self.prepared = prepared or GradientTransform()
         self.horizon, self.smoothing = horizon, smoothing
 
     def start(self, weights: Tensor) -> State:
@@ -143,7 +143,7 @@ class Foresight(Live):
         add_scaled(out, state["total"], -step * of_mean * share)
 
 
-class Farsight(Foresight):
+class Foresight(ForesightCached):
     """Like `foresight`, but cached gradients only serve the look-ahead; the step is along the gradient that arrived.
 
     v = gamma_u v + g;  weights -= lr_u v;  worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
@@ -153,7 +153,7 @@ class Farsight(Foresight):
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
-    >>> weights, rule = torch.zeros(1), Farsight(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), Foresight(0.0, places=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 1, torch.tensor(1.0), 2))
@@ -168,7 +168,7 @@ class Farsight(Foresight):
         add_scaled(gradient, state["velocity"], decay, out=state["velocity"])
 
 
-class FairFarsight(Farsight):
+class ForesightFair(Foresight):
     """`farsight` with v = gamma_u v + (tau_i/n) g: the data of every worker counts equally, however often it pushes.
 
     tau_i, the updates between two arrivals of worker i, is n if all workers are equally fast. Use it if slow workers
@@ -176,7 +176,7 @@ class FairFarsight(Farsight):
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
-    >>> weights, rule = torch.zeros(1), FairFarsight(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), ForesightFair(0.0, places=2)
     >>> state = rule.start(weights)
     >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 5, torch.tensor(1.0), 2))
     >>> round(weights.item(), 6)

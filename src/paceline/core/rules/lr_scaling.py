@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.rules.worker_rows import Scalar, keep, load
-from paceline.core.rules.wrapper import Around
+from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Rule, State
 
 SMOOTHING = 0.01
 
 
-class Paced(Around):
+class LrScaling(RuleWrapper):
     """lr min(1, most/pushes),  pushes = max(number live, the running mean of staleness + 1)
 
     The largest stable step is inversely proportional to the pushes in flight (n lr times the curvature is bounded). A
@@ -20,7 +20,7 @@ class Paced(Around):
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain
-    >>> weights, rule = torch.zeros(1), Paced(Plain(Sgd()), most=2)
+    >>> weights, rule = torch.zeros(1), LrScaling(Plain(Sgd()), most=2)
     >>> state = rule.start(weights)
     >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(1.0), 4))
     >>> weights.item()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.worker_rows import Live
+from paceline.core.rules.worker_rows import StatelessHooks
 from paceline.interfaces import Arrival, State
 
 
-class Plain(Live):
+class Plain(StatelessHooks):
     """weights = optimizer(weights, update); every worker is sent a plain copy.
 
     >>> import torch
@@ -32,7 +32,7 @@ class Plain(Live):
         self.optimizer.step(weights, state, update, arrival.lr)
 
 
-class Early(Plain):
+class ReplyBeforeApply(Plain):
     """`plain`, but the reply holds the weights before the push is applied, so a worker never sees its own last push.
 
     A worker of the published system gets the same: it pulls without waiting for its push. Touches one more tensor,
@@ -40,7 +40,7 @@ class Early(Plain):
 
     >>> import torch
     >>> from paceline.core.optimizers import Sgd
-    >>> weights, rule, sent = torch.ones(1), Early(Sgd()), torch.zeros(1)
+    >>> weights, rule, sent = torch.ones(1), ReplyBeforeApply(Sgd()), torch.zeros(1)
     >>> state = rule.start(weights)
     >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(0.5), 1))
     >>> rule.weights_for(weights, state, 0, sent)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Prepared
+from paceline.core.optimizers import GradientTransform
 from paceline.core.rules.buffered import step
-from paceline.core.rules.worker_rows import OwnMomentum, pushers_place, put_back, read, table
+from paceline.core.rules.worker_rows import MomentumRule, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
-class Ringleader(OwnMomentum):
+class Ringleader(MomentumRule):
     """A round: gather until every worker has a mean in the table, then each worker's next push makes one step.
 
     G_i is the mean of worker i's pushes of this round. Once all have one, the push that completed the table, and then
@@ -39,7 +39,7 @@ class Ringleader(OwnMomentum):
 
     name = "ringleader"
 
-    def __init__(self, momentum: float | Tensor, places: int, prepared: Prepared | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, places: int, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
         self.places = places
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.core.rules.wrapper import Around
+from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Rule, State
 
 
-class Ranged(Around):
+class ShardedRule(RuleWrapper):
     """Applies the rule `part`, made for `span` alone, to views of the whole weights and of the state of `whole`.
 
     Rules are elementwise over the last axis, so a range gets the same bits as under `whole`.
@@ -18,7 +18,7 @@ class Ranged(Around):
     >>> from paceline.core.rules.plain import Plain
     >>> weights, whole = torch.zeros(4), Plain(Sgd(0.9))
     >>> state = whole.start(weights)
-    >>> rule = Ranged(whole, Plain(Sgd(0.9)), slice(2, 4), weights, state)
+    >>> rule = ShardedRule(whole, Plain(Sgd(0.9)), slice(2, 4), weights, state)
     >>> rule.apply(weights, state, torch.ones(2), Arrival(0, 0, torch.tensor(1.0), 1))
     >>> weights.tolist(), state["velocity"].tolist()
     ([0.0, 0.0, -1.0, -1.0], [0.0, 0.0, 1.0, 1.0])

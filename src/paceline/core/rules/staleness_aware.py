@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.worker_rows import Live, Sent, pushers_place, read
+from paceline.core.rules.worker_rows import RemembersSent, StatelessHooks, pushers_place, read
 from paceline.interfaces import Arrival, State
 
 
-class Damped(Live):
+class Damped(StatelessHooks):
     """weights = optimizer(weights, g) with lr / max(1, staleness)
 
     A stale push makes a smaller step. Any optimizer fits. Touches no tensors but those of the optimizer.
@@ -43,7 +43,7 @@ REMEMBERED = 1000.0
 TINY = 1e-30
 
 
-class Gap(Sent):
+class Gap(RemembersSent):
     """weights = optimizer(weights, g / (|weights - sent_i|/C + 1))
 
     Scales each coordinate down by how far it has moved since the worker got its weights.
@@ -92,7 +92,7 @@ MEMORY = 0.95
 EPSILON = 1e-7
 
 
-class Compensated(Sent):
+class Compensated(RemembersSent):
     """s = .95 s + .05 g^2;  weights = optimizer(weights, g + 2/sqrt(s + 1e-7) g^2 (weights - sent_i))
 
     Carries a stale gradient to the current weights, to first order.

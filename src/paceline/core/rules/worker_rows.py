@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, arange, as_tensor, float32
 
-from paceline.core.optimizers import Prepared
+from paceline.core.optimizers import GradientTransform
 from paceline.interfaces import Arrival, State
 
 
@@ -58,7 +58,7 @@ def pushers_place(rows: Tensor, arrival: Arrival) -> int | Tensor:
     return place_in(rows, arrival.worker)
 
 
-class Live:
+class StatelessHooks:
     """Defaults of a rule: joins and leaves change nothing, workers get a copy of the weights, which are evaluated."""
 
     def join(self, state: State, worker: int) -> None:
@@ -77,12 +77,12 @@ class Live:
         return weights
 
 
-class OwnMomentum(Live):
+class MomentumRule(StatelessHooks):
     """Base class for rules with their own momentum instead of an optimizer."""
 
-    def __init__(self, momentum: float | Tensor, prepared: Prepared | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, prepared: GradientTransform | None = None) -> None:
         self.momentum = as_tensor(momentum, dtype=float32)
-        self.prepared = prepared or Prepared()
+        self.prepared = prepared or GradientTransform()
 
     def move_to(self, weights: Tensor) -> None:
         """Move the momentum and the decay to the device of the weights."""
@@ -90,7 +90,7 @@ class OwnMomentum(Live):
         self.momentum = self.momentum.to(weights.device)
 
 
-class Sent(Live):
+class RemembersSent(StatelessHooks):
     """Base class for rules that remember the weights that each worker was sent; costs one more copy per reply."""
 
     def __init__(self, places: int) -> None:

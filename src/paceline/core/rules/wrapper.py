@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.interfaces import Rule, State
 
 
-class Around:
+class RuleWrapper:
     """Forwards to the wrapped rule."""
 
     suffix = ""

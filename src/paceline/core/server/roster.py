@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
-from paceline.core.membership import Deals, Member
+from paceline.core.membership import DataAssignments, Member
 from paceline.core.messages import Join, Reply
 
 
@@ -19,7 +19,7 @@ class Roster:
     def __init__(self, num_workers: int, places: int | None = None) -> None:
         self.num_workers = num_workers
         self.places = places or num_workers
-        self.deals = Deals(num_workers) if places is not None else None
+        self.deals = DataAssignments(num_workers) if places is not None else None
         self.members: dict[int, Member] = {}
         self.pending = set(range(num_workers))
         """Workers that the start barrier still waits for."""
@@ -81,7 +81,7 @@ class Roster:
         named = (worker, member.incarnation, member.serial, member.version)
         return Reply(*named, member.accepted - before, over, member.steps, member.lr, deal)
 
-    def assign_data(self, worker: int, deals: Deals) -> None:
+    def assign_data(self, worker: int, deals: DataAssignments) -> None:
         """Give a worker the newest assignment of the data; the first reply after a change of membership makes it."""
         if not self._is_dealt:
             deals.look(tuple(w for w in self.order if (m := self.members[w]).live and not (m.done or m.draining)))

@@ -10,8 +10,21 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from paceline.core.buffers import Memory
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Rate, Reply, Resume, Steps, Stop, Verdict
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import (
+    Disposition,
+    Drain,
+    Input,
+    Join,
+    Leave,
+    Outcome,
+    Push,
+    Reply,
+    Resume,
+    SetLocalSteps,
+    SetLrFactor,
+    Stop,
+)
 from paceline.core.schedules import Training
 from paceline.core.server.roster import Roster
 from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, Updater
@@ -102,7 +115,7 @@ class Server:
         """Build the newest reply to a worker again."""
         return self.roster.reply(worker, self.over or self.members[worker].done)
 
-    def hand_out(self, reply: Reply, memory: Memory) -> None:
+    def hand_out(self, reply: Reply, memory: WorkerBuffers) -> None:
         """Write what a reply promises into its worker's memory; once per reply.
 
         The first reply holds all weights. With a pull codec, each later one holds how the worker's weights change.
@@ -127,27 +140,27 @@ class Server:
                 return self._join(message)
             case Leave():
                 return self._leave(message)
-            case Steps(worker, steps):
+            case SetLocalSteps(worker, steps):
                 self.roster.steps[worker] = steps
-            case Rate(_, factor):
+            case SetLrFactor(_, factor):
                 self.lr_factor = factor
             case Drain(worker):
                 return self._drain(worker)
             case Stop():
-                return Outcome(Verdict.TAKEN, self._finish())
+                return Outcome(Disposition.TAKEN, self._finish())
             case Resume(_, lost):
                 self._resume(lost)
-        return Outcome(Verdict.TAKEN)
+        return Outcome(Disposition.TAKEN)
 
     def _push(self, push: Push) -> Outcome:
         worker, updater, member = push.worker, self.updater, self.members.get(push.worker)
         if member is None or not member.live or push.incarnation != member.incarnation:
-            return Outcome(Verdict.REJECTED)
+            return Outcome(Disposition.REJECTED)
         if push.seq <= member.seq:
             is_unanswered = member.waiting or push.seq < member.seq
-            return Outcome(Verdict.REPEATED, () if is_unanswered else (self.last_answer(worker),))
+            return Outcome(Disposition.REPEATED, () if is_unanswered else (self.last_answer(worker),))
         if member.waiting or push.reply != member.serial:
-            return Outcome(Verdict.REJECTED)  # one reply allows one push
+            return Outcome(Disposition.REJECTED)  # one reply allows one push
         nbytes = updater.push_nbytes if updater.decoder is None else updater.nbytes_of(push)
         if updater.decoder is not None and not self.over:
             push = push._replace(update=updater.decoder.decode(push.update))  # it may raise: change nothing before
@@ -158,27 +171,27 @@ class Server:
             self.worker_states[worker] = push.state.clone()
         if self.over:
             self.late += 1
-            return Outcome(Verdict.LATE, (self._reply(worker, over=True),))
+            return Outcome(Disposition.LATE, (self._reply(worker, over=True),))
         decision = self.policy.push(worker, self.version - member.version)
         self.held[worker] = push
         if decision.dropped:
             self._drop([worker])
         replies = self._carry_out(decision)
         if self.divergence is not None and self.divergence.worker == worker:
-            return Outcome(Verdict.REJECTED, replies)
-        return Outcome(Verdict.DROPPED if decision.dropped else Verdict.TAKEN, replies)
+            return Outcome(Disposition.REJECTED, replies)
+        return Outcome(Disposition.DROPPED if decision.dropped else Disposition.TAKEN, replies)
 
     def _join(self, join: Join) -> Outcome:
         was_started = self.started
         member = self.roster.admit(join)
         if member is None:
-            return Outcome(Verdict.REJECTED)
+            return Outcome(Disposition.REJECTED)
         if not member.done:
             self.rule.join(self.rule_state, join.worker)
         if self.over or member.done:
-            return Outcome(Verdict.TAKEN, (self._reply(join.worker, over=True), *self._open_barrier(was_started)))
+            return Outcome(Disposition.TAKEN, (self._reply(join.worker, over=True), *self._open_barrier(was_started)))
         decision = self.policy.join(join.worker)
-        return Outcome(Verdict.TAKEN, self._carry_out(decision) if was_started else self._open_barrier(was_started))
+        return Outcome(Disposition.TAKEN, self._carry_out(decision) if was_started else self._open_barrier(was_started))
 
     def _open_barrier(self, was_started: bool) -> tuple[Reply, ...]:
         """Reply to every worker, in worker order, once the last expected one has joined; to none before."""
@@ -188,19 +201,19 @@ class Server:
     def _leave(self, leave: Leave) -> Outcome:
         worker, member = leave.worker, self.members.get(leave.worker)
         if member is not None and leave.incarnation < member.incarnation + (not member.live):
-            return Outcome(Verdict.REJECTED)  # an earlier incarnation
+            return Outcome(Disposition.REJECTED)  # an earlier incarnation
         was_started = self.started
         self.roster.pending.discard(worker)
         if member is None or not member.live:
-            return Outcome(Verdict.TAKEN, self._open_barrier(was_started))
+            return Outcome(Disposition.TAKEN, self._open_barrier(was_started))
         had_work = not member.done
         self._disconnect(worker)
         if worker in self.held:
             self._drop([worker])
         if not had_work or self.over:
-            return Outcome(Verdict.TAKEN)
+            return Outcome(Disposition.TAKEN)
         replies = self._carry_out(self.policy.leave(worker))
-        return Outcome(Verdict.TAKEN, (*replies, *self._open_barrier(was_started)))
+        return Outcome(Disposition.TAKEN, (*replies, *self._open_barrier(was_started)))
 
     def _disconnect(self, worker: int) -> None:
         """Mark a worker as gone: the rule and the reply encoder forget it."""
@@ -216,12 +229,12 @@ class Server:
         """Let `worker` finish: its next reply says that it is over, at once if it has nothing left to push."""
         member = self.members.get(worker)
         if self.over or member is None or not member.live or member.done or member.draining:
-            return Outcome(Verdict.REJECTED)
+            return Outcome(Disposition.REJECTED)
         member.draining = True
         self.roster.changed()
         if not member.waiting or worker in self.held:
-            return Outcome(Verdict.TAKEN)
-        return Outcome(Verdict.TAKEN, self._carry_out(Decision(release=(worker,))))
+            return Outcome(Disposition.TAKEN)
+        return Outcome(Disposition.TAKEN, self._carry_out(Decision(release=(worker,))))
 
     def _resume(self, lost: int) -> None:
         """Go on after a stop or a crash: every worker is gone, held pushes are dropped, the start barrier is back."""

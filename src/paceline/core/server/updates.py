@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory
-from paceline.core.compression import DENSE, Codecs, Decoded, Differences
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
 from paceline.interfaces import Arrival, Codec, Rule
 
@@ -28,7 +28,7 @@ class Exchange:
     """Bytes of all weights; None: of the weights that the server has. A timing-only server has none."""
     mean: Mean | None = None
     """Returns the mean of a round that a ring all-reduce has already computed."""
-    decoder: Decoded | None = None
+    decoder: PushDecoder | None = None
     """Takes the place of the push codec's decoder, if a shard decodes its part of a push on arrival."""
 
 
@@ -65,15 +65,17 @@ class Updater:
         """Bytes of a push that is not decoded here."""
         self.encoded_nbytes = pull.capacity if pull is not None and not weights.numel() else None
         """Bytes to count for an encoded reply; None: as many as the codec writes."""
-        self.decoder = Decoded(push, weights) if push is not None and weights.numel() else exchange.decoder
+        self.decoder = PushDecoder(push, weights) if push is not None and weights.numel() else exchange.decoder
         """Decodes pushes; None: they are gradients already, or the server is timing-only."""
-        self.differences = Differences(pull, self.codecs.key, weights) if pull is not None and weights.numel() else None
+        self.differences = (
+            DeltaEncoder(pull, self.codecs.key, weights) if pull is not None and weights.numel() else None
+        )
         """Encodes replies as differences; None: replies are weights, or the server is timing-only."""
         self._lr, self._lr_value = torch.zeros((), device=weights.device), 0.0
         self._mean = torch.empty_like(weights) if places > 1 and exchange.mean is None else weights
         self._mean_of = exchange.mean or self._weighted_mean
 
-    def restrict_to(self, rule: Rule, span: slice, decoder: Decoded | None, pull: Codec | None) -> None:
+    def restrict_to(self, rule: Rule, span: slice, decoder: PushDecoder | None, pull: Codec | None) -> None:
         """Become the first of several servers: pushes, `rule` and the codec `pull` now cover `span` alone."""
         self.rule, self.decoder = rule, decoder
         self._mean = torch.empty_like(self.weights[span])
@@ -133,7 +135,7 @@ class Updater:
         if self.weights.numel():
             self.rule.weights_for(self.weights, self.rule_state, worker, out)
 
-    def write_difference(self, worker: int, memory: Memory) -> int:
+    def write_difference(self, worker: int, memory: WorkerBuffers) -> int:
         """Encode how the worker's weights change since its last reply; return the bytes to count."""
         written = 0
         if self.differences is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import RunFailed
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.transports.file_client import Observer, Piece
+from paceline.transports.file_client import FileChunk, FileClient
 
 GROWING = ("arrivals.log", "events.jsonl")
 """Append-only files; events last, because a server that has ended waits until they were read."""
@@ -27,7 +27,7 @@ class Mirror:
 
     def __init__(
         self,
-        connect: Callable[[], Observer],
+        connect: Callable[[], FileClient],
         path: Path,
         tail: int | None = None,
         growing: Sequence[str] = GROWING,
@@ -66,7 +66,7 @@ class Mirror:
             changed |= self._follow(name)
         return changed | self._store("result.json", result)
 
-    def _store(self, name: str, piece: Piece | None) -> bool:
+    def _store(self, name: str, piece: FileChunk | None) -> bool:
         """Store a small file as a whole; return whether it changed."""
         path, found = self.folder.path / name, piece.data if piece is not None else None
         before = path.read_bytes() if path.exists() else None

@@ -19,7 +19,7 @@ Labels = dict[str, str]
 Sample = tuple[Labels, float | None]
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """One metric with all its samples."""
 
     name: str
@@ -33,11 +33,11 @@ def exposition(runs: Sequence[RunStatus]) -> str:
     return "".join(_text(family) for family in _families(runs))
 
 
-def _families(runs: Sequence[RunStatus]) -> Iterator[Family]:
+def _families(runs: Sequence[RunStatus]) -> Iterator[MetricFamily]:
     info = [({**_of(run), "strategy": run.strategy, "model": run.model}, 1.0) for run in runs]
-    yield Family("paceline_run_info", "gauge", "Strategy and model of the run.", info)
+    yield MetricFamily("paceline_run_info", "gauge", "Strategy and model of the run.", info)
     status = [({**_of(run), "status": one}, float(run.status == one)) for run in runs for one in STATES]
-    yield Family("paceline_run_status", "gauge", "1 for the status of the run, 0 for the others.", status)
+    yield MetricFamily("paceline_run_status", "gauge", "1 for the status of the run, 0 for the others.", status)
     yield _gauge(runs, "progress_ratio", "Share of the budget spent.", "fraction")
     yield _counter(runs, "updates_total", "Updates applied.", "updates")
     yield _counter(runs, "samples_total", "Samples applied.", "samples")
@@ -53,39 +53,39 @@ def _families(runs: Sequence[RunStatus]) -> Iterator[Family]:
         for run in runs
         for state, count in sorted(Counter(worker.state for worker in run.workers).items())
     ]
-    yield Family("paceline_workers", "gauge", "Workers by state.", counts)
+    yield MetricFamily("paceline_workers", "gauge", "Workers by state.", counts)
     slow = [
         ({**_of(run), "worker": str(found.worker), "cause": found.cause}, 1.0)
         for run in runs
         for found in stragglers(run.workers)[:MAX_WORKERS]
     ]
-    yield Family("paceline_straggler", "gauge", "1 for each straggler, with the cause.", slow)
+    yield MetricFamily("paceline_straggler", "gauge", "1 for each straggler, with the cause.", slow)
     yield from _of_workers([run for run in runs if len(run.workers) <= MAX_WORKERS])
 
 
-def _of_workers(runs: Sequence[RunStatus]) -> Iterator[Family]:
+def _of_workers(runs: Sequence[RunStatus]) -> Iterator[MetricFamily]:
     each = [({**_of(run), "worker": str(worker.worker)}, worker) for run in runs for worker in run.workers]
     shares = [({**labels, "part": part}, worker.shares.get(part)) for labels, worker in each for part in PARTS]
-    yield Family("paceline_worker_share_ratio", "gauge", "Share of the worker's time by activity.", shares)
+    yield MetricFamily("paceline_worker_share_ratio", "gauge", "Share of the worker's time by activity.", shares)
     steps: list[Sample] = [(labels, worker.step_seconds) for labels, worker in each]
-    yield Family("paceline_worker_step_seconds", "gauge", "Seconds per step of the worker.", steps)
+    yield MetricFamily("paceline_worker_step_seconds", "gauge", "Seconds per step of the worker.", steps)
     pushes: list[Sample] = [(labels, worker.pushes) for labels, worker in each]
-    yield Family("paceline_worker_pushes_total", "counter", "Pushes of the worker.", pushes)
+    yield MetricFamily("paceline_worker_pushes_total", "counter", "Pushes of the worker.", pushes)
 
 
-def _gauge(runs: Sequence[RunStatus], name: str, text: str, field: str) -> Family:
-    return Family(f"paceline_{name}", "gauge", text, [(_of(run), getattr(run, field)) for run in runs])
+def _gauge(runs: Sequence[RunStatus], name: str, text: str, field: str) -> MetricFamily:
+    return MetricFamily(f"paceline_{name}", "gauge", text, [(_of(run), getattr(run, field)) for run in runs])
 
 
-def _counter(runs: Sequence[RunStatus], name: str, text: str, field: str) -> Family:
-    return Family(f"paceline_{name}", "counter", text, [(_of(run), getattr(run, field)) for run in runs])
+def _counter(runs: Sequence[RunStatus], name: str, text: str, field: str) -> MetricFamily:
+    return MetricFamily(f"paceline_{name}", "counter", text, [(_of(run), getattr(run, field)) for run in runs])
 
 
 def _of(run: RunStatus) -> Labels:
     return {"run": run.run}
 
 
-def _text(family: Family) -> str:
+def _text(family: MetricFamily) -> str:
     lines = list(_lines(family.name, family.samples))
     if not lines:
         return ""

@@ -13,7 +13,7 @@ from paceline.errors import UserError
 from paceline.reports.watch.mirror import GROWING, Mirror
 from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import parse_address
-from paceline.transports.file_client import Observer
+from paceline.transports.file_client import FileClient
 
 
 def is_served(target: str) -> bool:
@@ -42,7 +42,7 @@ def mirrored(options: ConnectOptions, tail: int | None = None) -> Iterator[Mirro
     token, tls = token_of(options), tls_of(options)
     with tempfile.TemporaryDirectory(prefix="paceline-") as path, contextlib.ExitStack() as stack:
         growing = GROWING if tail is None else GROWING[-1:]
-        mirror = Mirror(lambda: Observer(options.connect, token, tls), Path(path), tail, growing)
+        mirror = Mirror(lambda: FileClient(options.connect, token, tls), Path(path), tail, growing)
         stack.callback(mirror.close)
         yield mirror
 

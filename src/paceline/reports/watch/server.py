@@ -24,7 +24,7 @@ from typing import Any
 from paceline.errors import UserError
 from paceline.reports.html import LiveFeed, render
 from paceline.reports.watch.prometheus import CONTENT_TYPE, exposition
-from paceline.reports.watch.sources import Follower
+from paceline.reports.watch.sources import RunFollower
 
 PORT = 7223
 """Default port: the letters PACE on a telephone."""
@@ -52,7 +52,7 @@ class LiveServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 32
 
-    def __init__(self, follower: Follower, host: str, port: int, token: str | None = None) -> None:
+    def __init__(self, follower: RunFollower, host: str, port: int, token: str | None = None) -> None:
         self.follower = follower
         self.token = token
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -244,7 +244,7 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def open_server(follower: Follower, host: str, port: int, token: str | None) -> LiveServer:
+def open_server(follower: RunFollower, host: str, port: int, token: str | None) -> LiveServer:
     """Listen at `port`, or at the next free one if it is taken; the result's `port` says which."""
     for candidate in [port] if port == 0 else range(port, min(port + PORTS_TRIED, 65536)):
         try:

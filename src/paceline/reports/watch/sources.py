@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.analysis.listing import newest_folders
-from paceline.analysis.status import RunStatus, Standing, read_run_snapshot
+from paceline.analysis.status import RunSnapshot, RunStatus, read_run_snapshot
 from paceline.errors import PacelineError, UserError
 from paceline.reports.report_data import RunReader
 from paceline.reports.watch.mirror import Mirror
@@ -36,7 +36,7 @@ MAX_RUNS = 30
 FOLDER_REMOVED = "the run folder was removed: these are the last data read"
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Runs to watch: a run folder, a folder of runs, or a server on another machine."""
 
     title: str
@@ -47,7 +47,7 @@ class Source(Protocol):
         """Return the report data that changed since the last poll, by run; None for a run no longer followed."""
         ...
 
-    def run_snapshots(self) -> list[Standing]:
+    def run_snapshots(self) -> list[RunSnapshot]:
         """Return the status and latest events of every run, the newest first."""
         ...
 
@@ -109,7 +109,7 @@ class FolderSource:
         changed = {run: digest for run, digest in looks.items() if digest is not None}
         return {**changed, **{str(path): None for path in left}}
 
-    def run_snapshots(self) -> list[Standing]:
+    def run_snapshots(self) -> list[RunSnapshot]:
         found = []
         for path in self._find():
             with contextlib.suppress(UserError, OSError):  # damaged, or removed since
@@ -149,10 +149,10 @@ def _no_run(path: Path) -> str:
     return f"{path} does not exist: give a run folder as in runs/NAME, a folder of runs, or HOST:PORT of a server"
 
 
-class Follower:
+class RunFollower:
     """Keeps the latest report data of every run as JSON, with the number of the poll that brought it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RunSource) -> None:
         self.source = source
         self.instance = secrets.token_hex(4)
         """Distinguishes event numbers of this follower from those of an earlier one."""
@@ -261,7 +261,7 @@ RETRY_SECONDS = 3.0
 UNREACHABLE = "unreachable"
 
 
-class ServedRun:
+class RemoteRun:
     """A run on another machine, mirrored at each poll; if its server is gone, the last data stay, with a note."""
 
     one = True
@@ -280,10 +280,10 @@ class ServedRun:
             found = list(self._copy.poll().values())
         return {self.title: self._with_origin(found[0])} if found and found[0] is not None else {}
 
-    def run_snapshots(self) -> list[Standing]:
+    def run_snapshots(self) -> list[RunSnapshot]:
         with self._lock:
             self._refresh()
-            return [Standing(self._with_title(status), events) for status, events in self._copy.run_snapshots()]
+            return [RunSnapshot(self._with_title(status), events) for status, events in self._copy.run_snapshots()]
 
     def _refresh(self) -> None:
         """Update the mirror, at intervals if the server is gone."""

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TextIO
 
-from paceline.analysis.status import UNDER_WAY, RunStatus, Standing
+from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
 from paceline.reports.status_table import MAX_WORKERS, format_run, format_workers, seconds_text
-from paceline.reports.watch.sources import Source, pause_after
+from paceline.reports.watch.sources import RunSource, pause_after
 
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -22,14 +22,14 @@ MIN_WIDTH = 20
 COLORS = {"running": "green", "evaluating": "green", "diverged": "red", "killed": "red", "stopped": "yellow"}
 
 
-class Line(NamedTuple):
+class StyledLine(NamedTuple):
     """One line of the view, and its style."""
 
     text: str
     style: str = ""
 
 
-class History:
+class RunHistory:
     """What the view keeps of one run: its losses, thinned, and the last event shown."""
 
     def __init__(self) -> None:
@@ -106,28 +106,28 @@ def _score(row: dict[str, Any]) -> str | None:
     return f"Test loss {loss:.4f}" if loss is not None else None
 
 
-def view(snapshot: Standing, history: History, width: int, height: int) -> list[Line]:
+def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) -> list[StyledLine]:
     """Return one run in at most `height` lines of `width`: progress, loss, workers, latest events."""
     status, events = snapshot
     style = COLORS.get(status.status, "bold")
-    lines = [Line(text, style) for text in format_run(status, width).splitlines()]
+    lines = [StyledLine(text, style) for text in format_run(status, width).splitlines()]
     if status.fraction is not None:
-        lines.append(Line(f"{bar(status.fraction, width - 6)} {100 * status.fraction:3.0f} %", style))
+        lines.append(StyledLine(f"{bar(status.fraction, width - 6)} {100 * status.fraction:3.0f} %", style))
     if history.losses:
         now = f"loss {history.losses[-1]:.4f} "
-        lines.append(Line(now + sparkline(history.losses, width - len(now)), "cyan"))
+        lines.append(StyledLine(now + sparkline(history.losses, width - len(now)), "cyan"))
     latest = _latest(events, width)
     room = height - len(lines) - len(latest)
     workers = _worker_lines(status, width, room)
     return (lines + workers + latest)[:height]
 
 
-def _latest(events: Sequence[dict[str, Any]], width: int) -> list[Line]:
+def _latest(events: Sequence[dict[str, Any]], width: int) -> list[StyledLine]:
     latest = reversed(sentences(events)[-MAX_EVENTS:])
-    return [Line(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in latest]
+    return [StyledLine(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in latest]
 
 
-def _worker_lines(status: RunStatus, width: int, room: int) -> list[Line]:
+def _worker_lines(status: RunStatus, width: int, room: int) -> list[StyledLine]:
     """Return as many workers as fit, and always the stragglers."""
     for max_workers in (MAX_WORKERS, 16, 8, 4, 2, 1):
         parts = format_workers(status, width, max_workers)
@@ -135,19 +135,19 @@ def _worker_lines(status: RunStatus, width: int, room: int) -> list[Line]:
         if len(lines) <= room:
             break
     slow = ("is slow (", "is paused", "is lost")
-    return [Line(line, "yellow" if any(words in line for words in slow) else "") for line in lines]
+    return [StyledLine(line, "yellow" if any(words in line for words in slow) else "") for line in lines]
 
 
 def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def select_run(run_snapshots: Sequence[Standing]) -> Standing:
+def select_run(run_snapshots: Sequence[RunSnapshot]) -> RunSnapshot:
     """Return the run to show in full: the newest that is active, else the newest."""
     return next((one for one in run_snapshots if one.status.status in UNDER_WAY), run_snapshots[0])
 
 
-def other_runs(run_snapshots: Sequence[Standing], shown: Standing, width: int) -> list[Line]:
+def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: int) -> list[StyledLine]:
     """Return a line for each of the other runs."""
     lines = []
     for status, _ in run_snapshots:
@@ -155,11 +155,11 @@ def other_runs(run_snapshots: Sequence[Standing], shown: Standing, width: int) -
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
             accuracy = f"  {status.test_accuracy:.1f} % accuracy" if status.test_accuracy is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{accuracy}"
-            lines.append(Line(_shorten(text, width), COLORS.get(status.status, "")))
+            lines.append(StyledLine(_shorten(text, width), COLORS.get(status.status, "")))
     return lines
 
 
-def plain_line(status: RunStatus, history: History) -> str:
+def plain_line(status: RunStatus, history: RunHistory) -> str:
     """Return one line for a log file."""
     parts = [f"{status.run}: {status.status}"]
     if status.fraction is not None:
@@ -173,7 +173,7 @@ def plain_line(status: RunStatus, history: History) -> str:
     return ", ".join(parts)
 
 
-def watch_in_terminal(source: Source, stream: TextIO) -> None:
+def watch_in_terminal(source: RunSource, stream: TextIO) -> None:
     """Show the source until its single run ends, or until Ctrl-C."""
     if stream.isatty():
         _draw(source, stream)
@@ -181,7 +181,7 @@ def watch_in_terminal(source: Source, stream: TextIO) -> None:
         _print_lines(source, stream)
 
 
-def _poll(source: Source) -> Iterator[tuple[list[Standing], bool]]:
+def _poll(source: RunSource) -> Iterator[tuple[list[RunSnapshot], bool]]:
     """Yield the current runs repeatedly, and whether this is the last time."""
     while True:
         began = time.thread_time()
@@ -193,12 +193,12 @@ def _poll(source: Source) -> Iterator[tuple[list[Standing], bool]]:
         time.sleep(pause_after(time.thread_time() - began))
 
 
-def _draw(source: Source, stream: TextIO) -> None:
+def _draw(source: RunSource, stream: TextIO) -> None:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
-    histories: dict[str, History] = {}
+    histories: dict[str, RunHistory] = {}
     console = Console(file=stream)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for run_snapshots, _ in _poll(source):
@@ -208,7 +208,7 @@ def _draw(source: Source, stream: TextIO) -> None:
             size = shutil.get_terminal_size((80, 24))
             width, height = max(MIN_WIDTH, size.columns), max(4, size.lines - 1)
             shown = select_run(run_snapshots)
-            history = histories.setdefault(shown.status.run, History())
+            history = histories.setdefault(shown.status.run, RunHistory())
             history.add(shown.events)
             others = other_runs(run_snapshots, shown, width)
             lines = view(shown, history, width, height - min(2, len(others)))
@@ -217,13 +217,13 @@ def _draw(source: Source, stream: TextIO) -> None:
             live.update(Group(*texts), refresh=True)
 
 
-def _print_lines(source: Source, stream: TextIO) -> None:
+def _print_lines(source: RunSource, stream: TextIO) -> None:
     """Print a line now and then, one per event, and one at the end."""
-    histories: dict[str, History] = {}
+    histories: dict[str, RunHistory] = {}
     due: dict[str, float] = {}
     for run_snapshots, over in _poll(source):
         for status, events in run_snapshots:
-            history = histories.setdefault(status.run, History())
+            history = histories.setdefault(status.run, RunHistory())
             history.add(events)
             for text in history.new_sentences(events):
                 print(f"{status.run}: {text}", file=stream)

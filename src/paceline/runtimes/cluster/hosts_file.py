@@ -176,7 +176,7 @@ UNREACHABLE = ("timed out", "No route to host", "Network is unreachable")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """What this machine has and every host must have too; `data` is None for a task that brings its own."""
 
     paceline: str | None
@@ -186,7 +186,7 @@ class Wanted:
     task: dict[str, str] | None
 
 
-def lack(host: HostLine, found: dict[str, Any], wanted: Wanted) -> str | None:
+def lack(host: HostLine, found: dict[str, Any], wanted: Requirements) -> str | None:
     """Why a host cannot take part, and what to do; None when it can."""
     if found["paceline"] is None:
         return f"{host.python} there has no paceline: install it, or write python=PATH on its line"
@@ -226,7 +226,7 @@ def unreached(found: dict[str, Any]) -> str | None:
     )
 
 
-def remarks(host: HostLine, found: dict[str, Any], wanted: Wanted, threads: int) -> list[str]:
+def remarks(host: HostLine, found: dict[str, Any], wanted: Requirements, threads: int) -> list[str]:
     """What a user should know of a host that can take part."""
     lines = []
     if found["torch"] != wanted.torch:

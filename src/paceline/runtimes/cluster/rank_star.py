@@ -16,11 +16,11 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import Entrance, Opened, join_server, serve
+from paceline.runtimes.cluster.serve import Listening, ListenOptions, join_server, serve
 from paceline.settings.ranks import Rank
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address
-from paceline.transports.rendezvous import FileBoard, Noticeboard
+from paceline.transports.rendezvous import FileRendezvous, RendezvousStore
 
 START_SECONDS = 300.0
 RESULT_SECONDS = 600.0
@@ -36,16 +36,16 @@ def train_as_rank_of_star(
         return _lead(config, rank, board, console, tls) if rank.leads else _follow(config, rank, board, console)
 
 
-def _board(config: RunConfig, rank: Rank) -> Noticeboard:
+def _board(config: RunConfig, rank: Rank) -> RendezvousStore:
     if rank.step is not None:
-        return FileBoard(Path(config.runs), rank.step, rank.leads)
-    from paceline.runtimes.ring.process_group import Meeting
+        return FileRendezvous(Path(config.runs), rank.step, rank.leads)
+    from paceline.runtimes.ring.process_group import ProcessGroup
 
-    return Meeting(rank)
+    return ProcessGroup(rank)
 
 
 def _lead(
-    config: RunConfig, rank: Rank, board: Noticeboard, console: Console, tls: bool
+    config: RunConfig, rank: Rank, board: RendezvousStore, console: Console, tls: bool
 ) -> tuple[RunFolder, dict[str, Any]]:
     known = TOKEN_VARIABLE in os.environ  # then the others know it too, and it need not travel
     token = os.environ.setdefault(TOKEN_VARIABLE, make_token().decode())
@@ -53,13 +53,13 @@ def _lead(
     many = "1 worker" if config.workers == 1 else f"{config.workers} workers"
     console.note(f"{launcher} started {rank.size} processes (world size {rank.size}): rank 0 serves {many}")
 
-    def tell(server: Opened) -> None:
+    def tell(server: Listening) -> None:
         where = f"{_own_name(rank)}:{parse_address(server.address)[1]}"
         board.tell("server", {"address": where, "token": None if known else token, "tls": tls})
 
     listen = "127.0.0.1:0" if rank.is_alone else "0.0.0.0:0"
     try:
-        folder, result = serve(config, Entrance(listen, tls=tls), console, tell)
+        folder, result = serve(config, ListenOptions(listen, tls=tls), console, tell)
     except BaseException as error:
         _tell_failure(rank, board, error)
         raise
@@ -68,7 +68,7 @@ def _lead(
     return folder, result
 
 
-def _tell_failure(rank: Rank, board: Noticeboard, error: BaseException) -> None:
+def _tell_failure(rank: Rank, board: RendezvousStore, error: BaseException) -> None:
     """Nobody waits for a server that will not be, whatever the reason."""
     word = {"failed": str(error) or type(error).__name__}
     with contextlib.suppress(OSError, RuntimeError, PacelineError):
@@ -101,18 +101,20 @@ def address_towards(host: str, port: int) -> str:
         raise UserError(f"the way to {host} is not known ({error.strerror}): correct MASTER_ADDR") from None
 
 
-def _linger(rank: Rank, board: Noticeboard) -> None:
+def _linger(rank: Rank, board: RendezvousStore) -> None:
     """Until everybody has heard, or is not there any more: the board goes with its keeper."""
     for number in range(1, rank.size):
         if board.wait_for(f"heard/{number}", LINGER_SECONDS) is None:
             return
 
 
-def _follow(config: RunConfig, rank: Rank, board: Noticeboard, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def _follow(
+    config: RunConfig, rank: Rank, board: RendezvousStore, console: Console
+) -> tuple[RunFolder, dict[str, Any]]:
     word = board.wait_for("server", START_SECONDS)
     if word is None:
         where = ""
-        if isinstance(board, FileBoard):
+        if isinstance(board, FileRendezvous):
             where = f" (looked in {board.path}; --runs DIR must be on a file system that all nodes share)"
         raise RunFailed(f"rank {rank.number} was not told within {START_SECONDS:g} s where rank 0 serves{where}")
     try:

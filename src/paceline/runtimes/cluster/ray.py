@@ -20,8 +20,8 @@ from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
 from paceline.runtimes.cluster.serve import (
-    Entrance,
-    Opened,
+    Listening,
+    ListenOptions,
     join_server,
     refuse_restarts,
     require_star,
@@ -39,7 +39,7 @@ LOOK_SECONDS = 0.25
 MOST_ROWS = 1000
 
 
-class Relay(Console):
+class RelayConsole(Console):
     """A console whose rows are kept for the command that started the run."""
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class ServerActor:
     def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool) -> None:
         os.environ[TOKEN_VARIABLE] = token
         self._config, self._listen, self._tls = from_dict(config), listen, tls
-        self._relay = Relay()
-        self._opened: Opened | None = None
+        self._relay = RelayConsole()
+        self._opened: Listening | None = None
         self._stop_reason: str | None = None
 
     def serve(self) -> dict[str, Any]:
@@ -74,15 +74,15 @@ class ServerActor:
         folder = RunFolder(Path(self._config.runs) / str(self._config.name))
         try:
             if folder.arrivals_file.exists():
-                serve_again(folder.path, Entrance(tls=self._tls), self._relay, tell=self._open)
+                serve_again(folder.path, ListenOptions(tls=self._tls), self._relay, tell=self._open)
             else:
                 folder.discard_unstarted()
-                serve(self._config, Entrance(self._listen, tls=self._tls), self._relay, self._open)
+                serve(self._config, ListenOptions(self._listen, tls=self._tls), self._relay, self._open)
         except PacelineError as error:
             return {"failed": str(error), "code": error.exit_code}
         return {}
 
-    def _open(self, opened: Opened) -> None:
+    def _open(self, opened: Listening) -> None:
         self._opened = opened
         if self._stop_reason is not None:
             opened.stop(self._stop_reason)
@@ -145,7 +145,7 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tupl
     if folder.path.exists():
         raise UserError(f"{folder.path} exists already: choose another --name, or remove it")
     with _cluster(ray) as address, _room(ray, config, address) as group:
-        crew = Crew(ray, config, address, group, console, tls)
+        crew = RayActors(ray, config, address, group, console, tls)
         crew.start()
         answer = crew.follow()
     if "failed" in answer:
@@ -201,7 +201,7 @@ def _room(ray: Any, config: RunConfig, address: str) -> Iterator[Any]:
         ray.util.remove_placement_group(group)
 
 
-class Crew:
+class RayActors:
     """The actors of one run, followed to its end."""
 
     def __init__(self, ray: Any, config: RunConfig, address: str, group: Any, console: Console, tls: bool) -> None:

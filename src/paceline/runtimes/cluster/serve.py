@@ -16,7 +16,7 @@ from paceline.data.datasets import Dataset, Location, load, locate_data, settle_
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder, holding, require_survivors, write_atomically
-from paceline.runtimes.sharded.processes import Retinue, serve_part
+from paceline.runtimes.sharded.processes import ShardProcesses, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import check_names, refuse_simulated, resolve
 from paceline.settings.strategies import Feature, require_feature
@@ -29,18 +29,18 @@ LOOPBACK = "127.0.0.1:0"
 
 
 @dataclass(frozen=True)
-class Opened:
+class Listening:
     """A server that listens: its address, and the function that ends its run from another thread."""
 
     address: str
     stop: Callable[[str], None]
 
 
-Tell = Callable[[Opened], None]
+Tell = Callable[[Listening], None]
 
 
 @dataclass(frozen=True)
-class Entrance:
+class ListenOptions:
     """Where a server listens, and how workers authenticate."""
 
     listen: str | None = None
@@ -61,7 +61,7 @@ class Entrance:
 
 
 def serve(
-    config: RunConfig, entrance: Entrance, console: Console, tell: Tell | None = None
+    config: RunConfig, entrance: ListenOptions, console: Console, tell: Tell | None = None
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Serve a new run to workers that come over the network; `tell` is called once they can connect."""
     config = resolve(config)
@@ -73,12 +73,12 @@ def serve(
     config, location = settle_data(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _keep_serving(_Order(config, folder, location, entrance, console, tell, resume=False))
+        return folder, _keep_serving(_ServeOrder(config, folder, location, entrance, console, tell, resume=False))
 
 
 def serve_again(
     path: Path,
-    entrance: Entrance,
+    entrance: ListenOptions,
     console: Console,
     upkeep: dict[str, Any] | None = None,
     tell: Tell | None = None,
@@ -100,7 +100,7 @@ def serve_again(
         entrance = dataclasses.replace(entrance, servers=1 + len(folder.served().get("shards", ())))
     require_cuttable(config, entrance.num_servers)
     with folder.locked():
-        order = _Order(config, folder, locate_data(config), entrance, console, tell, resume=True)
+        order = _ServeOrder(config, folder, locate_data(config), entrance, console, tell, resume=True)
         return folder, _keep_serving(order)
 
 
@@ -129,19 +129,19 @@ def require_star(config: RunConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _ServeOrder:
     """One run to be served, and how."""
 
     config: RunConfig
     folder: RunFolder
     location: Location | None
-    entrance: Entrance
+    entrance: ListenOptions
     console: Console
     tell: Tell | None
     resume: bool
 
 
-def _keep_serving(order: _Order) -> dict[str, Any]:
+def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
     """Serve in this process, or with `--restart` in child processes, one after another at the same address."""
     config, folder, console = order.config, order.folder, order.console
     if not config.restart:
@@ -164,11 +164,11 @@ def _keep_serving(order: _Order) -> dict[str, Any]:
     return result
 
 
-def _serve(order: _Order) -> dict[str, Any]:
+def _serve(order: _ServeOrder) -> dict[str, Any]:
     import torch
 
     from paceline.runtimes.server.process import make_host
-    from paceline.runtimes.server.remote_service import OwnLine
+    from paceline.runtimes.server.remote_service import ForegroundChannel
     from paceline.system.memory import keep_freed_memory, raise_file_limit
     from paceline.transports.listener import Listener
 
@@ -180,9 +180,9 @@ def _serve(order: _Order) -> dict[str, Any]:
     tls = _tls(entrance, folder, console)
     listener = Listener(entrance.listen or LOOPBACK, token, tls)
     dataset = load(location, report=console.report) if location is not None else None
-    line = OwnLine(console.report)
+    line = ForegroundChannel(console.report)
     facts = {**facts_of(config, location), "servers": entrance.num_servers}
-    with Retinue(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
+    with ShardProcesses(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
         peers = retinue.make_peers()
         host = make_host(config, dataset, folder, console.report, peers, facts, resume)
         assert host.work is not None
@@ -195,7 +195,7 @@ def _serve(order: _Order) -> dict[str, Any]:
         console.note(_where(listener.address))
         with stop_signals(console.report, line.stop):
             if tell is not None:
-                tell(Opened(listener.address, line.stop))
+                tell(Listening(listener.address, line.stop))
             with torch.inference_mode():
                 service.run()
             result = host.finish()
@@ -212,7 +212,7 @@ def _where(address: str) -> str:
     return f"serving at {address}" + (f": workers connect to port {port} of this machine" if host in ANYWHERE else "")
 
 
-def _tls(entrance: Entrance, folder: RunFolder, console: Console) -> Tls | None:
+def _tls(entrance: ListenOptions, folder: RunFolder, console: Console) -> Tls | None:
     if not entrance.tls:
         return None
     if entrance.certificate is not None and entrance.key is not None:
@@ -224,7 +224,7 @@ def _tls(entrance: Entrance, folder: RunFolder, console: Console) -> Tls | None:
     return tls
 
 
-def _token(entrance: Entrance, host: str, folder: RunFolder, console: Console) -> bytes:
+def _token(entrance: ListenOptions, host: str, folder: RunFolder, console: Console) -> bytes:
     """The given token, else the run's earlier one, else none on loopback and a new one on other interfaces."""
     given = _read_token(entrance.token_file)
     if given is not None:
@@ -249,10 +249,10 @@ def join_server(visitor: ConnectOptions, console: Console) -> bool:
     if visitor.overlap < 0:
         raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
     _require_device(visitor.device)
-    from paceline.runtimes.cluster.worker import Connection, Own, work
+    from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
 
-    connection = Connection(visitor.connect, token, tls_of(visitor), visitor.patience)
-    own = Own(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
+    connection = ServerAddress(visitor.connect, token, tls_of(visitor), visitor.patience)
+    own = WorkerOptions(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
     ended = work(connection, own, _load, console.note)
     if not ended:
         console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")

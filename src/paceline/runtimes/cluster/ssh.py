@@ -17,7 +17,7 @@ from paceline.runtimes.cluster import host_probe
 from paceline.runtimes.cluster.hosts_file import (
     CONNECT_SECONDS,
     HostLine,
-    Wanted,
+    Requirements,
     lack,
     remarks,
     remote_command,
@@ -34,7 +34,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ready:
+class CheckedHost:
     """A host that can take part, with the address at which its workers find the server."""
 
     host: HostLine
@@ -43,14 +43,16 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Looked:
+class ProbeResult:
     """What came of looking at a host: what it has, or why nothing is known."""
 
     found: dict[str, Any] | None
     failure: str | None
 
 
-def look_at(hosts: list[HostLine], questions: list[dict[str, Any]], seconds: float = PROBE_SECONDS) -> list[Looked]:
+def look_at(
+    hosts: list[HostLine], questions: list[dict[str, Any]], seconds: float = PROBE_SECONDS
+) -> list[ProbeResult]:
     """Ask every host its question, all at once."""
     source = Path(host_probe.__file__).read_text(encoding="utf-8")
     started = [_start_probe(host, asked) for host, asked in zip(hosts, questions, strict=True)]
@@ -72,20 +74,22 @@ def _start_probe(host: HostLine, asked: dict[str, Any]) -> subprocess.Popen[str]
     return None
 
 
-def _hear(host: HostLine, probe: subprocess.Popen[str] | None, source: str, deadline: float) -> Looked:
+def _hear(host: HostLine, probe: subprocess.Popen[str] | None, source: str, deadline: float) -> ProbeResult:
     if probe is None:
-        return Looked(None, "there is no ssh on this machine: install an OpenSSH client")
+        return ProbeResult(None, "there is no ssh on this machine: install an OpenSSH client")
     try:
         said, complained = probe.communicate(source, timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Looked(None, f"it did not answer within {PROBE_SECONDS:g} s: is it half-dead, or very busy?")
+        return ProbeResult(None, f"it did not answer within {PROBE_SECONDS:g} s: is it half-dead, or very busy?")
     for line in said.splitlines():
         if line.startswith(host_probe.MARK):
-            return Looked(json.loads(line[len(host_probe.MARK) :]), None)
-    return Looked(None, why_ssh_failed(host, probe.returncode, complained))
+            return ProbeResult(json.loads(line[len(host_probe.MARK) :]), None)
+    return ProbeResult(None, why_ssh_failed(host, probe.returncode, complained))
 
 
-def question(host: HostLine, wanted: Wanted, data_dir: str | None, listen: tuple[str | None, int]) -> dict[str, Any]:
+def question(
+    host: HostLine, wanted: Requirements, data_dir: str | None, listen: tuple[str | None, int]
+) -> dict[str, Any]:
     """What a host is asked; `listen` is where this machine listens meanwhile, its address None for whence ssh came."""
     address, port = listen
     data = {"name": wanted.data["name"], "data_dir": host.data_dir or data_dir} if wanted.data is not None else None
@@ -95,12 +99,12 @@ def question(host: HostLine, wanted: Wanted, data_dir: str | None, listen: tuple
 
 def check_hosts(
     hosts: list[HostLine],
-    wanted: Wanted,
+    wanted: Requirements,
     data_dir: str | None,
     threads: int | None,
     listen: tuple[str | None, int],
     note: Note,
-) -> tuple[list[Ready], list[str]]:
+) -> tuple[list[CheckedHost], list[str]]:
     """Those that can take part, and one line for each that cannot."""
     ready, failures = [], []
     for host, looked in zip(
@@ -114,11 +118,11 @@ def check_hosts(
         each = threads_of(host, threads, found["cores"])
         for remark in remarks(host, found, wanted, each):
             note(f"{host.target}: {remark}")
-        ready.append(Ready(host, found["reach"]["address"], each))
+        ready.append(CheckedHost(host, found["reach"]["address"], each))
     return ready, failures
 
 
-def settle(ready: list[Ready], failures: list[str], skip_failed: bool, note: Note) -> list[Ready]:
+def settle(ready: list[CheckedHost], failures: list[str], skip_failed: bool, note: Note) -> list[CheckedHost]:
     """Every host that fails is a line; one is enough to start nothing, unless those may be left out."""
     for failure in failures:
         note(failure)
@@ -142,7 +146,7 @@ class RemoteWorkers:
         self._threads: list[threading.Thread] = []
 
     def start(
-        self, ready: list[Ready], token: str, data_dir: str | None, more: list[str], all_gone: Callable[[], None]
+        self, ready: list[CheckedHost], token: str, data_dir: str | None, more: list[str], all_gone: Callable[[], None]
     ) -> None:
         """Start all workers, numbered in the order of the hosts; the token goes over standard input.
 

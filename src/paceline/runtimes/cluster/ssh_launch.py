@@ -19,9 +19,17 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runtimes.cluster.host_probe import code_digest, find_file
-from paceline.runtimes.cluster.hosts_file import HostLine, Wanted, num_workers, read_hosts
-from paceline.runtimes.cluster.serve import Entrance, Opened, Tell, refuse_restarts, require_star, serve, serve_again
-from paceline.runtimes.cluster.ssh import Ready, RemoteWorkers, check_hosts, settle
+from paceline.runtimes.cluster.hosts_file import HostLine, Requirements, num_workers, read_hosts
+from paceline.runtimes.cluster.serve import (
+    Listening,
+    ListenOptions,
+    Tell,
+    refuse_restarts,
+    require_star,
+    serve,
+    serve_again,
+)
+from paceline.runtimes.cluster.ssh import CheckedHost, RemoteWorkers, check_hosts, settle
 from paceline.settings.resolve import resolve
 from paceline.system.environment import package_version
 from paceline.transports.auth import TOKEN_VARIABLE, make_token
@@ -29,7 +37,7 @@ from paceline.transports.connection import ANYWHERE, format_address, parse_addre
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostOptions:
     """What the user says of them."""
 
     file: str
@@ -39,11 +47,11 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Ground:
+class HostPlan:
     """Where a run will take place: hosts that can take part, and where they find the server."""
 
-    ready: list[Ready]
-    entrance: Entrance
+    ready: list[CheckedHost]
+    entrance: ListenOptions
     data_dir: str | None
 
     @property
@@ -52,7 +60,7 @@ class Ground:
         return sum(place.host.workers for place in self.ready)
 
 
-def train_on_hosts(config: RunConfig, hosts: Hosts, console: Console) -> tuple[RunFolder, dict[str, Any]]:
+def train_on_hosts(config: RunConfig, hosts: HostOptions, console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Look at every host, serve here, and let all of them work."""
     lines = read_hosts(Path(hosts.file))
     total = num_workers(lines)
@@ -66,7 +74,7 @@ def train_on_hosts(config: RunConfig, hosts: Hosts, console: Console) -> tuple[R
 
 
 def resume_on_hosts(
-    path: Path, hosts: Hosts, console: Console, upkeep: dict[str, Any] | None = None
+    path: Path, hosts: HostOptions, console: Console, upkeep: dict[str, Any] | None = None
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run, on the same number of workers; the hosts may be others than before."""
     config, lines = RunFolder.open(path).config(), read_hosts(Path(hosts.file))
@@ -78,7 +86,9 @@ def resume_on_hosts(
     return _work(ground, console, lambda start: serve_again(path, ground.entrance, console, upkeep, start))
 
 
-def _look(config: RunConfig, threads: int | None, hosts: Hosts, lines: list[HostLine], console: Console) -> Ground:
+def _look(
+    config: RunConfig, threads: int | None, hosts: HostOptions, lines: list[HostLine], console: Console
+) -> HostPlan:
     """See that every host has what it needs and reaches this machine."""
     require_star(config)
     refuse_restarts(config)
@@ -89,11 +99,11 @@ def _look(config: RunConfig, threads: int | None, hosts: Hosts, lines: list[Host
         console.note(f"looking at {len(lines)} host{'s' if len(lines) > 1 else ''}")
         found = check_hosts(lines, wanted, config.data_dir, threads, (seen, port), console.note)
     ready = settle(*found, hosts.skip_failed, console.note)
-    return Ground(ready, Entrance(format_address((host, port)), tls=hosts.tls), config.data_dir)
+    return HostPlan(ready, ListenOptions(format_address((host, port)), tls=hosts.tls), config.data_dir)
 
 
 def _work(
-    ground: Ground, console: Console, serving: Callable[[Tell], tuple[RunFolder, dict[str, Any]]]
+    ground: HostPlan, console: Console, serving: Callable[[Tell], tuple[RunFolder, dict[str, Any]]]
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Serve, and have all hosts work from when the server listens until it is over."""
     os.environ.setdefault(
@@ -101,7 +111,7 @@ def _work(
     )  # the server reads it there; workers get it by their pipes
     workers = RemoteWorkers(console.note)
 
-    def start(server: Opened) -> None:
+    def start(server: Listening) -> None:
         more = ["--tls"] if ground.entrance.tls else []
         workers.start(ground.ready, os.environ[TOKEN_VARIABLE], ground.data_dir, more, lambda: server.stop(ALL_GONE))
 
@@ -114,7 +124,7 @@ def _work(
     return folder, result
 
 
-def _bound(hosts: Hosts, lines: list[HostLine]) -> socket.socket:
+def _bound(hosts: HostOptions, lines: list[HostLine]) -> socket.socket:
     """A listener in the server's place while hosts try whether they get through; its port is the server's then."""
     off_machine = "0.0.0.0:0" if any(not line.is_here for line in lines) else "127.0.0.1:0"
     asked = hosts.listen or off_machine
@@ -125,7 +135,7 @@ def _bound(hosts: Hosts, lines: list[HostLine]) -> socket.socket:
         raise UserError(f"--listen {asked} is not possible here ({error.strerror}): choose another address") from None
 
 
-def _wanted(config: RunConfig) -> Wanted:
+def _wanted(config: RunConfig) -> Requirements:
     """What this machine has, so that hosts can be compared with it."""
     config, location = settle_data(config)
     data = {"name": config.dataset, "sample": location.sample} if location is not None else None
@@ -137,4 +147,4 @@ def _wanted(config: RunConfig) -> Wanted:
             raise UserError(f"--task {config.task}: there is no file {file} here")
         task = {"file": file, "digest": digest}
     code = code_digest(Path(errors.__file__).parent)
-    return Wanted(package_version("paceline"), package_version("torch"), code, data, task)
+    return Requirements(package_version("paceline"), package_version("torch"), code, data, task)

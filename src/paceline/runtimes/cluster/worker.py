@@ -21,7 +21,7 @@ from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
-from paceline.errors import Forgotten
+from paceline.errors import UnknownWorker
 from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
@@ -42,7 +42,7 @@ Errands: TypeAlias = "queue.SimpleQueue[Errand | None]"
 
 
 @dataclass(frozen=True)
-class Connection:
+class ServerAddress:
     """How to reach a server."""
 
     address: str
@@ -62,7 +62,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Own:
+class WorkerOptions:
     """Settings that belong to the worker's machine, not to the run."""
 
     data_dir: str | None = None
@@ -72,14 +72,14 @@ class Own:
     device: str = "cpu"
 
 
-def work(connection: Connection, own: Own, load: Load, say: Callable[[str], None]) -> bool:
+def work(connection: ServerAddress, own: WorkerOptions, load: Load, say: Callable[[str], None]) -> bool:
     """Work until training is over. Return False if the server went away before."""
     keep_freed_memory()
     if ":" in own.device:
         torch.cuda.set_device(own.device)
-    bench = Workbench(own, load, say)
+    bench = WorkerContext(own, load, say)
     with contextlib.ExitStack() as stack:
-        lanes = [Lane(stack, connection, bench, number) for number in range(own.overlap + 1)]
+        lanes = [PipelineSlot(stack, connection, bench, number) for number in range(own.overlap + 1)]
         if len(lanes) == 1:
             _go_alone(lanes[0])
         else:
@@ -87,16 +87,16 @@ def work(connection: Connection, own: Own, load: Load, say: Callable[[str], None
     return all(lane.was_told for lane in lanes)
 
 
-def _go_alone(lane: Lane) -> None:
+def _go_alone(lane: PipelineSlot) -> None:
     errand: Errand | None = lane.greet
     while errand is not None:
         errand()
         errand = lane.advance()
 
 
-def _take_turns(lanes: list[Lane], stack: contextlib.ExitStack) -> None:
+def _take_turns(lanes: list[PipelineSlot], stack: contextlib.ExitStack) -> None:
     """Compute for the worker whose reply came first. Each worker has a thread that makes its blocking calls."""
-    turns: queue.SimpleQueue[tuple[Lane, BaseException | None]] = queue.SimpleQueue()
+    turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]] = queue.SimpleQueue()
     errands = {lane: stack.enter_context(_runner(lane, turns)) for lane in lanes}
     for lane in lanes:
         errands[lane].put(lane.greet)
@@ -113,7 +113,9 @@ def _take_turns(lanes: list[Lane], stack: contextlib.ExitStack) -> None:
 
 
 @contextlib.contextmanager
-def _runner(lane: Lane, turns: queue.SimpleQueue[tuple[Lane, BaseException | None]]) -> Iterator[Errands]:
+def _runner(
+    lane: PipelineSlot, turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]]
+) -> Iterator[Errands]:
     """Start a thread that makes one blocking call after another, and queues the worker and any failure after each.
 
     One queue in each direction only: for steps of milliseconds, each further lock between two threads costs time.
@@ -138,10 +140,10 @@ def _runner(lane: Lane, turns: queue.SimpleQueue[tuple[Lane, BaseException | Non
         thread.join()
 
 
-class Workbench:
+class WorkerContext:
     """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
-    def __init__(self, own: Own, load: Load, say: Callable[[str], None]) -> None:
+    def __init__(self, own: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
         self.own, self._load, self._say = own, load, say
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
@@ -175,10 +177,12 @@ class Workbench:
         self._say("the server was restarted or took this worker for lost: joining again")
 
 
-class Lane:
+class PipelineSlot:
     """One worker of this process: its transport, its loop, and its next blocking call."""
 
-    def __init__(self, stack: contextlib.ExitStack, connection: Connection, bench: Workbench, number: int) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, connection: ServerAddress, bench: WorkerContext, number: int
+    ) -> None:
         self._bench = bench
         self.was_told = False
         """Whether the server said that training is over."""
@@ -232,5 +236,5 @@ class Lane:
         """If the server does not know this worker any more, keep its new welcome for `advance`."""
         try:
             yield
-        except Forgotten as forgotten:
+        except UnknownWorker as forgotten:
             self._welcome = forgotten.welcome

@@ -62,7 +62,7 @@ def _impossible_in_ring(fault: Fault) -> str | None:
 
 
 @dataclass(frozen=True)
-class Hold:
+class PeriodicStop:
     """A worker that is stopped for a share of every period, from `begin` to `end`. A pause is a share of 1."""
 
     worker: int
@@ -85,7 +85,7 @@ class Hold:
         return (now - self.begin) % PERIOD
 
 
-class Injector:
+class FaultInjector:
     """Injects the faults of a table at their times, and continues every process that it stopped.
 
     `tell` gets a fault, its description, and whether a killed worker will return. `restart` starts a worker.
@@ -105,7 +105,7 @@ class Injector:
         self._pids: dict[int, int] = {}
         self._killed: dict[int, tuple[Fault, float]] = {}
         self._restarts: list[tuple[float, int]] = []
-        self._holds: list[Hold] = []
+        self._holds: list[PeriodicStop] = []
         self._stopped: dict[int, int] = {}
         self._over = False
 
@@ -178,7 +178,7 @@ class Injector:
                 self._restart(fault.worker)
         elif fault.kind != "crash":
             share = 1.0 if fault.kind == "pause" else 1 - 1 / fault.factor
-            self._holds.append(Hold(fault.worker, now, now + fault.lasts, share))
+            self._holds.append(PeriodicStop(fault.worker, now, now + fault.lasts, share))
             how = "stands still" if fault.kind == "pause" else f"is slowed {fault.factor:g} times"
             self._tell(fault, f"fault at {fault.at:g} s: {name} {how} for {fault.lasts:g} s", False)
         elif pid is None or pid in self._killed:

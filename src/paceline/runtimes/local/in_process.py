@@ -16,7 +16,7 @@ from paceline.assembly.run import make_join, make_seat, make_server, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Reply
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Location, load
 from paceline.interfaces import Report
 from paceline.runs.folder import ALL_GONE, RunFolder
@@ -41,7 +41,7 @@ def train_in_process(
     for line in startup_warnings(config, location, work.skew):
         report({"kind": "note", "text": line})
 
-    def seat(join: Join) -> Seat:
+    def seat(join: Join) -> LocalWorker:
         return make_seat(config, make_task(config, dataset).to(device), work, join)
 
     rebuilt = rebuild(server, seat, task, config, folder, report) if incarnation else None
@@ -59,7 +59,9 @@ def train_in_process(
     return result
 
 
-def run_inline(host: Host, replies: deque[Reply], seats: Iterable[Seat], stopped: Callable[[], str | None]) -> None:
+def run_inline(
+    host: Host, replies: deque[Reply], seats: Iterable[LocalWorker], stopped: Callable[[], str | None]
+) -> None:
     """Let the workers compute in turn until training is over; the host's runtime appends its replies to `replies`.
 
     If `stopped` returns a reason, end early.

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.errors import PacelineError, Reported, ServerLost
+from paceline.errors import ChildFailed, PacelineError, ServerLost
 from paceline.system.process import describe_end, die_with
 from paceline.system.signals import handle_signals, raise_on_signals
 
@@ -29,10 +29,10 @@ def keep_going(
             json.loads(said) if said else {"lost": f"the server process ended ({describe_end(status)})"}
         )
         if complaint["lost"] is None:
-            raise Reported(complaint["text"], complaint["code"])
+            raise ChildFailed(complaint["text"], complaint["code"])
         error = lost(complaint["lost"])
         if error is None:
-            raise Reported(f"{complaint['lost']} before training began", 1)
+            raise ChildFailed(f"{complaint['lost']} before training began", 1)
         if restart == restarts:
             raise error
         yield error.what

@@ -20,11 +20,11 @@ from paceline.assembly.work import divide_work
 from paceline.config import RunConfig, to_dict
 from paceline.data.datasets import Location
 from paceline.data.shared import SharedDataset
-from paceline.errors import Reported, RunFailed, ServerLost, UserError
+from paceline.errors import ChildFailed, RunFailed, ServerLost, UserError
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, require_survivors
-from paceline.runtimes.local.fault_injection import Injector
+from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, request
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
@@ -34,7 +34,7 @@ ENDING_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessPlan:
     """What the processes of a run get: their roles, a spec of JSON values, and descriptors.
 
     `faults` are injected into them. Workers before `first_worker` are part of the process that keeps the run folder.
@@ -48,11 +48,11 @@ class Processes:
     faults: tuple[Fault, ...] = ()
     first_worker: int = 0
 
-    def in_ring(self) -> Processes:
+    def in_ring(self) -> ProcessPlan:
         """The same without a server: worker 0 keeps the run folder, every worker updates a copy of the weights."""
         return replace(self, server_role="ring host", worker_role="ring worker", first_worker=1)
 
-    def again(self, incarnation: int, now: float) -> Processes:
+    def again(self, incarnation: int, now: float) -> ProcessPlan:
         """The same for a resumed run, at `now` on its clock, with the faults that are still due."""
         faults = tuple(fault for fault in self.faults if fault.at > now)
         return replace(self, spec={**self.spec, "resume": True}, incarnation=incarnation, faults=faults)
@@ -66,14 +66,14 @@ class Supervisor:
         forks: ForkServer,
         config: RunConfig,
         folder: RunFolder,
-        processes: Processes,
+        processes: ProcessPlan,
         report: Callable[[dict[str, Any]], None],
     ) -> None:
         self._forks, self._config, self._folder, self._report = forks, config, folder, report
         self._processes = processes
         self._common = {"config": to_dict(config), "folder": str(folder.path), **processes.spec}
         self._incarnations = dict.fromkeys(range(processes.first_worker, config.workers or 1), processes.incarnation)
-        self._injector = Injector(processes.faults, self._tell_fault, self._restart)
+        self._injector = FaultInjector(processes.faults, self._tell_fault, self._restart)
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._names: dict[int, str] = {}
         self._numbers = {f"worker {worker}": worker for worker in self._incarnations}
@@ -159,7 +159,7 @@ class Supervisor:
             return
         row = json.loads(packet)
         if row["kind"] == "failed":
-            raise Reported(row["text"], row["code"])
+            raise ChildFailed(row["text"], row["code"])
         if row["kind"] == "finished":
             self._finished = True
         elif row["kind"] == "clock":
@@ -188,7 +188,7 @@ class Supervisor:
                 self._injector.started(0, notice["pid"])
         elif notice["kind"] == "complaint":
             self._hear_server_out()
-            raise Reported(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
+            raise ChildFailed(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
         else:
             self._note_end(notice)
 
@@ -243,7 +243,7 @@ def train_on_processes(
             report({"kind": "note", "text": line})
         data = {"dataset": shared.spec() if shared is not None else None}
         spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
-        processes = Processes(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
+        processes = ProcessPlan(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
         if on_ring(config):
             processes = processes.in_ring()
         result = run_local(config, folder, forks, processes, report)
@@ -255,7 +255,7 @@ def run_local(
     config: RunConfig,
     folder: RunFolder,
     forks: ForkServer,
-    processes: Processes,
+    processes: ProcessPlan,
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Train on processes of this machine and return the result. Restart up to `config.restart` times."""

@@ -14,7 +14,7 @@ from paceline.config import from_dict, places_of
 from paceline.data.shared import attach
 from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.memory import keep_freed_memory
-from paceline.transports.shared_memory import SharedMemoryClient, Slot
+from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
@@ -28,7 +28,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     task = make_task(config, dataset)
     division = work_of(task, config)
     join = make_join(config, division, spec["worker"], spec["incarnation"])
-    seat = make_seat(config, task, division, join, Slot.create)
+    seat = make_seat(config, task, division, join, SharedBuffers.create)
     lend_core = core_lender(config, task.layout, spec.get("server_pid"))
     WorkerLoop(seat, config).run(transport, identity_of(task), before_push=lend_core)
     return 0

@@ -22,7 +22,7 @@ from paceline.interfaces import Codec, Layout, State
 from paceline.settings.codecs import build_codec, codec_of
 
 
-class Gathered:
+class GatheredPayloads:
     """Gathers the payloads of all ranks, decodes them and takes their mean."""
 
     def __init__(self, codec: Codec, key: int, device: torch.device) -> None:
@@ -61,7 +61,7 @@ def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool)
         if adds:
             memory["error"] = vector
         return out, lambda: _reduce(codec, memory, None if adds else vector, out)
-    gathered = Gathered(codec, key, vector.device)
+    gathered = GatheredPayloads(codec, key, vector.device)
 
     def exchange() -> None:
         gathered.send(vector).wait()
@@ -85,7 +85,7 @@ class GatherBuckets:
 
     def __init__(self, text: str, key: int) -> None:
         self._text, self._key = text, key
-        self._gathered: dict[tuple[int, int], Gathered] = {}
+        self._gathered: dict[tuple[int, int], GatheredPayloads] = {}
 
     def exchange(self, bucket: Any) -> Any:
         """The hook: return a future of the bucket's mean."""
@@ -93,7 +93,7 @@ class GatherBuckets:
         place = (bucket.index(), buffer.numel())  # DDP rebuilds its buckets after the first round
         if place not in self._gathered:
             codec = build_codec(self._text, one_vector(buffer.numel()), buffer.device)
-            self._gathered[place] = Gathered(codec, self._key + bucket.index(), buffer.device)
+            self._gathered[place] = GatheredPayloads(codec, self._key + bucket.index(), buffer.device)
         gathered = self._gathered[place]
 
         def add_up(future: Future[Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.assembly.work import Work
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader
@@ -25,14 +25,14 @@ def make_parallel(task: SupervisedTask) -> DistributedDataParallel:
     task.flat.grad_in_place = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for broadcast_buffers, 2.6 has not
-        parallel = EveryParameter(
+        parallel = GradientCoverage(
             task.model, broadcast_buffers=False, init_sync=False, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
         )
     task.forward = parallel
     return parallel
 
 
-class EveryParameter(DistributedDataParallel):
+class GradientCoverage(DistributedDataParallel):
     """Requires a gradient of every parameter. The step after one that left a parameter without raises UserError."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -47,13 +47,15 @@ class EveryParameter(DistributedDataParallel):
             ) from None
 
 
-class EvenShares:
+class SampleWeightedLoader:
     """A worker's batches, with losses weighted by samples, so that the mean over ranks is the mean over samples.
 
     Batch sizes differ only at the end of an epoch, and every rank can compute all of them.
     """
 
-    def __init__(self, loader: Loader, task: SupervisedTask, work: Work, config: RunConfig, worker: int) -> None:
+    def __init__(
+        self, loader: Loader, task: SupervisedTask, work: WorkAssignment, config: RunConfig, worker: int
+    ) -> None:
         self._loader, self._task = loader, task
         self._batches = [work.batches(place, config) for place in range(config.workers or 1)]
         self._worker = worker

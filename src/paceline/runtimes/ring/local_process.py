@@ -15,7 +15,7 @@ from paceline.assembly.cpu_sharing import polls_before_sleep
 from paceline.assembly.run import make_seat
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict
-from paceline.core.driver import Unlogged
+from paceline.core.driver import BareDriver
 from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.data.datasets import Dataset
@@ -24,22 +24,22 @@ from paceline.errors import ProtocolError, UserError, mismatched_keys
 from paceline.runs.checkpoint import newest_checkpoint, restore
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
-from paceline.runtimes.ring.replica import Inbox, Place, Replica
+from paceline.runtimes.ring.replica import Replica, ReplyInbox, RingWorker
 from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import LocalRuntime
-from paceline.runtimes.server.service import Control
+from paceline.runtimes.server.service import SupervisorChannel
 from paceline.system.memory import keep_freed_memory
 from paceline.system.shared_segment import Segment
 
 _LARGEST = 1 << 16
 
 
-class Gathering:
+class RingRendezvous:
     """The rendezvous at worker 0: wait for all workers, pass them the ring's memory, and notice lost ones."""
 
-    def __init__(self, place: Place, control: Control) -> None:
+    def __init__(self, place: RingWorker, control: SupervisorChannel) -> None:
         self.place, self.control = place, control
         self.connections: dict[int, socket.socket] = {}
         self.missing: list[int] = []
@@ -101,12 +101,12 @@ class Gathering:
 def host(spec: dict[str, Any], fds: list[int]) -> int:
     """Run worker 0: wait for the others, train with them and keep the run folder."""
 
-    def serve(control: Control) -> None:
+    def serve(control: SupervisorChannel) -> None:
         dataset = _dataset(spec, fds)
         place = _place(spec, dataset, 0)
-        gathering = Gathering(place, control)
+        gathering = RingRendezvous(place, control)
         seat = place.seat(gathering.ring)
-        inbox = Inbox(0)
+        inbox = ReplyInbox(0)
         hosting = _make_host(spec, dataset, place, control, LocalRuntime(inbox.put, way="waiting"))
         hosting.memories.update(place.memories(seat.memory))
         gathering.note_fault = hosting.note_fault
@@ -137,15 +137,15 @@ def _dataset(spec: dict[str, Any], fds: list[int]) -> Dataset | None:
     return attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
 
 
-def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> Place:
+def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> RingWorker:
     keep_freed_memory()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
-    return Place(config, make_task(config, dataset), worker, spec["incarnation"])
+    return RingWorker(config, make_task(config, dataset), worker, spec["incarnation"])
 
 
 def _make_host(
-    spec: dict[str, Any], dataset: Dataset | None, place: Place, control: Control, runtime: LocalRuntime
+    spec: dict[str, Any], dataset: Dataset | None, place: RingWorker, control: SupervisorChannel, runtime: LocalRuntime
 ) -> Host:
     folder = RunFolder(Path(spec["folder"]))
     pieces = place.server, place.task, place.work, place.config, folder, control.send, runtime
@@ -179,8 +179,8 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
     seat = place.seat(ring)
-    inbox = Inbox(spec["worker"])
-    driver = Unlogged(place.server, inbox.put)
+    inbox = ReplyInbox(spec["worker"])
+    driver = BareDriver(place.server, inbox.put)
     driver.memories = place.memories(seat.memory)
     replica = Replica(driver, seat, ring, place.config, inbox)
     replica.start(place.roll(welcome["missing"]))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.core.messages import Push
 from paceline.errors import RunFailed, UserError, mismatched_keys
-from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, Round, facts_of, push_from, timing_from
+from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, RingRound, facts_of, push_from, timing_from
 from paceline.settings.ranks import Rank
 from paceline.transports.protocol import Timing
 
@@ -27,7 +27,7 @@ EXCHANGE_SECONDS = 600.0
 ROLL_CALL_SECONDS = 120.0
 
 
-class Meeting:
+class ProcessGroup:
     """The rendezvous of the ranks: wait for all, check that they agree, and later share the result."""
 
     def __init__(self, rank: Rank, patience: float = ROLL_CALL_SECONDS) -> None:
@@ -119,7 +119,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-class CollectiveRing:
+class ProcessGroupRing:
     """One rank of the ring. All pushes of a round get the mean of all ranks as their update."""
 
     def __init__(self, rank: Rank, size: int, state_size: int, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class CollectiveRing:
         """On the first rank: make the next round the last one, which is not applied."""
         self._stop = True
 
-    def exchange(self, push: Push, timing: Timing) -> Round:
+    def exchange(self, push: Push, timing: Timing) -> RingRound:
         """Exchange facts and running statistics, and compute the mean of all gradients in `average`."""
         row = [*facts_of(push, timing), float(self._stop)]
         self._own[:NUM_FACTS] = torch.tensor(row, dtype=torch.float64)
@@ -164,7 +164,7 @@ class CollectiveRing:
         if not self.overlapped:
             self._reduce(push.samples / sum(row[3] for row in rows))
         pushes = [push_from(place, row, self.average, self._states[place]) for place, row in enumerate(rows)]
-        return Round(pushes, [timing_from(row) for row in rows], [], any(row[STOP] for row in rows))
+        return RingRound(pushes, [timing_from(row) for row in rows], [], any(row[STOP] for row in rows))
 
     def _reduce(self, share: float) -> None:
         """All-reduce the mean over samples, of which this rank has `share`."""

@@ -14,16 +14,16 @@ import torch
 from paceline.assembly.preflight import facts_of, startup_warnings
 from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, to_dict
-from paceline.core.driver import Unlogged
-from paceline.core.worker import Seat
+from paceline.core.driver import BareDriver
+from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset, Location, load
 from paceline.interfaces import Loader, Report
 from paceline.randomness import mix64
 from paceline.runs.folder import RunFolder, holding
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
-from paceline.runtimes.ring.ddp import EvenShares, make_parallel
-from paceline.runtimes.ring.process_group import CollectiveRing, Meeting, failing_on_lost_rank
-from paceline.runtimes.ring.replica import Inbox, Place, Replica
+from paceline.runtimes.ring.ddp import SampleWeightedLoader, make_parallel
+from paceline.runtimes.ring.process_group import ProcessGroup, ProcessGroupRing, failing_on_lost_rank
+from paceline.runtimes.ring.replica import Replica, ReplyInbox, RingWorker
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.settings.codecs import build_codec, codec_of
@@ -42,24 +42,24 @@ def train_as_rank(
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Train as one of the processes that a launcher started; only rank 0 keeps a folder and reports."""
     dataset = load(location) if location is not None else None
-    meeting = Meeting(rank)
+    meeting = ProcessGroup(rank)
     with contextlib.closing(meeting), stop_signals(report) as reasons:
         if not rank.leads:
-            result = Member(config, rank, dataset, meeting).follow()
+            result = RankWorker(config, rank, dataset, meeting).follow()
             return RunFolder(Path(result["folder"])), result
         folder = RunFolder.create(config)
         with holding(folder):
-            member = Member(config, rank, dataset, meeting)
+            member = RankWorker(config, rank, dataset, meeting)
             for line in startup_warnings(config, location, member.place.work.skew):
                 report({"kind": "note", "text": line})
             facts = {**facts_of(config, location), "folder": str(folder.path)}
             return folder, member.lead(folder, report, facts, lambda: reasons[0] if reasons else None)
 
 
-class Member:
+class RankWorker:
     """One rank's part in a run."""
 
-    def __init__(self, config: RunConfig, rank: Rank, dataset: Dataset | None, meeting: Meeting) -> None:
+    def __init__(self, config: RunConfig, rank: Rank, dataset: Dataset | None, meeting: ProcessGroup) -> None:
         keep_freed_memory()
         self.config, self.rank, self.meeting = config, rank, meeting
         device = prepare_device(config)
@@ -68,12 +68,12 @@ class Member:
             device = torch.device("cuda", rank.local)
         task = make_task(config, dataset).to(device)
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
-        self.ring = CollectiveRing(rank, task.layout.size, task.state_size, device)
+        self.ring = ProcessGroupRing(rank, task.layout.size, task.state_size, device)
         nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)
-        self.place = Place(config, task, rank.number, 0, self.ring.mean, nbytes)
+        self.place = RingWorker(config, task, rank.number, 0, self.ring.mean, nbytes)
         self.seat = self._seat()
 
-    def _seat(self) -> Seat:
+    def _seat(self) -> LocalWorker:
         """Build this rank's worker. DDP averages gradients during backward, or the ring averages pushes after it."""
         config, task, ring = self.config, self.place.task, self.ring
         is_local, key = strategy_of(config).is_local, mix64(config.seed, self.rank.number)
@@ -94,14 +94,14 @@ class Member:
         return seat
 
     def _even(self, loader: Loader) -> Loader:
-        return EvenShares(loader, self.place.task, self.place.work, self.config, self.rank.number)
+        return SampleWeightedLoader(loader, self.place.task, self.place.work, self.config, self.rank.number)
 
     def lead(
         self, folder: RunFolder, report: Report, facts: dict[str, Any], stopped: Callable[[], str | None]
     ) -> dict[str, Any]:
         """On rank 0: train with the others, keep the run folder, and publish the result."""
         place = self.place
-        inbox = Inbox(place.join.worker)
+        inbox = ReplyInbox(place.join.worker)
         runtime = LocalRuntime(inbox.put, way="waiting")
         host = Host(place.server, place.task, place.work, self.config, folder, report, runtime, 0.0, facts)
         host.memories.update(place.memories(self.seat.memory))
@@ -127,8 +127,8 @@ class Member:
 
     def follow(self) -> dict[str, Any]:
         """On other ranks: train, then wait for the result of rank 0."""
-        inbox = Inbox(self.place.join.worker)
-        driver = Unlogged(self.place.server, inbox.put)
+        inbox = ReplyInbox(self.place.join.worker)
+        driver = BareDriver(self.place.server, inbox.put)
         driver.memories = self.place.memories(self.seat.memory)
         replica = Replica(driver, self.seat, self.ring, self.config, inbox)
         replica.start(self.place.roll())

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from paceline.assembly.run import make_join, make_server, make_steps, work_of
 from paceline.config import RunConfig
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Mean, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.interfaces import Loader
-from paceline.runtimes.ring.shared_memory import Round
-from paceline.runtimes.server.timing import Timekeeper
+from paceline.runtimes.ring.shared_memory import RingRound
+from paceline.runtimes.server.timing import TimingCollector
 from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.protocol import Timing
@@ -33,12 +33,12 @@ class Ring(Protocol):
 
     def ready(self) -> None: ...
 
-    def exchange(self, push: Push, timing: Timing) -> Round: ...
+    def exchange(self, push: Push, timing: Timing) -> RingRound: ...
 
     def done(self) -> None: ...
 
 
-class Driver(Protocol):
+class InputDriver(Protocol):
     """What feeds inputs to a server: a Host, which logs and evaluates, or the bare driver."""
 
     server: Server
@@ -46,7 +46,7 @@ class Driver(Protocol):
     def handle(self, message: Input) -> None: ...
 
 
-class Inbox:
+class ReplyInbox:
     """The latest reply to this worker, put there by the driver of its server copy."""
 
     def __init__(self, worker: int) -> None:
@@ -59,7 +59,7 @@ class Inbox:
             self.reply = reply
 
 
-class Place:
+class RingWorker:
     """What every worker of a ring builds: its task, its data and its copy of the server."""
 
     def __init__(
@@ -85,19 +85,21 @@ class Place:
             for worker in range(self.num_workers)
         ]
 
-    def seat(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> Seat:
+    def seat(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> LocalWorker:
         """Build this worker. It computes on the weights of its server copy, so no reply copies them."""
         task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
         weights = self.server.weights
 
-        def memory(sizes: Sizes) -> Memory:
-            return Memory.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
+        def memory(sizes: BufferSizes) -> WorkerBuffers:
+            return WorkerBuffers.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
 
-        return Seat(task, loader if around is None else around(loader), self.join, weights.device, make_memory=memory)
+        return LocalWorker(
+            task, loader if around is None else around(loader), self.join, weights.device, make_memory=memory
+        )
 
-    def memories(self, own: Memory) -> dict[int, Memory]:
+    def memories(self, own: WorkerBuffers) -> dict[int, WorkerBuffers]:
         """The buffers of each worker, as the server copy sees them: only this worker's are real."""
-        others = Memory.private(Sizes(0), weights=self.server.weights)
+        others = WorkerBuffers.private(BufferSizes(0), weights=self.server.weights)
         return {worker: own if worker == self.join.worker else others for worker in range(self.num_workers)}
 
 
@@ -106,12 +108,12 @@ class Replica:
 
     def __init__(
         self,
-        driver: Driver,
-        seat: Seat,
+        driver: InputDriver,
+        seat: LocalWorker,
         ring: Ring,
         config: RunConfig,
-        inbox: Inbox,
-        timekeeper: Timekeeper | None = None,
+        inbox: ReplyInbox,
+        timekeeper: TimingCollector | None = None,
     ) -> None:
         self._driver, self._ring, self._join = driver, ring, seat.join
         self._loop = WorkerLoop(seat, config)
@@ -119,7 +121,7 @@ class Replica:
         self._inbox = inbox
 
     def start(self, joins: list[Join | Leave]) -> None:
-        """Feed the joins and leaves of `Place.roll` to the server copy."""
+        """Feed the joins and leaves of `RingWorker.roll` to the server copy."""
         for message in joins:
             self._driver.handle(message)
 

@@ -44,7 +44,7 @@ def timing_from(facts: list[float]) -> Timing:
 
 
 @dataclass(frozen=True)
-class Round:
+class RingRound:
     """The pushes of all workers in worker order, the workers that were lost, and whether the run stops."""
 
     pushes: list[Push]
@@ -131,7 +131,7 @@ class SharedRing:
         """Before writing the next gradient: wait until all have read the last one."""
         self._wait(self._read, RECHECK_SECONDS)
 
-    def exchange(self, push: Push, timing: Timing) -> Round:
+    def exchange(self, push: Push, timing: Timing) -> RingRound:
         """Post a push and wait for those of all workers. The gradients stay readable until `done`."""
         memory, facts = self.memory, self.memory.facts
         facts[self.worker, :STOP] = facts_of(push, timing)
@@ -139,7 +139,7 @@ class SharedRing:
         self._wait(self._posted, None)
         here = [place for place in range(memory.num_workers) if self._posted[place] >= self._round]
         rows = facts.tolist()
-        return Round(
+        return RingRound(
             [push_from(place, rows[place], memory.gradients[place], memory.states[place]) for place in here],
             [timing_from(rows[place]) for place in here],
             [place for place in self._others if place not in here],

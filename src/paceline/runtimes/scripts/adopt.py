@@ -28,7 +28,7 @@ DEFAULT_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Handed:
+class UserObjects:
     """The objects that a script passed to `prepare`, by kind."""
 
     model: nn.Module
@@ -46,7 +46,7 @@ class Handed:
         return {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
 
 
-def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> Handed:
+def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> UserObjects:
     """Sort the objects into model, data, optimizer and schedule. Raise UserError if they do not fit together."""
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -69,12 +69,12 @@ def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> Han
     return _with_data(model, data[0], batch_size, optimizer)
 
 
-def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: Optimizer | None) -> Handed:
+def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: Optimizer | None) -> UserObjects:
     if not isinstance(data, DataLoader):
         if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
             data = TensorDataset(*data)
         _require_indexable(data)
-        return Handed(model, data, batch_size or DEFAULT_BATCH, None, optimizer, loops=False)
+        return UserObjects(model, data, batch_size or DEFAULT_BATCH, None, optimizer, loops=False)
     if batch_size is not None and batch_size != data.batch_size:
         raise UserError(
             f"session.prepare(...): batch_size={batch_size}, and the loader has {data.batch_size}: leave it out"
@@ -85,7 +85,7 @@ def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: O
             "give the data set with batch_size=N"
         )
     _require_indexable(data.dataset)
-    return Handed(model, data.dataset, data.batch_size, data.collate_fn, optimizer, loops=True)
+    return UserObjects(model, data.dataset, data.batch_size, data.collate_fn, optimizer, loops=True)
 
 
 def _require_indexable(data: Any) -> None:

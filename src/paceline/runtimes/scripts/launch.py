@@ -15,7 +15,7 @@ from paceline.runs.folder import SCRIPT, RunFolder, holding, require_survivors
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
-from paceline.runtimes.local.supervisor import Processes, run_local
+from paceline.runtimes.local.supervisor import ProcessPlan, run_local
 from paceline.settings.resolve import require_own_loop, resolve
 
 
@@ -34,7 +34,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     with holding(folder), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
         spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]], "typed": typed}
-        processes = Processes(spec, [], server_role="script server", worker_role="script", faults=faults)
+        processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return folder, result
@@ -52,7 +52,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
     spec = {"facts": facts_of(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
     with ForkServer() as forks:
-        processes = Processes(spec, [], incarnation, server_role="script server", worker_role="script")
+        processes = ProcessPlan(spec, [], incarnation, server_role="script server", worker_role="script")
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return result

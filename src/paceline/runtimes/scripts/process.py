@@ -29,7 +29,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     transport = SharedMemoryClient(socket.socket(fileno=fds[0]))
     folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
     typed = frozenset(spec.get("typed", ()))
-    session.inherited = session.Inherited(config, spec["worker"], spec["incarnation"], transport, typed, folder)
+    session.inherited = session.WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder)
     seed_generators(initial_seed(config))
     if spec.get("replay"):
         return _run_again(spec)

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from paceline.config import to_dict
-from paceline.errors import Reported, RunFailed
+from paceline.errors import ChildFailed, RunFailed
 from paceline.interfaces import Report
 from paceline.runs.recording import Recording, ScriptCall
 from paceline.runtimes.local.fork_server import ForkServer, request
@@ -24,12 +24,12 @@ _LARGEST = 1 << 20
 def replay_script(recording: Recording, call: ScriptCall, report: Report) -> dict[str, Any]:
     """Start the script again on as many workers, let the server hold each push until its turn; the outcome."""
     with ForkServer() as forks:
-        conductor = Conductor(forks, recording, call, report)
+        conductor = ReplayProcesses(forks, recording, call, report)
         conductor.start()
         return conductor.follow()
 
 
-class Conductor:
+class ReplayProcesses:
     """The processes of one replay."""
 
     def __init__(self, forks: ForkServer, recording: Recording, call: ScriptCall, report: Report) -> None:
@@ -72,7 +72,7 @@ class Conductor:
         row = json.loads(packet)
         match row["kind"]:
             case "failed":
-                raise Reported(row["text"], row["code"])
+                raise ChildFailed(row["text"], row["code"])
             case "start":
                 self._start_script(row["worker"], row["incarnation"])
             case "replayed":

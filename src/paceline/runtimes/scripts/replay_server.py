@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory
-from paceline.core.messages import Join, Push, Rate, Reply
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import Join, Push, Reply, SetLrFactor
 from paceline.errors import ProtocolError, RunFailed
 from paceline.runs.arrival_log import Record
 from paceline.runs.compare_replay import checkpoints_by_record, compare
@@ -22,8 +22,8 @@ from paceline.runs.recording import open_recording
 from paceline.runs.replay import Replay
 from paceline.runtimes.scripts.server import learn
 from paceline.runtimes.server.process import reporting
-from paceline.runtimes.server.service import Control
-from paceline.transports.protocol import Figures, Hello
+from paceline.runtimes.server.service import SupervisorChannel
+from paceline.transports.protocol import Hello, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 SILENCE_SECONDS = 60.0
@@ -32,13 +32,13 @@ START_SECONDS = 600.0
 """How long a script may take until it calls session.prepare(...)."""
 
 
-class ScriptSeat:
+class ScriptWorker:
     """A worker whose pushes a script makes in another process."""
 
     def __init__(self, join: Join, door: SharedMemoryPeer, patience: float) -> None:
         assert door.slot is not None
         self.join, self.door = join, door
-        self.memory: Memory = door.slot
+        self.memory: WorkerBuffers = door.slot
         self.pending: Reply | None = None
         self._patience = patience
 
@@ -57,7 +57,7 @@ def receive(door: SharedMemoryPeer, patience: float, what: str) -> Hello | Push 
     """A worker's next hello or push; None if it is gone. Figures and learning rates are skipped: the log has them."""
     door.connection.settimeout(patience)
     try:
-        while isinstance(message := door.receive(), Figures | Rate):
+        while isinstance(message := door.receive(), ReportedFigures | SetLrFactor):
             pass
     except TimeoutError:
         raise RunFailed(
@@ -69,10 +69,10 @@ def receive(door: SharedMemoryPeer, patience: float, what: str) -> Hello | Push 
     return message
 
 
-class Scripts:
+class ScriptWorkers:
     """The scripts of a replay, by worker."""
 
-    def __init__(self, control: Control, records: list[Record]) -> None:
+    def __init__(self, control: SupervisorChannel, records: list[Record]) -> None:
         self._control = control
         self._doors: dict[int, SharedMemoryPeer] = {}
         self._hellos: dict[int, Hello] = {}
@@ -102,7 +102,7 @@ class Scripts:
             self._hellos[worker] = message
         return self._hellos[worker]
 
-    def seat(self, join: Join) -> ScriptSeat:
+    def seat(self, join: Join) -> ScriptWorker:
         """The worker that joins as it did in the run."""
         hello = self.hello(join)
         if hello.join.quota != join.quota:
@@ -113,7 +113,7 @@ class Scripts:
         if hello.join.threads != join.threads:
             text = f"worker {join.worker} uses {hello.join.threads} threads, in the run {join.threads}"
             self._control.send({"kind": "note", "text": text})
-        return ScriptSeat(join, self._doors[join.worker], self._patience)
+        return ScriptWorker(join, self._doors[join.worker], self._patience)
 
     def answer(self, reply: Reply) -> None:
         """Send a reply whose weights lie in the worker's memory."""
@@ -140,12 +140,12 @@ def patience(records: Iterable[Record]) -> float:
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Replay one run of a script."""
 
-    def serve(control: Control) -> None:
+    def serve(control: SupervisorChannel) -> None:
         output = Path(spec["output"]) if spec["output"] is not None else None
         recording = open_recording(Path(spec["folder"]), spec["until"], output)
         records = recording.log.effective_records
         starters = _starters(records)
-        scripts = Scripts(control, records)
+        scripts = ScriptWorkers(control, records)
         if not starters:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
         first = scripts.hello(starters[0])

@@ -14,7 +14,7 @@ from paceline.errors import UserError
 from paceline.tasks.nested import each
 
 
-class Dealer(Protocol):
+class BatchConsumer(Protocol):
     """What the batches need from their session."""
 
     over: bool
@@ -37,7 +37,7 @@ class AddressedBatches:
 
     def __init__(
         self,
-        session: Dealer,
+        session: BatchConsumer,
         dataset: Any,
         batches: Batches,
         collate: Callable[[list[Any]], Any] | None = None,

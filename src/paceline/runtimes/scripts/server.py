@@ -16,14 +16,14 @@ from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget, Training
 from paceline.core.server import Roster, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers
-from paceline.runtimes.server.service import Control, Service
+from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.tasks.script_model import ScriptModel, load_frozen
 from paceline.transports.protocol import Hello
 from paceline.transports.shared_memory import SharedMemoryPeer
@@ -35,7 +35,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Wait until the scripts have said what they train, then serve the run until the last of them has left."""
     config = from_dict(spec["config"])
 
-    def serve(control: Control) -> None:
+    def serve(control: SupervisorChannel) -> None:
         introductions = _gather(control, config.workers or 1)
         first = introductions[0][1]
         expected = _expected(first)
@@ -67,7 +67,7 @@ def _make_host(
     model: ScriptModel,
     config: RunConfig,
     folder: RunFolder,
-    control: Control,
+    control: SupervisorChannel,
     peers: Peers[SharedMemoryPeer],
 ) -> Host:
     """The host of a new run, or of one that resumes from its newest checkpoint."""
@@ -80,7 +80,7 @@ def _make_host(
     return host
 
 
-def _no_seat(join: Join) -> Seat:
+def _no_seat(join: Join) -> LocalWorker:
     raise AssertionError("only a script computes its pushes")
 
 
@@ -89,7 +89,7 @@ def _expected(first: Hello) -> dict[str, Any]:
     return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples")}
 
 
-def _gather(control: Control, num_workers: int) -> Introductions:
+def _gather(control: SupervisorChannel, num_workers: int) -> Introductions:
     """Wait for the hello of every script, in worker order; scripts that end before it are left out."""
     selector = selectors.DefaultSelector()
     selector.register(control.connection, selectors.EVENT_READ)

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.assembly.task import class_labels, seed_generators
-from paceline.assembly.work import Work, divide_work
+from paceline.assembly.work import WorkAssignment, divide_work
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
-from paceline.core.buffers import Sizes
-from paceline.core.messages import Join, Push, Rate, Reply
+from paceline.core.buffers import BufferSizes
+from paceline.core.messages import Join, Push, Reply, SetLrFactor
 from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
 from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
 from paceline.runtimes.scripts.adopt import (
     SCHEDULES,
-    Handed,
+    UserObjects,
     decay_of,
     lr_of,
     require_agreement,
@@ -46,11 +46,11 @@ from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_frozen
 from paceline.transports.protocol import ScriptTransport
-from paceline.transports.shared_memory import Slot
+from paceline.transports.shared_memory import SharedBuffers
 
 
 @dataclass(frozen=True)
-class Inherited:
+class WorkerEnv:
     """What `paceline run` gave this process: its config, its number, its transport, and the run folder."""
 
     config: RunConfig
@@ -61,15 +61,15 @@ class Inherited:
     folder: Path | None = None
 
 
-inherited: Inherited | None = None
+inherited: WorkerEnv | None = None
 
 
-class Bound:
+class BoundModel:
     """A model bound to shared buffers, or to a copy of them on the GPU if the model is there."""
 
     def __init__(self, flat: FlatModule, device: torch.device) -> None:
         self.flat = flat
-        self.slot = Slot.create(Sizes(flat.layout.size, flat.state_size))
+        self.slot = SharedBuffers.create(BufferSizes(flat.layout.size, flat.state_size))
         self.slot.weights.copy_(flat.initial())
         shared = self.slot.weights, self.slot.update, self.slot.state
         self._own = shared if device.type == "cpu" else tuple(tensor.to(device, copy=True) for tensor in shared)
@@ -107,8 +107,8 @@ class Session:
         self.stepped = True
         self._incarnation, self._transport = incarnation, transport
         self._typed, self._folder = typed, folder
-        self._bound: Bound | None = None
-        self._handed: Handed | None = None
+        self._bound: BoundModel | None = None
+        self._handed: UserObjects | None = None
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
         self._loss = math.nan
@@ -154,7 +154,7 @@ class Session:
             take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
         return model, *(thing if isinstance(thing, (Optimizer, *SCHEDULES)) else dealt for thing in things)
 
-    def _refuse_misfits(self, handed: Handed, epochs: float | None, accumulate: int) -> None:
+    def _refuse_misfits(self, handed: UserObjects, epochs: float | None, accumulate: int) -> None:
         if handed.loops and epochs is None:
             raise UserError(
                 "session.prepare(..., loader): say how many passes your loop makes over it, as in epochs=10; workers "
@@ -163,7 +163,7 @@ class Session:
         if accumulate < 1 or (epochs is not None and not epochs > 0):
             raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
 
-    def _settle(self, handed: Handed, epochs: float | None, accumulate: int) -> tuple[RunConfig, dict[str, Any]]:
+    def _settle(self, handed: UserObjects, epochs: float | None, accumulate: int) -> tuple[RunConfig, dict[str, Any]]:
         """Return the run's config with the script's settings, and those settings alone."""
         settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
         if epochs is not None:
@@ -172,14 +172,14 @@ class Session:
         size = handed.batch_size * accumulate
         return dataclasses.replace(self.config, batch_size=size, **settings), settings
 
-    def _join(self, handed: Handed, work: Work, settings: dict[str, Any]) -> None:
+    def _join(self, handed: UserObjects, work: WorkAssignment, settings: dict[str, Any]) -> None:
         """Bind the model and join the run."""
         optimizer = handed.optimizer
         decay = decay_of(optimizer) if optimizer is not None else None
         flat = FlatModule(
             handed.model, decay, (lambda p: id(p) in handed.parameters) if optimizer is not None else None
         )
-        bound = self._bound = Bound(flat, next(handed.model.parameters()).device)
+        bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
         if isinstance(self._transport, InProcessClient):
             self._transport.start(self.config, flat.layout, bound.slot, work.budget)
         elif self._folder is not None:
@@ -258,7 +258,7 @@ class Session:
         factor = lr_of(optimizer) / (self.config.lr or 1.0)
         if factor != self._factor:
             self._factor = factor
-            self._transport.set_rate(Rate(self.worker, factor))
+            self._transport.set_rate(SetLrFactor(self.worker, factor))
 
     def report(self, **figures: float) -> None:
         """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.config import RunConfig
-from paceline.core.buffers import Memory
-from paceline.core.messages import Input, Join, Push, Rate, Reply, Stop
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import Input, Join, Push, Reply, SetLrFactor, Stop
 from paceline.core.schedules import Budget, Training
 from paceline.core.server import Roster, Server
 from paceline.errors import Diverged
@@ -21,22 +21,22 @@ class InProcessClient(ScriptTransport):
 
     def __init__(self) -> None:
         self._server: Server | None = None
-        self._memory: Memory | None = None
+        self._memory: WorkerBuffers | None = None
         self.figures: dict[str, float] = {}
 
-    def start(self, config: RunConfig, layout: Layout, memory: Memory, budget: Budget) -> None:
+    def start(self, config: RunConfig, layout: Layout, memory: WorkerBuffers, budget: Budget) -> None:
         """Start the server from the model's current weights."""
         rule, policy, training = make_rule(config, layout), make_policy(config), Training(budget, make_schedule(config))
         self._server = Server(memory.weights.clone(), rule, policy, training, Roster(1))
         self._memory, self._goal = memory, goal_of(config)
 
-    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         return self._handle(join)
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         return self._handle(push)
 
-    def set_rate(self, rate: Rate) -> None:
+    def set_rate(self, rate: SetLrFactor) -> None:
         self._take(rate)
 
     def _take(self, message: Input) -> tuple[Reply, ...]:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from paceline.core.failure_detector import Deadlines
+from paceline.core.failure_detector import FailureDetector
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
-from paceline.runtimes.server.timing import RECENT, Timekeeper
+from paceline.runtimes.server.timing import RECENT, TimingCollector
 
 MOST_COUNTS = 100
 """Most staleness values in one row."""
 
 
-class Spent(NamedTuple):
+class TimeShares(NamedTuple):
     """Seconds of one worker since this server began; None if unknown."""
 
     computing: float | None = None
@@ -41,7 +41,7 @@ DIGITS = {"step": 6, "send": 6}
 Way = Literal["server", "sending", "waiting"]
 
 
-class Account:
+class WorkerAccount:
     """What the server has seen of one worker; the latest exchange counts once the worker has reported on it."""
 
     __slots__ = ("answered", "began", "came", "held", "lost", "new", "pushes", "seen", "server", "staleness", "waiting")
@@ -74,7 +74,7 @@ def stale_counts(counts: Mapping[int, int], most: int = MOST_COUNTS) -> list[lis
     return [list(pair) for pair in found.items()]
 
 
-class Accounts:
+class TimeAccounting:
     """The accounts of all workers of one server.
 
     `way` is what the time between a worker's push and its arrival at the server counts as: on one machine the push
@@ -83,12 +83,15 @@ class Accounts:
     """
 
     def __init__(
-        self, timekeeper: Timekeeper, way: Way = "server", known: Callable[[int], Spent | None] = lambda worker: None
+        self,
+        timekeeper: TimingCollector,
+        way: Way = "server",
+        known: Callable[[int], TimeShares | None] = lambda worker: None,
     ) -> None:
-        self.deadlines = Deadlines(start=30.0, floor=1.0, ceiling=300.0)
+        self.deadlines = FailureDetector(start=30.0, floor=1.0, ceiling=300.0)
         self._way, self._known = way, known
         self._timekeeper = timekeeper
-        self._accounts: dict[int, Account] = {}
+        self._accounts: dict[int, WorkerAccount] = {}
 
     def heard(self, message: Input, server: Server, now: float) -> None:
         """Record an input before the server handles it."""
@@ -123,24 +126,24 @@ class Accounts:
         else:
             self.deadlines.asked(reply.worker, now)
 
-    def _of(self, worker: int) -> Account:
+    def _of(self, worker: int) -> WorkerAccount:
         account = self._accounts.get(worker)
         if account is None:
-            account = self._accounts[worker] = Account()
+            account = self._accounts[worker] = WorkerAccount()
         return account
 
-    def _spent(self, worker: int) -> Spent:
+    def _spent(self, worker: int) -> TimeShares:
         told, account = self._timekeeper.told(worker), self._of(worker)
         if told is None:
-            return Spent(steps=account.pushes)
+            return TimeShares(steps=account.pushes)
         parts = {"waiting": account.waiting, "server": account.server}
         parts[self._way] = parts.get(self._way, 0.0) + max(0.0, told.waited - account.waiting - account.server)
         step = median(seconds for seconds, _ in told.recent)
         if self._way != "sending":
-            return Spent(told.computing, steps=told.steps, step=step, **parts)
+            return TimeShares(told.computing, steps=told.steps, step=step, **parts)
         latest = zip(reversed(told.recent), reversed(account.held), strict=False)
         under_way = [max(0.0, waited - held) for (_, waited), held in latest]
-        return Spent(told.computing, steps=told.steps, step=step, send=median(under_way or [0.0]), **parts)
+        return TimeShares(told.computing, steps=told.steps, step=step, send=median(under_way or [0.0]), **parts)
 
     def row(self, server: Server, now: float) -> dict[str, Any]:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.
@@ -156,7 +159,7 @@ class Accounts:
             "state": [self._state(worker, server, worker in late) for worker in workers],
         }
         times = [self._known(worker) or self._spent(worker) for worker in workers]
-        for name in Spent._fields:
+        for name in TimeShares._fields:
             values = [getattr(spent, name) for spent in times]
             if any(value is not None for value in values):
                 row[name] = [round(value or 0, DIGITS.get(name, 3)) for value in values]

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from paceline.config import to_dict
-from paceline.core.buffers import Sizes
+from paceline.core.buffers import BufferSizes
 from paceline.runs.folder import NOT_COME
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers
-from paceline.runtimes.server.service import Control
+from paceline.runtimes.server.service import SupervisorChannel
 from paceline.system.environment import machine_name, package_version
 from paceline.transports.connection import ANYWHERE, parse_address
-from paceline.transports.listener import Applicant
+from paceline.transports.listener import JoinRequest
 from paceline.transports.tcp_server import TcpPeer
 
 CEILING_SECONDS = 60.0
@@ -27,7 +27,7 @@ SKEW_SECONDS = 10.0
 """Clocks that differ by less are taken as equal, since the message itself was under way."""
 
 
-class Place(NamedTuple):
+class WorkerHost(NamedTuple):
     """Where a worker computes. Workers of one process take turns and share its threads."""
 
     machine: str
@@ -40,21 +40,21 @@ class Place(NamedTuple):
 
 def own_place(threads: int) -> dict[str, Any]:
     """What a worker reports about this process when it asks to join."""
-    return Place(machine_name(), os.cpu_count() or 1, os.getpid(), threads, time.time())._asdict()
+    return WorkerHost(machine_name(), os.cpu_count() or 1, os.getpid(), threads, time.time())._asdict()
 
 
-class Machines:
+class WorkerHosts:
     """The machine of each worker. Warns once a machine about too few cores and a clock that is off."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, WorkerHost] = {}
         self._crowded: set[str] = set()
         self._off: set[str] = set()
 
     def come(self, worker: int, told: object, now: float) -> list[str]:
         """Note where a new worker computes; returns the warnings that its machine gives rise to.
 
-        >>> machines, here = Machines(), {"machine": "m", "cores": 2, "threads": 2, "clock": 70.0}
+        >>> machines, here = WorkerHosts(), {"machine": "m", "cores": 2, "threads": 2, "clock": 70.0}
         >>> machines.come(0, here | {"process": 71}, 70.1), machines.come(1, here | {"process": 71}, 70.1)
         ([], [])
         >>> print(*machines.come(2, here | {"process": 72}, 70.1))
@@ -70,7 +70,7 @@ class Machines:
         """Forget a worker that has left."""
         self._places.pop(worker, None)
 
-    def _crowd(self, place: Place) -> Iterator[str]:
+    def _crowd(self, place: WorkerHost) -> Iterator[str]:
         here = {number: one for number, one in self._places.items() if one.machine == place.machine}
         threads = {one.process: one.threads for one in here.values()}
         total = sum(threads.values())
@@ -82,7 +82,7 @@ class Machines:
                 f"{total} threads, and wait for each other: give each --threads {max(1, place.cores // len(threads))}"
             )
 
-    def _skew(self, worker: int, place: Place, now: float) -> Iterator[str]:
+    def _skew(self, worker: int, place: WorkerHost, now: float) -> Iterator[str]:
         behind = now - place.clock
         if abs(behind) > SKEW_SECONDS and place.machine not in self._off:
             self._off.add(place.machine)
@@ -93,15 +93,15 @@ class Machines:
             )
 
 
-def _parse(told: object) -> Place | None:
+def _parse(told: object) -> WorkerHost | None:
     """Read a worker's report; None if it is malformed.
 
     >>> _parse({"machine": "m", "cores": 0, "process": 7, "threads": 1, "clock": 7.0}) is None
     True
     """
-    if not isinstance(told, Mapping) or set(told) != set(Place._fields):
+    if not isinstance(told, Mapping) or set(told) != set(WorkerHost._fields):
         return None
-    place = Place(**told)
+    place = WorkerHost(**told)
     counts = (place.cores, place.process, place.threads)
     if not isinstance(place.machine, str) or not isinstance(place.clock, float):
         return None
@@ -115,14 +115,14 @@ class Admission:
         self,
         host: Host,
         peers: Peers[TcpPeer],
-        largest: Sizes,
+        largest: BufferSizes,
         welcome: Mapping[str, Any],
         note: Callable[[str], None],
     ) -> None:
         """`largest` bounds a worker's memory. `welcome` is sent to every worker in addition to the settings."""
         self._host, self._peers, self._largest, self._note = host, peers, largest, note
         self._welcome = {"config": to_dict(host.config), "run": host.folder.path.name, **welcome}
-        self._machines = Machines()
+        self._machines = WorkerHosts()
 
     def known(self, fields: Mapping[str, Any]) -> TcpPeer | None:
         """The peer of a worker that reconnects; None if this server does not know that incarnation."""
@@ -140,7 +140,7 @@ class Admission:
             wanted, number = None, self._free_number(None)
         return number if number is not None else self._no_place(wanted)
 
-    def admit(self, applicant: Applicant, worker: int) -> TcpPeer:
+    def admit(self, applicant: JoinRequest, worker: int) -> TcpPeer:
         """Welcome a new worker under a free number."""
         member, least = self._host.server.members.get(worker), self._host.first_incarnation
         incarnation = max(least, member.incarnation + 1) if member is not None else least
@@ -151,7 +151,7 @@ class Admission:
             self._note(warning)
         return applicant.welcome({**self._welcome, "worker": worker, "incarnation": incarnation}, self._largest)
 
-    def turn_away(self, applicant: Applicant, why: str) -> None:
+    def turn_away(self, applicant: JoinRequest, why: str) -> None:
         """Refuse a request, and tell the user of this server."""
         applicant.refuse(why)
         self.note_refused(f"{applicant.peer}: {why}", f"{applicant.peer} was turned away: {why}")
@@ -203,7 +203,7 @@ class StartBarrier:
         self,
         host: Host,
         peers: Peers[TcpPeer],
-        control: Control,
+        control: SupervisorChannel,
         miss: Callable[[int], None],
         address: str,
         wait_seconds: float | None = None,

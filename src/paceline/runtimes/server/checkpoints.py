@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.server import Server
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
-from paceline.runs.background_writer import Writer
-from paceline.runs.checkpoint import Cut, Room, take_checkpoint, tensor_kinds, write_checkpoint
+from paceline.runs.background_writer import BackgroundWriter
+from paceline.runs.checkpoint import Checkpoint, CopyBuffers, take_checkpoint, tensor_kinds, write_checkpoint
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
 
@@ -34,27 +34,27 @@ class Checkpoints:
     ) -> None:
         self._server, self._config, self._folder = server, config, folder
         self._log, self._events, self._report = log, events, report
-        self.writer = Writer(background=not virtual)
+        self.writer = BackgroundWriter(background=not virtual)
         self._virtual = virtual
-        self._room = Room()
+        self._room = CopyBuffers()
         self.next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_room = math.inf if virtual else seconds + config.checkpoint_every / 2
         self.next_due = min(self.next_checkpoint, self._next_room)
         """When to call `is_ready` again."""
 
-    def is_ready(self, now: float, memories: dict[int, Memory]) -> bool:
+    def is_ready(self, now: float, memories: dict[int, WorkerBuffers]) -> bool:
         """Whether a checkpoint is due and can be taken now. Long before the first one, buffers are made for it."""
         if now >= self._next_room:
             self._make_room(memories)
         return now >= self.next_checkpoint and self._server.can_be_cut and not self.writer.busy
 
-    def _make_room(self, memories: dict[int, Memory]) -> None:
+    def _make_room(self, memories: dict[int, WorkerBuffers]) -> None:
         """Allocate the buffers on the other thread, so that the first checkpoint's pause is no longer than others."""
         self._next_room, self.next_due = math.inf, self.next_checkpoint
         kinds = tensor_kinds(self._server, memories)
         self.writer.submit("room for checkpoints", lambda: self._room.make(kinds))
 
-    def take(self, now: float, memories: dict[int, Memory], gather: Callable[[], None]) -> None:
+    def take(self, now: float, memories: dict[int, WorkerBuffers], gather: Callable[[], None]) -> None:
         """Copy a checkpoint now and write it on another thread; report it if an earlier one failed."""
         began = time.perf_counter()
         gather()
@@ -66,12 +66,12 @@ class Checkpoints:
         self.next_due = min(self.next_checkpoint, self._next_room)
         self.complain(now)
 
-    def take_and_wait(self, now: float, memories: dict[int, Memory], gather: Callable[[], None]) -> None:
+    def take_and_wait(self, now: float, memories: dict[int, WorkerBuffers], gather: Callable[[], None]) -> None:
         """Write a checkpoint in this thread; it is on disk when this returns."""
         gather()
         self._write(take_checkpoint(self._server, memories, self._log.nbytes, now))
 
-    def _write(self, cut: Cut) -> None:
+    def _write(self, cut: Checkpoint) -> None:
         """Write the log first: a checkpoint never covers more than the log, even after a power failure."""
         self._log.sync()
         write_checkpoint(self._folder.checkpoints, cut, self._config.keep)

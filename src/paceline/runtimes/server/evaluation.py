@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.work import Work
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig, is_simulated
 from paceline.core.server import Server
 from paceline.interfaces import Report, Scores
 from paceline.runs.events import EventLog
 from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runs.result import finite, shared_state
-from paceline.runs.snapshots import Best
-from paceline.runtimes.server.timing import Timekeeper, TrainingClock
+from paceline.runs.snapshots import BestWeights
+from paceline.runtimes.server.timing import TimingCollector, TrainingClock
 from paceline.system.cpu import cores
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.nested import device_of, num_samples
@@ -32,13 +32,13 @@ class Evaluator:
         self,
         server: Server,
         task: SupervisedTask | None,
-        work: Work | None,
+        work: WorkAssignment | None,
         config: RunConfig,
         events: EventLog,
         clock: TrainingClock,
-        timekeeper: Timekeeper,
+        timekeeper: TimingCollector,
         report: Report,
-        best: Best | None,
+        best: BestWeights | None,
     ) -> None:
         self._server, self._task, self._work, self._config = server, task, work, config
         self._events, self._clock, self._timekeeper, self._report = events, clock, timekeeper, report

@@ -14,9 +14,9 @@ from typing import Any
 from paceline.errors import ProtocolError
 from paceline.runs.folder import RunFolder
 from paceline.transports.connection import Connection, send
-from paceline.transports.file_client import SHOWN, Piece, read_look
-from paceline.transports.frames import MOST_PIECE, MOST_SEEN, Kind, fields_frame, header
-from paceline.transports.listener import Applicant
+from paceline.transports.file_client import SHOWN, FileChunk, read_look
+from paceline.transports.frames import MOST_PIECE, MOST_SEEN, FrameKind, fields_frame, header
+from paceline.transports.listener import JoinRequest
 
 MOST_OBSERVERS = 16
 IDLE_SECONDS = 120.0
@@ -24,7 +24,7 @@ ENDING_SECONDS = 3.0
 """How long observers may still read the result after the run's end."""
 
 
-class Observers:
+class FileService:
     """The observers of one run."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -33,7 +33,7 @@ class Observers:
         """Which of the last files each has read completely: the result, and then the events."""
         self._changed = threading.Condition()
 
-    def admit(self, applicant: Applicant) -> None:
+    def admit(self, applicant: JoinRequest) -> None:
         """Admit an observer, unless there are too many."""
         connection = applicant.connection
         with self._changed:
@@ -63,7 +63,7 @@ class Observers:
         piece = read_piece(self._folder, str(name), offset, most)
         known = {"offset": piece.offset, "size": piece.size, "age": piece.age} if piece is not None else {}
         data = piece.data if piece is not None else b""
-        send(connection, fields_frame(Kind.SEEN, known, MOST_SEEN), header(Kind.BODY, len(data)), data)
+        send(connection, fields_frame(FrameKind.SEEN, known, MOST_SEEN), header(FrameKind.BODY, len(data)), data)
         if piece is not None and piece.offset + len(data) == piece.size:
             self._note(connection, str(name))
 
@@ -83,13 +83,13 @@ class Observers:
                 connection.shut_down()
 
 
-def read_piece(folder: RunFolder, name: str, offset: int, most: int) -> Piece | None:
+def read_piece(folder: RunFolder, name: str, offset: int, most: int) -> FileChunk | None:
     """Read bytes of one of the run's files, from its end if `offset` is negative; None if there is no such file."""
     try:
         with (folder.path / name).open("rb") as file:
             found = os.fstat(file.fileno())
             begin = max(0, found.st_size + offset) if offset < 0 else min(offset, found.st_size)
             file.seek(begin)
-            return Piece(begin, found.st_size, max(0.0, time.time() - found.st_mtime), file.read(most))
+            return FileChunk(begin, found.st_size, max(0.0, time.time() - found.st_mtime), file.read(most))
     except OSError:
         return None

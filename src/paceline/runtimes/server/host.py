@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from paceline.assembly.work import Work
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
-from paceline.core.buffers import Memory
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Stop, Verdict
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Outcome, Push, Reply, Stop
 from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Report
@@ -22,15 +22,15 @@ from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.control_files import pop_requests
 from paceline.runs.events import EventLog
 from paceline.runs.folder import TIME_IS_UP, RunFolder
-from paceline.runs.recovery import Rebuilt
+from paceline.runs.recovery import RecoveryResult
 from paceline.runs.result import finite, make_result, save_weights, status_of
-from paceline.runs.snapshots import Best, snapshots_of
-from paceline.runtimes.server.accounting import Accounts
+from paceline.runs.snapshots import BestWeights, snapshots_of
+from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.checkpoints import Checkpoints
 from paceline.runtimes.server.evaluation import Evaluator
-from paceline.runtimes.server.progress import AccountRows, Notes, Progress
+from paceline.runtimes.server.progress import AccountRows, EventRecorder, Progress
 from paceline.runtimes.server.runtime import Runtime
-from paceline.runtimes.server.timing import Timekeeper, TrainingClock
+from paceline.runtimes.server.timing import TimingCollector, TrainingClock
 from paceline.settings.stopping import goal_of, measure_of
 from paceline.system.signals import TERMINATED
 from paceline.tasks.script_model import ScriptModel
@@ -46,7 +46,7 @@ class Host:
         self,
         server: Server,
         task: SupervisedTask | ScriptModel | TimingModel,
-        work: Work | None,
+        work: WorkAssignment | None,
         config: RunConfig,
         folder: RunFolder,
         report: Report,
@@ -59,7 +59,7 @@ class Host:
         self.server, self.config, self.folder = server, config, folder
         self.task = task if isinstance(task, SupervisedTask) else None
         self.work = work
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, WorkerBuffers] = {}
         self.stop_reason: str | None = None
         self.figures: dict[str, dict[str, float]] = {}
         self.first_incarnation = 0
@@ -68,8 +68,8 @@ class Host:
         """Replies that `commit` will send (`--durable`)."""
         self.next_due = 0.0
         """When to call `housekeep` next, by the clock's source."""
-        self.timekeeper = Timekeeper()
-        self.accounts = Accounts(self.timekeeper, runtime.way, runtime.time_shares)
+        self.timekeeper = TimingCollector()
+        self.accounts = TimeAccounting(self.timekeeper, runtime.way, runtime.time_shares)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
         self._runtime, self._report, self._facts, self._trained = runtime, report, facts or {}, task
         self._is_virtual = virtual = source is not None
@@ -80,11 +80,11 @@ class Host:
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
         keeps_best = config.eval_every is not None and not virtual and self.task is not None
-        self._best = Best(folder, task, writer, measure_of(config)) if keeps_best else None
+        self._best = BestWeights(folder, task, writer, measure_of(config)) if keeps_best else None
         self._goal = goal_of(config)
         self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
         self._account_rows = AccountRows(self.accounts, server, events, self.clock)
-        self._notes = Notes(server, events, report)
+        self._notes = EventRecorder(server, events, report)
         timing = self.clock, self.timekeeper
         self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
         kind = "run_resumed" if server.version or seconds else "run_started"
@@ -120,7 +120,7 @@ class Host:
     def _reply(self, outcome: Outcome, now: float, began: float) -> None:
         """Write each worker's weights and send its reply, or keep it for `commit` if the log must be synced before."""
         for reply in outcome.replies:
-            if outcome.verdict != Verdict.REPEATED:  # else the memory holds that reply's weights already
+            if outcome.verdict != Disposition.REPEATED:  # else the memory holds that reply's weights already
                 self.server.hand_out(reply, self.memories[reply.worker])
             if self.config.durable:
                 self.unsent.append(reply)
@@ -128,14 +128,14 @@ class Host:
                 self._runtime.send(reply, now >= self._checkpoints.next_checkpoint)
             self.accounts.answered(reply, began, self.clock.source())
 
-    def _follow_up(self, message: Input, verdict: Verdict, now: float) -> None:
+    def _follow_up(self, message: Input, verdict: Disposition, now: float) -> None:
         """Do what can wait until the replies are sent: events, progress, snapshot, checkpoint."""
         loss, server = None, self.server
         if isinstance(message, Push):
             loss = message.loss
         else:
             self.next_due = 0.0  # the clock may have started
-            if verdict == Verdict.TAKEN:
+            if verdict == Disposition.TAKEN:
                 self._notes.take(message, now, self.stop_reason)
         if self._progress.observe(loss, now):
             self.tell_progress()
@@ -158,7 +158,7 @@ class Host:
         for reply in unsent:
             self._runtime.send(reply, with_state)
 
-    def go_on(self, rebuilt: Rebuilt) -> None:
+    def go_on(self, rebuilt: RecoveryResult) -> None:
         """Handle the first input of a resumed run, and write an event about the recovery."""
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation

@@ -13,9 +13,9 @@ from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.run import make_seat, make_server, work_of
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import RunConfig, from_dict, places_of
-from paceline.core.buffers import Sizes
+from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset
 from paceline.data.shared import attach
 from paceline.errors import PacelineError
@@ -24,15 +24,15 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers, Runtime
-from paceline.runtimes.server.service import Control, Service
+from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
-from paceline.transports.shared_memory import SharedMemoryPeer, Slot
+from paceline.transports.shared_memory import SharedBuffers, SharedMemoryPeer
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Serve one run until it is finished."""
 
-    def serve(control: Control) -> None:
+    def serve(control: SupervisorChannel) -> None:
         config, folder = from_dict(spec["config"]), RunFolder(Path(spec["folder"]))
         dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
         peers: Peers[SharedMemoryPeer] = Peers()
@@ -46,9 +46,9 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     return reporting(serve, fds[0])
 
 
-def reporting(serve: Callable[[Control], None], line: int) -> int:
+def reporting(serve: Callable[[SupervisorChannel], None], line: int) -> int:
     """Call `serve` and tell the supervisor how it ended; a PacelineError goes to it as one line."""
-    control = Control(socket.socket(fileno=line))
+    control = SupervisorChannel(socket.socket(fileno=line))
     raise_file_limit()
     keep_freed_memory()
     try:
@@ -73,13 +73,13 @@ def make_host(
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    sizes = Sizes(task.layout.size, task.state_size, *server.codecs.capacities)
-    require_memory(places_of(config) * Slot.nbytes_for(sizes), "workers' weights")
+    sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
+    require_memory(places_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
     if not resume:
         return Host(server, task, work, config, folder, report, runtime, 0.0, facts)
 
-    def seat(join: Join) -> Seat:
+    def seat(join: Join) -> LocalWorker:
         return make_seat(config, make_task(config, dataset), work, join)
 
     rebuilt = rebuild(server, seat, task, config, folder, report)

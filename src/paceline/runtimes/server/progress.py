@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from paceline.core.messages import Deal, Drain, Input, Join, Leave, Rate, Steps, Stop
+from paceline.core.messages import DataAssignment, Drain, Input, Join, Leave, SetLocalSteps, SetLrFactor, Stop
 from paceline.core.server import Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
-from paceline.runtimes.server.accounting import Accounts
+from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
 
 SHARE = 0.002
 """Most of the server's time that computing norms may take."""
 
 
-class Weighing:
+class WeightNorm:
     """Computes the norm of all weights, but not so often that it costs much of the server's time."""
 
     def __init__(self, server: Server, virtual: bool) -> None:
@@ -40,7 +40,7 @@ class Weighing:
         return float(f"{norm:.6g}") if math.isfinite(norm) else None
 
 
-class Notes:
+class EventRecorder:
     """Writes an event for each input other than a push, and notifies the user of what matters at once."""
 
     def __init__(self, server: Server, events: EventLog, report: Report) -> None:
@@ -56,9 +56,9 @@ class Notes:
             self._events.write("worker_joined", now, **row)
         elif isinstance(message, Leave) and not self._server.over:
             self._leave(message, now)
-        elif isinstance(message, Steps):
+        elif isinstance(message, SetLocalSteps):
             self._events.write("local_steps", now, worker=message.worker, steps=message.steps)
-        elif isinstance(message, Rate):
+        elif isinstance(message, SetLrFactor):
             self._events.write("lr_factor", now, worker=message.worker, factor=message.factor)
         elif isinstance(message, Drain):
             self._events.write("worker_draining", now, worker=message.worker)
@@ -76,7 +76,7 @@ class Notes:
             self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
 
-    def assignment(self, deal: Deal, now: float) -> None:
+    def assignment(self, deal: DataAssignment, now: float) -> None:
         """Write that the data was divided again; the log needs no record, since its inputs determine the division."""
         self.generation, members = deal
         self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
@@ -97,7 +97,7 @@ OFTEN_VIRTUAL, MANY_VIRTUAL = 0.1, 100
 class AccountRows:
     """Writes the workers' accounts as events, less often the longer they are; also while no worker pushes."""
 
-    def __init__(self, accounts: Accounts, server: Server, events: EventLog, clock: TrainingClock) -> None:
+    def __init__(self, accounts: TimeAccounting, server: Server, events: EventLog, clock: TrainingClock) -> None:
         self._accounts, self._server, self._events, self._clock = accounts, server, events, clock
         self.next_due = 0.0
         """By the clock's source; in a simulated run the share of its budget."""
@@ -129,7 +129,7 @@ class Progress:
         self, server: Server, events: EventLog, report: Report, seconds: float, limit: float | None, virtual: bool
     ) -> None:
         self._server, self._events, self._report, self._limit = server, events, report, limit
-        self._weighing = Weighing(server, virtual)
+        self._weighing = WeightNorm(server, virtual)
         self.next_share = 0.0 if virtual else None
         """The share of the budget at which a simulated run reports next; None for a real run."""
         self._next_told = self._next_row = 0.0

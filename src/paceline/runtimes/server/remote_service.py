@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from paceline.core.buffers import Sizes
-from paceline.core.failure_detector import Deadlines
+from paceline.core.buffers import BufferSizes
+from paceline.core.failure_detector import FailureDetector
 from paceline.core.messages import Push
 from paceline.errors import ProtocolError
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.admission import CEILING_SECONDS, Admission, StartBarrier
-from paceline.runtimes.server.file_service import Observers
+from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import TcpPeers
-from paceline.runtimes.server.service import GRACE_SECONDS, Control, Dispatcher, serve_until
-from paceline.transports.listener import Applicant, Listener
-from paceline.transports.protocol import Heard, Hello
+from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
+from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.protocol import Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
 
 FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
@@ -35,7 +35,7 @@ SIGN_SECONDS = 0.5
 """Heartbeats that come faster than this are not learned from."""
 
 
-class OwnLine(Control):
+class ForegroundChannel(SupervisorChannel):
     """Replaces the connection to a supervisor if the server is a command of its own: it reports and stops itself."""
 
     def __init__(self, report: Callable[[dict[str, Any]], None]) -> None:
@@ -53,10 +53,10 @@ class OwnLine(Control):
         self._other.send(json.dumps({"kind": "stop", "reason": reason}).encode())
 
 
-class Gate(Protocol):
+class PushGate(Protocol):
     """Decides when a worker's message takes effect: at once, or when other servers have their parts of it too."""
 
-    largest: Sizes
+    largest: BufferSizes
     """The largest memory that a worker may ask for."""
     capacities: tuple[int | None, int | None]
     """The most bytes of an encoded push and of an encoded reply."""
@@ -84,12 +84,12 @@ class Gate(Protocol):
         return
 
 
-class SingleServer(Gate):
+class SingleServer(PushGate):
     """The gate of a run with one server: everything takes effect at once."""
 
     full = "one server holds all weights of this run: --servers S starts several"
 
-    def __init__(self, host: Host, largest: Sizes) -> None:
+    def __init__(self, host: Host, largest: BufferSizes) -> None:
         self.largest, self.capacities, self.welcome = largest, host.server.codecs.capacities, {}
 
     def push(self, peer: TcpPeer, push: Push, apply: Callable[[Push], None]) -> None:
@@ -108,10 +108,10 @@ class RemoteService:
         self,
         host: Host,
         peers: TcpPeers,
-        control: OwnLine,
+        control: ForegroundChannel,
         expected: dict[str, Any],
         listener: Listener,
-        gate: Gate,
+        gate: PushGate,
         wait_seconds: float | None = None,
     ) -> None:
         """`peers` belong to the host's runtime; `wait_seconds` is how long all workers have to join."""
@@ -119,8 +119,8 @@ class RemoteService:
         self._dispatcher = Dispatcher(host, control, expected)
         self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note)
         self._start = StartBarrier(host, peers, control, self._dispatcher.miss, listener.address, wait_seconds)
-        self.observers = Observers(host.folder)
-        self._deadlines = Deadlines(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
+        self.observers = FileService(host.folder)
+        self._deadlines = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}
         """When each worker's last heartbeat was learned from."""
         self._checked = time.monotonic()
@@ -169,7 +169,7 @@ class RemoteService:
 
     # workers come
 
-    def admit(self, applicants: list[Applicant]) -> None:
+    def admit(self, applicants: list[JoinRequest]) -> None:
         """Give each worker a number, its old one or a new one, or tell it why not."""
         for applicant in applicants:
             known = self._admission.known(applicant.fields)
@@ -182,7 +182,7 @@ class RemoteService:
             else:
                 self._admit(applicant)
 
-    def _admit(self, applicant: Applicant) -> None:
+    def _admit(self, applicant: JoinRequest) -> None:
         number = self._admission.number_for(applicant.fields)
         if isinstance(number, str):
             self._admission.turn_away(applicant, number)
@@ -194,7 +194,7 @@ class RemoteService:
         self._empty_since = None
         self._listen(peer)
 
-    def _reconnect(self, applicant: Applicant, peer: TcpPeer) -> None:
+    def _reconnect(self, applicant: JoinRequest, peer: TcpPeer) -> None:
         """Let a worker whose connection broke go on where it was."""
         self._disconnect(peer)
         applicant.welcome_back(peer, {})
@@ -235,7 +235,7 @@ class RemoteService:
             return
         if isinstance(message, Hello):
             self._gate.hello(peer, message, functools.partial(self._join, peer))
-        elif not isinstance(message, Push | Heard):
+        elif not isinstance(message, Push | Keepalive):
             self._host.note_figures(message.worker, message.values)
         self._peers.loop.watch_writes(peer)
 

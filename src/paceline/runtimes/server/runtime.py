@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from paceline.core.messages import Input, Reply
 from paceline.core.server import Server
-from paceline.runtimes.server.accounting import Spent, Way
+from paceline.runtimes.server.accounting import TimeShares, Way
 from paceline.system.event_loop import EventLoop
 from paceline.transports.protocol import Peer
 from paceline.transports.tcp_server import TcpPeer
@@ -41,7 +41,7 @@ class Runtime(Protocol):
         """Whether the workers' memories hold everything that a checkpoint needs."""
         return True
 
-    def time_shares(self, worker: int) -> Spent | None:
+    def time_shares(self, worker: int) -> TimeShares | None:
         """Where a worker's time went, if the runtime measures it itself."""
         return None
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.messages import Leave, Push, Rate
-from paceline.core.step_balancing import Pacing
+from paceline.core.messages import Leave, Push, SetLrFactor
+from paceline.core.step_balancing import StepBalancer
 from paceline.errors import ProtocolError, mismatched_keys
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
@@ -26,7 +26,7 @@ GRACE_SECONDS = 5.0
 """After the end of training: how long to wait until every worker has its last reply."""
 
 
-class Control:
+class SupervisorChannel:
     """The connection to the supervisor: it sends workers' connections and stops, the server sends progress."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -58,10 +58,10 @@ class Control:
 class Dispatcher:
     """Turns what workers send into inputs of the host, and tells the supervisor when the training clock runs."""
 
-    def __init__(self, host: Host, control: Control, expected: dict[str, Any]) -> None:
+    def __init__(self, host: Host, control: SupervisorChannel, expected: dict[str, Any]) -> None:
         """`expected` are the facts about model and data in which every worker must agree with the run."""
         self._host, self._control, self._expected = host, control, expected
-        self._pacing = Pacing() if host.config.local_steps == "speed" else None
+        self._pacing = StepBalancer() if host.config.local_steps == "speed" else None
         self._clock_runs = False
 
     def push(self, peer: Peer, push: Push) -> None:
@@ -146,7 +146,7 @@ class Service:
         self,
         host: Host,
         peers: Peers[SharedMemoryPeer],
-        control: Control,
+        control: SupervisorChannel,
         expected: dict[str, Any],
         patient: bool = False,
     ) -> None:
@@ -222,7 +222,7 @@ class Service:
             self.remove(peer)
         elif isinstance(message, Hello):
             self.join(peer, message)
-        elif isinstance(message, Rate):
+        elif isinstance(message, SetLrFactor):
             self._host.handle(message)
         else:
             self._host.note_figures(message.worker, message.values)

@@ -19,7 +19,7 @@ LEVELS = 33
 RECENT = 33
 
 
-class Told(NamedTuple):
+class WorkerReport(NamedTuple):
     """A worker's reports so far: seconds it computed, seconds it waited for replies, in so many steps."""
 
     computing: float
@@ -29,7 +29,7 @@ class Told(NamedTuple):
     """Of its latest pushes: seconds of a step, and of the wait before it."""
 
 
-class WorkerTimes:
+class RecentSteps:
     """The latest steps of one worker, without its first few."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class WorkerTimes:
         }
 
 
-class Timekeeper:
+class TimingCollector:
     """The server's record: what workers report of their steps, and its own processor time without scoring."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, WorkerTimes] = {}
+        self._workers: dict[int, RecentSteps] = {}
         self._began = self._scoring = 0.0
         self._cores = len(os.sched_getaffinity(0))
 
@@ -66,7 +66,7 @@ class Timekeeper:
         """Record the time that a push of `steps` local steps took."""
         times = self._workers.get(worker)
         if times is None:
-            times = self._workers[worker] = WorkerTimes()
+            times = self._workers[worker] = RecentSteps()
             self._began = self._began or time.process_time()
         times.pushes += 1
         times.steps += steps
@@ -76,10 +76,14 @@ class Timekeeper:
         if times.pushes > WARM_UP:
             times.kept.append(timing._replace(cpu=timing.cpu / steps, wall=timing.wall / steps))
 
-    def told(self, worker: int) -> Told | None:
+    def told(self, worker: int) -> WorkerReport | None:
         """Sums of this worker's reports; None if it makes none, as in one process."""
         times = self._workers.get(worker)
-        return Told(times.computing, times.waiting, times.steps, tuple(times.recent)) if times is not None else None
+        return (
+            WorkerReport(times.computing, times.waiting, times.steps, tuple(times.recent))
+            if times is not None
+            else None
+        )
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -102,7 +106,7 @@ class Timekeeper:
         """The share of its time that each worker computed and waited, late joiners included."""
         shares = []
         for worker in range(max(num_workers, 1 + max(self._workers, default=0))):
-            times = self._workers.get(worker, WorkerTimes())
+            times = self._workers.get(worker, RecentSteps())
             whole = times.computing + times.waiting or 1.0
             shares.append({"computing": round(times.computing / whole, 4), "waiting": round(times.waiting / whole, 4)})
         return shares

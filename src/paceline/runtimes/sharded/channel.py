@@ -14,10 +14,10 @@ from paceline.transports.connection import Connection
 from paceline.transports.frames import (
     HEADER_NBYTES,
     MOST_SHARD,
-    Filler,
-    Kind,
-    Outbox,
+    FrameKind,
+    FrameReader,
     Reading,
+    SendQueue,
     fields_frame,
     header,
     parse_header,
@@ -30,13 +30,13 @@ FILLED: Message = {"filled": True}
 """Received when the expected tensors are complete."""
 
 
-class Link:
+class ShardChannel:
     """Sends and receives without blocking. Raises ConnectionError if the other side is gone."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._outbox = Outbox()
-        self._filler = Filler(self._message())
+        self._outbox = SendQueue()
+        self._filler = FrameReader(self._message())
         self._places: list[memoryview] = []
         self.last_heard = time.monotonic()
         """When bytes came last, even if their message is not complete yet."""
@@ -52,10 +52,10 @@ class Link:
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Queue a message and tensors, and send as much as possible at once. The tensors must not change until sent."""
-        self._outbox.add(fields_frame(Kind.SHARD, message, MOST_SHARD))
+        self._outbox.add(fields_frame(FrameKind.SHARD, message, MOST_SHARD))
         if tensors:
             bodies = [view(tensor.view(-1)) for tensor in tensors]
-            self._outbox.add(header(Kind.BODY, sum(map(len, bodies))), *bodies)
+            self._outbox.add(header(FrameKind.BODY, sum(map(len, bodies))), *bodies)
         self.flush()
 
     def flush(self) -> None:
@@ -71,7 +71,7 @@ class Link:
         whole = self._filler.fill(self._receive_into)
         if whole is None:
             return None
-        self._filler = Filler(self._message())
+        self._filler = FrameReader(self._message())
         return whole[0]
 
     def _receive_into(self, place: memoryview) -> int | None:
@@ -83,8 +83,8 @@ class Link:
     def _message(self) -> Reading[Message]:
         packed = yield from read_bytes(HEADER_NBYTES)
         awaited = sum(map(len, self._places))
-        kind, nbytes = parse_header(packed, {Kind.SHARD: MOST_SHARD, Kind.BODY: awaited})
-        if kind is Kind.SHARD:
+        kind, nbytes = parse_header(packed, {FrameKind.SHARD: MOST_SHARD, FrameKind.BODY: awaited})
+        if kind is FrameKind.SHARD:
             return (yield from read_fields(nbytes))
         if nbytes != awaited:
             raise ProtocolError(f"tensors of {nbytes} bytes, not the expected {awaited}")

@@ -10,17 +10,17 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from paceline.core.buffers import Memory, Sizes
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join, Push, Reply
-from paceline.errors import Forgotten, PacelineError, ProtocolError, UserError
-from paceline.runtimes.sharded.spans import Coding
+from paceline.errors import PacelineError, ProtocolError, UnknownWorker, UserError
+from paceline.runtimes.sharded.spans import SpanCodecs
 from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.protocol import Timing, Transport
 from paceline.transports.tcp_client import TcpClient
 
 OpenClient: TypeAlias = Callable[[str, str | None], TcpClient]
 """Create a client for the server at an address, with a certificate of this fingerprint."""
-CodingOf: TypeAlias = Callable[[slice], Coding]
+CodingOf: TypeAlias = Callable[[slice], SpanCodecs]
 """The codecs for a range of the weights."""
 LOOK_SECONDS = 0.5
 OVER_SECONDS = 5.0
@@ -29,15 +29,15 @@ FORGOTTEN_SECONDS = 90.0
 
 
 @dataclass
-class _Part:
+class _ShardConnection:
     """One server: its client, its range of the weights, and its part of the worker's buffers."""
 
     client: TcpClient
     span: slice
-    coding: Coding
-    memory: Memory = field(default_factory=lambda: Memory.private(Sizes(0)))
+    coding: SpanCodecs
+    memory: WorkerBuffers = field(default_factory=lambda: WorkerBuffers.private(BufferSizes(0)))
 
-    def of(self, whole: Memory, with_rest: bool) -> Memory:
+    def of(self, whole: WorkerBuffers, with_rest: bool) -> WorkerBuffers:
         """Make its part of the worker's buffers."""
         self.memory = whole.part(self.span, with_rest, *self.coding.capacities)
         return self.memory
@@ -47,7 +47,7 @@ class _Part:
         push = self.coding.push
         return update[self.span] if push is None else self.memory.update[: push.extract(update, self.memory.update)]
 
-    def paste(self, whole: Memory) -> None:
+    def paste(self, whole: WorkerBuffers) -> None:
         """Copy its part of an encoded reply to where the worker decodes the whole."""
         pull, nbytes = self.coding.pull, self.memory.num_pulled
         if pull is not None and nbytes:
@@ -62,10 +62,10 @@ class ShardedClient(Transport):
     def __init__(self, address: str, open_client: OpenClient, first: TcpClient) -> None:
         self._host, self._open = parse_address(address)[0], open_client
         self._first = first
-        self._own: _Part | None = None
+        self._own: _ShardConnection | None = None
         """The first server's part, if there are several servers."""
-        self._others: list[_Part] = []
-        self._memory: Memory | None = None
+        self._others: list[_ShardConnection] = []
+        self._memory: WorkerBuffers | None = None
         self._pool: ThreadPoolExecutor | None = None
         self.farewell: str | None = None
 
@@ -86,23 +86,23 @@ class ShardedClient(Transport):
                 "same code and the same data"
             )
         spans = [slice(*shard["span"]) for shard in shards]
-        self._own = _Part(self._first, spans[0], coding_of(spans[0]))
+        self._own = _ShardConnection(self._first, spans[0], coding_of(spans[0]))
         known = {"worker": welcome["worker"], "incarnation": welcome["incarnation"]}
         for shard, span in zip(shards[1:], spans[1:], strict=True):
             host, port = parse_address(shard["address"])
             host = self._host if host in ANYWHERE else host
             client = self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", shard["fingerprint"])
-            self._others.append(_Part(client, span, coding_of(span)))
+            self._others.append(_ShardConnection(client, span, coding_of(span)))
             client.apply(known)
         self._pool = ThreadPoolExecutor(len(self._others), "paceline-shard")
 
-    def hello(self, join: Join, memory: Memory, facts: dict[str, Any]) -> Reply | None:
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join at every server, and wait for the first weights."""
         own, self._memory = self._own, memory
         if own is None:
             return self._first.hello(join, memory, facts)
 
-        def ask(part: _Part) -> Reply | None:
+        def ask(part: _ShardConnection) -> Reply | None:
             return part.client.hello(join, part.of(memory, with_rest=False), {})
 
         return self._together(lambda: self._first.hello(join, own.of(memory, with_rest=True), facts), ask)
@@ -113,7 +113,7 @@ class ShardedClient(Transport):
         if own is None:
             return self._first.exchange(push, timing)
 
-        def ask(part: _Part) -> Reply | None:
+        def ask(part: _ShardConnection) -> Reply | None:
             return part.client.exchange(push._replace(update=part.cut(push.update), state=push.state[:0]), timing)
 
         reply = self._together(lambda: self._first.exchange(push._replace(update=own.cut(push.update)), timing), ask)
@@ -126,7 +126,9 @@ class ShardedClient(Transport):
         """Send metrics that belong in the run's result to the first server, which keeps the run's folder."""
         self._first.report(figures)
 
-    def _together(self, ask_first: Callable[[], Reply | None], ask: Callable[[_Part], Reply | None]) -> Reply | None:
+    def _together(
+        self, ask_first: Callable[[], Reply | None], ask: Callable[[_ShardConnection], Reply | None]
+    ) -> Reply | None:
         assert self._pool is not None
         asked: list[Future[Reply | None]] = [self._pool.submit(ask, part) for part in self._others]
         try:
@@ -165,7 +167,7 @@ class ShardedClient(Transport):
                 return answer
             if self._first.forgotten is not None:
                 self._forsake_others()
-                raise Forgotten(self._first.forgotten)
+                raise UnknownWorker(self._first.forgotten)
             if done:
                 deadline = deadline or time.monotonic() + FORGOTTEN_SECONDS
                 time.sleep(LOOK_SECONDS)

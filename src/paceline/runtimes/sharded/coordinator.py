@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.core.buffers import Sizes
+from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Input, Push
 from paceline.core.server import Server
 from paceline.errors import ProtocolError
-from paceline.runtimes.server.remote_service import Gate
+from paceline.runtimes.server.remote_service import PushGate
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.sharded.channel import Message
-from paceline.runtimes.sharded.orders import Part, is_finite, spoil
-from paceline.runtimes.sharded.peers import Shard, Shards
+from paceline.runtimes.sharded.orders import PushId, is_finite, spoil
+from paceline.runtimes.sharded.peers import ShardPeer, ShardPeers
 from paceline.transports.protocol import Hello
 from paceline.transports.tcp_server import TcpPeer
 
@@ -24,7 +24,7 @@ VOTE_SECONDS = 60.0
 """How long a worker may take to send the other servers their parts of what it sent the first."""
 
 
-class Vote(NamedTuple):
+class ShardVote(NamedTuple):
     """What another server says about its part of a push: whether it is finite, and how many bytes came."""
 
     finite: bool
@@ -32,12 +32,12 @@ class Vote(NamedTuple):
 
 
 @dataclass
-class Pending:
+class PendingPush:
     """A message of a worker, here or still to come, and the votes of the other servers on their parts of it."""
 
-    act: Callable[[list[Vote]], None] | None = None
+    act: Callable[[list[ShardVote]], None] | None = None
     since: float = 0.0
-    votes: dict[int, Vote] = field(default_factory=dict)
+    votes: dict[int, ShardVote] = field(default_factory=dict)
 
 
 class ShardedPeers(TcpPeers):
@@ -64,17 +64,17 @@ class ShardedPeers(TcpPeers):
             self._coordinator.gather()
 
 
-class Coordinator(Gate):
+class Coordinator(PushGate):
     """Lets a push take effect when every server has its part of it; it counts only if all parts are finite."""
 
-    def __init__(self, server: Server, peers: ShardedPeers, shards: Shards, largest: Sizes) -> None:
+    def __init__(self, server: Server, peers: ShardedPeers, shards: ShardPeers, largest: BufferSizes) -> None:
         self._server, self._peers, self._shards = server, peers, shards
         self.capacities = payload, pulled = shards.coding.capacities
         self.largest = largest._replace(weights=shards.own.stop - shards.own.start, payload=payload, pulled=pulled)
         self.welcome = {"shards": shards.rows}
         self.full = f"all {len(shards.all) + 1} servers of this run are here"
-        self._pending: dict[Part, Pending] = {}
-        self._broken: set[Part] = set()
+        self._pending: dict[PushId, PendingPush] = {}
+        self._broken: set[PushId] = set()
         """Pushes of which some part is not finite."""
         self._remove: Callable[[TcpPeer, str], None] | None = None
         peers.connect(self)
@@ -91,7 +91,7 @@ class Coordinator(Gate):
         """Send an input to all other servers, unless it is a repeated push, which changes nothing."""
         finite = True
         if isinstance(message, Push):
-            part = Part(message.worker, message.incarnation, message.seq)
+            part = PushId(message.worker, message.incarnation, message.seq)
             if self._is_repeated(part):
                 return
             finite = part not in self._broken
@@ -110,27 +110,27 @@ class Coordinator(Gate):
         while self._shards.heard:
             self._count(*self._shards.heard.popleft())
 
-    def _is_repeated(self, part: Part) -> bool:
+    def _is_repeated(self, part: PushId) -> bool:
         member = self._server.members.get(part.worker)
         return member is not None and member.incarnation == part.incarnation and part.seq <= member.seq
 
-    def _on_message(self, shard: Shard) -> None:
+    def _on_message(self, shard: ShardPeer) -> None:
         while (message := self._shards.receive(shard)) is not None:
             if "part" in message:
                 self._count(shard, message)
         self._peers.loop.watch_writes(shard.link)
 
-    def _count(self, shard: Shard, message: Message) -> None:
+    def _count(self, shard: ShardPeer, message: Message) -> None:
         """Count a server's vote on its part of a message."""
-        part = Part(*message["part"])
+        part = PushId(*message["part"])
         peer = self._peers.by_worker.get(part.worker)
         if peer is None or peer.incarnation != part.incarnation or self._is_repeated(part):
             return
         if "wrong" in message:
             self._expel(part.worker, f"worker {part.worker}: {message['wrong']}")
             return
-        vote = Vote(bool(message["finite"]), int(message["nbytes"]))
-        self._pending.setdefault(part, Pending()).votes[shard.number] = vote
+        vote = ShardVote(bool(message["finite"]), int(message["nbytes"]))
+        self._pending.setdefault(part, PendingPush()).votes[shard.number] = vote
         self._act_if_complete(part)
 
     def _expel(self, worker: int, why: str) -> None:
@@ -151,7 +151,7 @@ class Coordinator(Gate):
 
     def push(self, peer: TcpPeer, push: Push, apply: Callable[[Push], None]) -> None:
         """Decode this server's part of the push, and call `apply` when all servers have theirs."""
-        part = Part(push.worker, push.incarnation, push.seq)
+        part = PushId(push.worker, push.incarnation, push.seq)
         if self._is_repeated(part):
             apply(push)
             return
@@ -164,7 +164,7 @@ class Coordinator(Gate):
             raise ProtocolError(f"worker {peer.worker}: {error}") from None
         finite = is_finite(decoded.update)
 
-        def act(votes: list[Vote]) -> None:
+        def act(votes: list[ShardVote]) -> None:
             if not (finite and all(vote.finite for vote in votes)):
                 spoil(decoded.update)
                 self._broken.add(part)
@@ -183,15 +183,15 @@ class Coordinator(Gate):
         """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""
         weights = self._server.weights
         whole = hello.slot.widened(weights.new_zeros(weights.shape), self._shards.own)
-        part = Part(peer.worker, peer.incarnation, -1)
+        part = PushId(peer.worker, peer.incarnation, -1)
         self._wait_for(part, lambda votes: join(Hello(hello.join, whole, hello.facts)))
 
-    def _wait_for(self, part: Part, act: Callable[[list[Vote]], None]) -> None:
-        pending = self._pending.setdefault(part, Pending())
+    def _wait_for(self, part: PushId, act: Callable[[list[ShardVote]], None]) -> None:
+        pending = self._pending.setdefault(part, PendingPush())
         pending.act, pending.since = act, time.monotonic()
         self._act_if_complete(part)
 
-    def _act_if_complete(self, part: Part) -> None:
+    def _act_if_complete(self, part: PushId) -> None:
         pending = self._pending[part]
         if pending.act is not None and len(pending.votes) == len(self._shards.all):
             del self._pending[part]

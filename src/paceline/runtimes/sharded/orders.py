@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import Memory
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Input, Push
 from paceline.core.server import Server
 from paceline.interfaces import State
@@ -18,7 +18,7 @@ _INPUTS = {kind.__name__: kind for kind in get_args(Input)}
 EMPTY = torch.empty(0)
 
 
-class Part(NamedTuple):
+class PushId(NamedTuple):
     """Identifies a worker's message: a push, or its hello before the first one (seq -1)."""
 
     worker: int
@@ -69,7 +69,7 @@ def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor
     return [weights, *(state[name] for name in sorted(state)), *sent]
 
 
-def sent_to(server: Server, memories: dict[int, Memory]) -> list[Tensor]:
+def sent_to(server: Server, memories: dict[int, WorkerBuffers]) -> list[Tensor]:
     """The weights that each active worker has: as last sent or, if replies are encoded, the sum of what was sent."""
     held = server.differences.held if server.differences is not None else {}
     return [held[worker] if worker in held else memories[worker].weights for worker in at_work(server)]

@@ -16,19 +16,19 @@ import torch
 from paceline.assembly.core import make_rule
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.config import RunConfig, to_dict
-from paceline.core.compression import Opened
+from paceline.core.compression import PredecodedPushes
 from paceline.core.messages import Input
-from paceline.core.rules.sharded import Ranged
+from paceline.core.rules.sharded import ShardedRule
 from paceline.core.server import server_facts
 from paceline.errors import ProtocolError, RunFailed, ServerLost
 from paceline.interfaces import Layout
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.sharded.channel import FILLED, Link, Message
+from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import sent_to, tensors_of, to_words
 from paceline.runtimes.sharded.spans import coding_of, grain_of, part_of, spans_of
 from paceline.system.environment import package_version
 from paceline.transports.connection import ANYWHERE, format_address, is_loopback, parse_address
-from paceline.transports.listener import Applicant, Listener
+from paceline.transports.listener import JoinRequest, Listener
 
 ENDING_SECONDS = 8.0
 LOOK_SECONDS = 0.25
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardPeer:
     """Another server: the link to it, its range of the weights, and where workers find it."""
 
     number: int
-    link: Link
+    link: ShardChannel
     span: slice
     address: str
     fingerprint: str | None
@@ -61,10 +61,10 @@ class Shard:
 
 def muster(
     listener: Listener, count: int, children: Sequence[subprocess.Popen[bytes]], seconds: float
-) -> tuple[list[Applicant], list[Applicant]]:
+) -> tuple[list[JoinRequest], list[JoinRequest]]:
     """Wait until `count` servers have connected. Returns them, and the requests of workers that came meanwhile."""
-    shards: list[Applicant] = []
-    others: list[Applicant] = []
+    shards: list[JoinRequest] = []
+    others: list[JoinRequest] = []
     deadline = time.monotonic() + seconds
     while len(shards) < count:
         select.select([listener], [], [], LOOK_SECONDS)
@@ -84,7 +84,7 @@ def muster(
     return shards, others
 
 
-def _reachable(applicant: Applicant) -> str:
+def _reachable(applicant: JoinRequest) -> str:
     """Where workers find a server: if it listens on all interfaces, the address it connects from, unless loopback."""
     address = str(applicant.fields.get("address"))
     host, port = parse_address(address)
@@ -92,36 +92,36 @@ def _reachable(applicant: Applicant) -> str:
     return format_address((peer, port)) if host in ANYWHERE and not is_loopback(peer) else address
 
 
-class Shards:
+class ShardPeers:
     """All servers but the first."""
 
-    def __init__(self, host: Host, applicants: Sequence[Applicant]) -> None:
+    def __init__(self, host: Host, applicants: Sequence[JoinRequest]) -> None:
         assert host.task is not None and host.work is not None
         config, server, layout = host.config, host.server, host.task.layout
         self._host = host
         self.own, *spans = spans_of(layout.size, len(applicants) + 1, grain_of(config))
         self.coding = coding_of(config, layout, self.own)
         push, pull = self.coding
-        self.opened = Opened(push, server.weights[self.own]) if push is not None else None
+        self.opened = PredecodedPushes(push, server.weights[self.own]) if push is not None else None
         part = make_rule(config, part_of(layout, self.own), skew=host.work.skew)
-        self._ranged = Ranged(server.rule, part, self.own, server.weights, server.rule_state)
+        self._ranged = ShardedRule(server.rule, part, self.own, server.weights, server.rule_state)
         self.all = [
             self._begin(number, applicant, span, config, layout, host.work.skew)
             for number, (applicant, span) in enumerate(zip(applicants, spans, strict=True), start=1)
         ]
         server.updater.restrict_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
-        self.heard: deque[tuple[Shard, Message]] = deque()
+        self.heard: deque[tuple[ShardPeer, Message]] = deque()
         """Messages that came during `gather`."""
         self._changed = False
 
     def _begin(
-        self, number: int, applicant: Applicant, span: slice, config: RunConfig, layout: Layout, skew: float | None
-    ) -> Shard:
+        self, number: int, applicant: JoinRequest, span: slice, config: RunConfig, layout: Layout, skew: float | None
+    ) -> ShardPeer:
         """Send a server the description of the run and its part of the weights and rule state."""
         server, fields, address = self._host.server, applicant.fields, _reachable(applicant)
-        shard = Shard(
+        shard = ShardPeer(
             number,
-            Link(applicant.connection),
+            ShardChannel(applicant.connection),
             span,
             address,
             fields.get("fingerprint"),
@@ -146,13 +146,13 @@ class Shards:
         """What workers must know about all servers, the first included."""
         return [{"span": [self.own.start, self.own.stop]}, *(shard.row for shard in self.all)]
 
-    def _try(self, shard: Shard, do: Callable[[], T]) -> T:
+    def _try(self, shard: ShardPeer, do: Callable[[], T]) -> T:
         try:
             return do()
         except (ConnectionError, ProtocolError) as error:
             raise self._lost(shard, f"is gone ({error})") from None
 
-    def _lost(self, shard: Shard, how: str) -> ServerLost:
+    def _lost(self, shard: ShardPeer, how: str) -> ServerLost:
         what = (
             f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how} "
             f"at update {self._host.server.version}"
@@ -184,7 +184,7 @@ class Shards:
         for shard in self.all:
             self._try(shard, functools.partial(shard.link.send, message))
 
-    def receive(self, shard: Shard) -> Message | None:
+    def receive(self, shard: ShardPeer) -> Message | None:
         """A server's next message; None if no whole one has come."""
         self._try(shard, shard.link.flush)
         return self._try(shard, shard.link.receive)
@@ -219,7 +219,7 @@ class Shards:
             for place, found in zip(rows, filled[number], strict=True):
                 place.copy_(found)
 
-    def _places(self, shard: Shard) -> list[torch.Tensor]:
+    def _places(self, shard: ShardPeer) -> list[torch.Tensor]:
         """The slices of this process's tensors that a server's part is copied into."""
         server, memories = self._host.server, self._host.memories
         state = self._ranged.of_span(server.rule_state, shard.span)

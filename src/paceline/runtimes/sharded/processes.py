@@ -20,23 +20,23 @@ from paceline.transports.tls import Tls, make_certificate, server_tls
 
 if TYPE_CHECKING:
     from paceline.runtimes.server.host import Host
-    from paceline.runtimes.server.remote_service import OwnLine, RemoteService
+    from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService
     from paceline.runtimes.server.runtime import TcpPeers
-    from paceline.runtimes.sharded.peers import Shards
+    from paceline.runtimes.sharded.peers import ShardPeers
     from paceline.transports.listener import Listener
 
 HERE_SECONDS, ELSEWHERE_SECONDS = 120.0, 3600.0
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the loopback address of a server that listens on all interfaces
 
 
-class Retinue:
+class ShardProcesses:
     """The servers beside the first. Leaving the context kills the processes that were started here."""
 
     def __init__(self, count: int, elsewhere: bool, listener: Listener, token: bytes, tls: Tls | None) -> None:
         self._count, self._elsewhere = count, elsewhere
         self._listener, self._token, self._tls = listener, token, tls
         self._children: list[subprocess.Popen[bytes]] = []
-        self._shards: Shards | None = None
+        self._shards: ShardPeers | None = None
 
     def make_peers(self) -> TcpPeers:
         """The runtime of the first server's host."""
@@ -45,7 +45,7 @@ class Retinue:
 
         return ShardedPeers() if self._count else TcpPeers()
 
-    def __enter__(self) -> Retinue:
+    def __enter__(self) -> ShardProcesses:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
@@ -57,14 +57,14 @@ class Retinue:
             self._shards.close()
 
     def service(
-        self, host: Host, peers: TcpPeers, line: OwnLine, console: Console, wait_seconds: float | None
+        self, host: Host, peers: TcpPeers, line: ForegroundChannel, console: Console, wait_seconds: float | None
     ) -> RemoteService:
         """The service of the run. Other servers are connected when this returns; `peers` come from `make_peers`."""
         from paceline.assembly.run import sizes_of
         from paceline.assembly.task import identity_of
         from paceline.runtimes.server.remote_service import RemoteService, SingleServer
         from paceline.runtimes.sharded.coordinator import Coordinator, ShardedPeers
-        from paceline.runtimes.sharded.peers import Shards, muster
+        from paceline.runtimes.sharded.peers import ShardPeers, muster
 
         assert host.task is not None and host.work is not None
         expected, largest = identity_of(host.task), sizes_of(host.config, host.task, host.work)
@@ -78,7 +78,7 @@ class Retinue:
             self._children = [self._start() for _ in range(self._count)]
         seconds = ELSEWHERE_SECONDS if self._elsewhere else HERE_SECONDS
         applicants, workers = muster(self._listener, self._count, self._children, seconds)
-        self._shards = Shards(host, applicants)
+        self._shards = ShardPeers(host, applicants)
         coordinator = Coordinator(host.server, peers, self._shards, largest)
         service = RemoteService(host, peers, line, expected, self._listener, coordinator, wait_seconds)
         service.admit(workers)
@@ -129,7 +129,7 @@ def serve_part(
         own = server_tls(*make_certificate(Path(folder))) if tls is not None else None
     import torch
 
-    from paceline.runtimes.sharded.channel import Link
+    from paceline.runtimes.sharded.channel import ShardChannel
     from paceline.runtimes.sharded.shard import ShardService
     from paceline.system.memory import keep_freed_memory, raise_file_limit
     from paceline.transports.listener import Listener
@@ -149,7 +149,7 @@ def serve_part(
             door = TcpClient(connect, token, tls)
             door.apply(words, patience, beats=False)
             with torch.inference_mode():
-                ended = ShardService(Link(door.detach()), listener, console.note).run()
+                ended = ShardService(ShardChannel(door.detach()), listener, console.note).run()
             if ended or once:
                 return ended
             console.note(f"waiting {patience:g} s for {connect} to be served again")

@@ -15,19 +15,19 @@ import torch
 from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.assembly.run import key_of, make_roster
 from paceline.config import from_dict
-from paceline.core.buffers import Memory, Sizes
-from paceline.core.compression import Codecs, Opened
-from paceline.core.messages import Input, Join, Leave, Push, Verdict
+from paceline.core.buffers import BufferSizes, WorkerBuffers
+from paceline.core.compression import Codecs, PredecodedPushes
+from paceline.core.messages import Disposition, Input, Join, Leave, Push
 from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Server, restore_server
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout
-from paceline.runtimes.sharded.channel import FILLED, Link, Message
-from paceline.runtimes.sharded.orders import Part, from_words, is_finite, sent_to, spoil, tensors_of
-from paceline.runtimes.sharded.spans import Coding, coding_of, part_of
+from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
+from paceline.runtimes.sharded.orders import PushId, from_words, is_finite, sent_to, spoil, tensors_of
+from paceline.runtimes.sharded.spans import SpanCodecs, coding_of, part_of
 from paceline.system.event_loop import EventLoop
-from paceline.transports.listener import Applicant, Listener
-from paceline.transports.protocol import Heard, Hello
+from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.protocol import Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
 
 GRACE_SECONDS = 5.0
@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 
 
-def make_part(order: Message) -> tuple[Server, Coding, Opened | None]:
+def make_part(order: Message) -> tuple[Server, SpanCodecs, PredecodedPushes | None]:
     """Build the server of a range as the first server describes it, its codecs, and the decoder of its pushes.
 
     Its tensors arrive later.
@@ -44,7 +44,7 @@ def make_part(order: Message) -> tuple[Server, Coding, Opened | None]:
     layout, coding = part_of(whole, span), coding_of(config, whole, span)
     torch.set_num_threads(int(order["threads"]))
     weights = torch.zeros(layout.size)
-    opened = Opened(coding.push, weights) if coding.push is not None else None
+    opened = PredecodedPushes(coding.push, weights) if coding.push is not None else None
     codecs = Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config))
     server = Server(
         weights,
@@ -60,15 +60,15 @@ def make_part(order: Message) -> tuple[Server, Coding, Opened | None]:
 class ShardService:
     """Serves workers and obeys the first server."""
 
-    def __init__(self, link: Link, listener: Listener, say: Callable[[str], None]) -> None:
+    def __init__(self, link: ShardChannel, listener: Listener, say: Callable[[str], None]) -> None:
         self._link, self._listener, self._say = link, listener, say
         self._server: Server | None = None
-        self._coding = Coding()
-        self._opened: Opened | None = None
+        self._coding = SpanCodecs()
+        self._opened: PredecodedPushes | None = None
         self._doors: dict[tuple[int, int], TcpPeer] = {}
         """By worker and incarnation: a new one may connect before this server learns that the old one left."""
         self._parts: dict[tuple[int, int], Push] = {}
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, WorkerBuffers] = {}
         self._facts: dict[str, Any] = {}
         self._ended: float | None = None
         self._next_beat = 0.0
@@ -147,7 +147,7 @@ class ShardService:
             self._memories[message.worker] = slot
         outcome = server.handle(message)
         for reply in outcome.replies:
-            if outcome.verdict != Verdict.REPEATED:
+            if outcome.verdict != Disposition.REPEATED:
                 server.hand_out(reply, self._memories[reply.worker])
                 door = self._doors.get((reply.worker, reply.incarnation))
                 if door is not None:
@@ -175,7 +175,7 @@ class ShardService:
         for applicant in self._listener.serve():
             self._consider(applicant)
 
-    def _consider(self, applicant: Applicant) -> None:
+    def _consider(self, applicant: JoinRequest) -> None:
         key = applicant.fields.get("worker"), applicant.fields.get("incarnation")
         if self._server is None or not all(type(number) is int and number >= 0 for number in key):
             applicant.refuse("a part of a run is served here: connect workers and observers to its first server")
@@ -191,7 +191,7 @@ class ShardService:
         else:
             if known is not None:
                 self._forget(known)
-            largest = Sizes(self._server.weights.numel(), 0, *self._coding.capacities)
+            largest = BufferSizes(self._server.weights.numel(), 0, *self._coding.capacities)
             known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
             self._doors[worker, incarnation] = known
         door = known
@@ -214,11 +214,11 @@ class ShardService:
                 self._hang_up(door)  # it reconnects, or the first server gives it up
             return
         if isinstance(message, Hello):
-            self._vote(Part(door.worker, door.incarnation, -1), finite=True)
+            self._vote(PushId(door.worker, door.incarnation, -1), finite=True)
         elif isinstance(message, Push):
             self._take(door, message)
         else:
-            assert isinstance(message, Heard) or message.worker == door.worker
+            assert isinstance(message, Keepalive) or message.worker == door.worker
         self._loop.watch_writes(door)
 
     def _take(self, door: TcpPeer, push: Push) -> None:
@@ -228,7 +228,7 @@ class ShardService:
             if not member.waiting and push.seq == member.seq:  # repeated, because its reply was lost
                 door.answer(self._known.last_answer(push.worker))
             return
-        part, known = Part(push.worker, push.incarnation, push.seq), self._parts.get((push.worker, push.incarnation))
+        part, known = PushId(push.worker, push.incarnation, push.seq), self._parts.get((push.worker, push.incarnation))
         nbytes = push.update.nbytes
         if known is None or known.seq != push.seq:  # else it came before the connection broke
             try:
@@ -240,7 +240,7 @@ class ShardService:
             self._parts[push.worker, push.incarnation] = known
         self._vote(part, is_finite(known.update), nbytes)
 
-    def _vote(self, part: Part, finite: bool, nbytes: int = 0) -> None:
+    def _vote(self, part: PushId, finite: bool, nbytes: int = 0) -> None:
         if self._ended is None:
             self._link.send({"part": part, "finite": finite, "nbytes": nbytes})
 

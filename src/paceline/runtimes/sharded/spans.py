@@ -11,7 +11,7 @@ from paceline.settings.codecs import CODECS, build_part, codec_of
 from paceline.settings.strategies import strategy_of
 
 if TYPE_CHECKING:
-    from paceline.codecs.slices import CodecPart, Sliced
+    from paceline.codecs.slices import CodecSlice, RowSlice
     from paceline.interfaces import Layout
 
 GRAIN, CODED_GRAIN = 64, 256
@@ -75,11 +75,11 @@ def part_of(layout: Layout, span: slice) -> Layout:
     return Layout(tuple(pieces), span.stop - span.start)
 
 
-class Coding(NamedTuple):
+class SpanCodecs(NamedTuple):
     """The codecs of one range's pushes and replies; None if they are not encoded."""
 
-    push: CodecPart | None = None
-    pull: Sliced | None = None
+    push: CodecSlice | None = None
+    pull: RowSlice | None = None
 
     @property
     def capacities(self) -> tuple[int | None, int | None]:
@@ -88,13 +88,13 @@ class Coding(NamedTuple):
         return push.capacity if push is not None else None, pull.capacity if pull is not None else None
 
 
-def coding_of(config: RunConfig, layout: Layout, span: slice) -> Coding:
+def coding_of(config: RunConfig, layout: Layout, span: slice) -> SpanCodecs:
     """The codecs of a run, restricted to the range `span`."""
-    from paceline.codecs.slices import Sliced
+    from paceline.codecs.slices import RowSlice
 
     push, pull = (
         build_part(name, layout, span, part_of(layout, span)) if name is not None else None
         for name in (config.codec, config.pull_codec)
     )
-    assert pull is None or isinstance(pull, Sliced), "others were refused at the start"
-    return Coding(push, pull)
+    assert pull is None or isinstance(pull, RowSlice), "others were refused at the start"
+    return SpanCodecs(push, pull)

@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
-from paceline.assembly.work import Work
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
-from paceline.core.driver import Unlogged
-from paceline.core.messages import Input, Join, Reply, Verdict
+from paceline.core.driver import BareDriver
+from paceline.core.messages import Disposition, Input, Join, Reply
 from paceline.core.schedules import Training
 from paceline.core.server import AppliedUpdate, Exchange, Roster, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.data.sampler import Batches
 from paceline.interfaces import Batch, Layout
 from paceline.simulation.cluster import cluster_of
-from paceline.simulation.event_queue import Agenda
+from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.simulator import Simulation
 from paceline.tasks.synthetic import TimingModel
 
@@ -32,7 +32,7 @@ NO_WORKER = -1
 
 
 @dataclass(frozen=True)
-class Trace:
+class ArrivalOrder:
     """One row per update, padded with `NO_WORKER` to the maximum number of pushes and releases."""
 
     workers: NDArray[np.int32]  # [T, pushes]
@@ -50,7 +50,7 @@ class Trace:
         return len(self.workers)
 
 
-class _TracingDriver(Unlogged):
+class _TracingDriver(BareDriver):
     """Records every update of the server and every reply to it."""
 
     def __init__(self, server: Server, send: Callable[[Reply], None]) -> None:
@@ -69,7 +69,7 @@ class _TracingDriver(Unlogged):
 
     def handle(self, message: Input) -> None:
         outcome = self.server.handle(message)
-        for reply in outcome.replies if outcome.verdict != Verdict.REPEATED else ():
+        for reply in outcome.replies if outcome.verdict != Disposition.REPEATED else ():
             if not reply.over:
                 self.released[reply.version].append(reply.worker)
             elif self.server.members[reply.worker].done:
@@ -87,28 +87,30 @@ class _Counted:
         return Batch(None, None, self._batches.samples_before(number + 1) - self._batches.samples_before(number), 0)
 
 
-def trace_of(config: RunConfig, work: Work, num_floats: int) -> Trace:
+def trace_of(config: RunConfig, work: WorkAssignment, num_floats: int) -> ArrivalOrder:
     """Simulate the run without computing gradients and return its arrival order."""
     num_workers = config.workers or 1
     model = TimingModel(num_floats, config.batch_size)
     drivers: list[_TracingDriver] = []
 
-    def start(send: Callable[[Reply], None]) -> Unlogged:
+    def start(send: Callable[[Reply], None]) -> BareDriver:
         rule, training = make_rule(config, Layout((), 0)), Training(work.budget, make_schedule(config))
         exchange = Exchange(nbytes=4 * num_floats)
         server = Server(torch.empty(0), rule, make_policy(config), training, Roster(num_workers), exchange)
         drivers.append(_TracingDriver(server, send))
         return drivers[-1]
 
-    def make_worker(worker: int, incarnation: int) -> Seat:
-        return Seat(model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker]))
+    def make_worker(worker: int, incarnation: int) -> LocalWorker:
+        return LocalWorker(
+            model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker])
+        )
 
-    queue = Agenda()
+    queue = EventQueue()
     Simulation(queue, cluster_of(config, num_floats), num_workers, make_worker, start).run()
     trace = drivers[-1]
     trace.server.on_update = None  # the trace outlives the driver
     workers, batches, staleness, lr, live = zip(*trace.rows, strict=True)
-    return Trace(
+    return ArrivalOrder(
         _padded(workers),
         _padded(batches),
         _padded(trace.released[1:]),

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
-from paceline.core.rules.worker_rows import Live
-from paceline.core.rules.wrapper import Around
+from paceline.core.rules.worker_rows import StatelessHooks
+from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
-from paceline.simulation.lab.arrival_order import NO_WORKER, Trace
+from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
 from paceline.simulation.lab.gradients import gradients_for
-from paceline.simulation.lab.inputs import Feed, Gradients, Images, Inputs
+from paceline.simulation.lab.inputs import BatchInputs, Gradients, Images, RunInputs
 from paceline.simulation.lab.models import DROPOUT_LAYERS
 
 WARM_UP = 3
@@ -33,25 +33,25 @@ UNROLL = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class LabRun:
     """One run in the lab: its config, arrival order, inputs and initial weights."""
 
     config: RunConfig
-    trace: Trace
-    feed: Feed
+    trace: ArrivalOrder
+    feed: RunInputs
     initial: Tensor
     layout: Layout
     skew: float = 0.0
 
 
-class Family:
+class RunBatch:
     """Runs that share model, rule, optimizer and pushes per update, from update `begin` until the first of them end.
 
     Runs of nearly equal length end together: the weights of each are saved at its own last update, and its updates
     after that are discarded.
     """
 
-    def __init__(self, rows: list[Row], data: Images, begin: int = 0, places: int | None = None) -> None:
+    def __init__(self, rows: list[LabRun], data: Images, begin: int = 0, places: int | None = None) -> None:
         config, layout = rows[0].config, rows[0].layout
         self.rows, self.layout, self.data = rows, layout, data
         device = data.images.device
@@ -81,7 +81,7 @@ class Family:
         self._queued: list[torch.cuda.Event] = []
         self._wait_for_current_stream()
 
-    def _load_inputs(self, device: torch.device) -> Inputs:
+    def _load_inputs(self, device: torch.device) -> BatchInputs:
         """Copy the runs' inputs to the device, one entry per update."""
         rows, span = self.rows, slice(self._begin, self.end)
         pushes = max(row.trace.workers.shape[1] for row in rows)
@@ -110,7 +110,7 @@ class Family:
             free = stacked([_wide(row.trace.released[span], most, NO_WORKER) for row in rows], torch.int64)
             free = torch.where(free == NO_WORKER, self.places - 1, free) + self._base[:, None]  # padding
             self._released = list(free.unbind(-1))
-        return Inputs(
+        return BatchInputs(
             self.data,
             torch.zeros(1, dtype=torch.int64, device=device),
             stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32).flatten(2),
@@ -216,12 +216,12 @@ class Family:
             gc.enable()
         return graph
 
-    def remaining(self) -> list[Family]:
+    def remaining(self) -> list[RunBatch]:
         """Return a batch of the runs that have updates left, with their current state, or nothing."""
         keep = [number for number in range(len(self.rows)) if number not in self.ended]
         if not keep:
             return []
-        rest = Family([self.rows[number] for number in keep], self.data, self.end, self.places)
+        rest = RunBatch([self.rows[number] for number in keep], self.data, self.end, self.places)
         rest.weights.copy_(self.weights[keep])
         for name, tensor in rest.state.items():
             tensor.copy_(self.state[name][keep])
@@ -239,9 +239,9 @@ class Family:
 def sends_live_weights(rule: Rule) -> bool:
     """Return whether the rule sends plain copies of the live weights and keeps no record of them."""
     inner = rule
-    while isinstance(inner, Around):
+    while isinstance(inner, RuleWrapper):
         inner = inner.rule
-    return getattr(type(inner), "weights_for", None) is Live.weights_for
+    return getattr(type(inner), "weights_for", None) is StatelessHooks.weights_for
 
 
 def _long(array: NDArray[Any], updates: int) -> NDArray[Any]:

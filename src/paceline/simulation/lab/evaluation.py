@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.assembly.work import held_out
 from paceline.interfaces import Layout, Scores
-from paceline.simulation.lab.batch import Family
+from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.gradients import views
 from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
@@ -19,7 +19,7 @@ ALL_PARTS = ("train", "test", "validation")
 
 
 def scores_of(
-    batch: Family, train: Images, test: Images, parts: Sequence[str] = ALL_PARTS
+    batch: RunBatch, train: Images, test: Images, parts: Sequence[str] = ALL_PARTS
 ) -> dict[int, dict[str, Scores | None]]:
     """Return the scores of the finished runs by their index in the batch; folds are not scored on the test set."""
     weights = torch.stack([batch.final[number][0] for number in batch.ended])

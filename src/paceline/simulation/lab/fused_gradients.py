@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.interfaces import Layout
-from paceline.simulation.lab.inputs import Gradients, Inputs
+from paceline.simulation.lab.inputs import BatchInputs, Gradients
 from paceline.simulation.lab.kernels import convolution, dense
 
 PROGRAMS = 528
@@ -93,7 +93,7 @@ class Convolution:
         self,
         name: str,
         shape: Shape,
-        inputs: Inputs,
+        inputs: BatchInputs,
         layout: Layout,
         gradient: Tensor,
         below: Convolution | Tensor,
@@ -200,7 +200,7 @@ class _Fused:
     first: Convolution
     second: Convolution
 
-    def __init__(self, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor, first: str) -> None:
+    def __init__(self, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor, first: str) -> None:
         self.inputs, self.gradient, self.losses = inputs, gradient, losses
         _, self.runs, self.samples = inputs.samples.shape
         self.at = {p.name: p.offset for p in layout.parameters}
@@ -236,7 +236,7 @@ class FusedLeNet5(_Fused):
     HEAD: ClassVar = {"BJ": 64, "num_warps": 8, "num_stages": 3}
 
     def __init__(
-        self, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor, precision: str = "tf32"
+        self, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor, precision: str = "tf32"
     ) -> None:
         super().__init__(inputs, layout, gradient, losses, "fc1.weight")
         self.precision = precision
@@ -272,7 +272,7 @@ class FusedCnn(_Fused):
     BACK: ClassVar = {"BC": 8, "BQ": 16, "num_warps": 4, "num_stages": 1}
 
     def __init__(
-        self, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor, precision: str = "tf32"
+        self, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor, precision: str = "tf32"
     ) -> None:
         super().__init__(inputs, layout, gradient, losses, "fc1.bias")
         self.precision = precision
@@ -331,4 +331,4 @@ class FusedCnn(_Fused):
         )  # fmt: skip
 
 
-FUSED: dict[str, Callable[[Inputs, Layout, Tensor, Tensor], Gradients]] = {"lenet5": FusedLeNet5, "cnn": FusedCnn}
+FUSED: dict[str, Callable[[BatchInputs, Layout, Tensor, Tensor], Gradients]] = {"lenet5": FusedLeNet5, "cnn": FusedCnn}

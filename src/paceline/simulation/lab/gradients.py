@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from paceline.interfaces import Layout
-from paceline.simulation.lab.inputs import Gradients, Inputs
+from paceline.simulation.lab.inputs import BatchInputs, Gradients
 from paceline.simulation.lab.models import BATCHED
 
 
 class Autograd:
     """Computes the gradients of every run by autograd through the models of models.py."""
 
-    def __init__(self, model: str, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor) -> None:
+    def __init__(self, model: str, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor) -> None:
         self._logits, self._inputs, self._losses = BATCHED[model], inputs, losses
         self._held = torch.empty_like(gradient)
         self._leaves = {name: view.requires_grad_() for name, view in views(layout, self._held).items()}
@@ -37,7 +37,7 @@ class Autograd:
                 target.copy_(gradient)
 
 
-def gradients_for(model: str, inputs: Inputs, layout: Layout, gradient: Tensor, losses: Tensor) -> Gradients:
+def gradients_for(model: str, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor) -> Gradients:
     """Return the Triton kernels on a GPU if Triton is installed, otherwise `Autograd`."""
     if gradient.is_cuda and importlib.util.find_spec("triton") is not None:
         from paceline.simulation.lab.fused_gradients import FUSED

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.assembly.work import Work
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.randomness import mix64_array
-from paceline.simulation.lab.arrival_order import NO_WORKER, Trace
+from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
 
 
 @dataclass(frozen=True)
-class Feed:
+class RunInputs:
     """The inputs of one run, one row per update; padding has weight zero."""
 
     samples: NDArray[np.int32]  # [T, pushes, batch]
@@ -26,7 +26,7 @@ class Feed:
     keys: NDArray[np.uint64]  # [T, pushes]: dropout key per push
 
 
-def feed_of(trace: Trace, work: Work, config: RunConfig) -> Feed:
+def feed_of(trace: ArrivalOrder, work: WorkAssignment, config: RunConfig) -> RunInputs:
     """Return the batches of every push in the arrival order."""
     updates, pushes = trace.workers.shape
     size = config.batch_size
@@ -44,11 +44,11 @@ def feed_of(trace: Trace, work: Work, config: RunConfig) -> Feed:
     weights /= filled.sum(1).astype(np.float32)[:, None, None]
     present = np.where(trace.workers == NO_WORKER, 0, trace.workers)
     keys = mix64_array(config.seed, present, np.where(trace.workers == NO_WORKER, 0, trace.batches))
-    return Feed(samples, weights, keys)
+    return RunInputs(samples, weights, keys)
 
 
 def _all_batches(
-    work: Work, config: RunConfig, worker: int, number: int
+    work: WorkAssignment, config: RunConfig, worker: int, number: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return a worker's first `number` batches, padded to the batch size, and the samples in each."""
     batches = work.batches(worker, config)
@@ -88,7 +88,7 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class BatchInputs:
     """The inputs of R runs at each of T updates; `at` is the current update."""
 
     data: Images

@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import UserError
 from paceline.settings.rules import average_horizon, chosen, rule_of
-from paceline.simulation.lab.batch import Row
+from paceline.simulation.lab.batch import LabRun
 
 MEMORY_SHARE = 0.6
 """Share of the device's free memory to use."""
@@ -18,9 +18,9 @@ ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}
 AUTOGRAD_FACTOR = 8
 
 
-def group_rows(rows: list[Row]) -> list[list[Row]]:
+def group_rows(rows: list[LabRun]) -> list[list[LabRun]]:
     """Group runs that make the same kind of update."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[LabRun]] = {}
     for row in rows:
         c = row.config
         kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
@@ -28,12 +28,12 @@ def group_rows(rows: list[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _rule(row: Row) -> str:
+def _rule(row: LabRun) -> str:
     """Return the rule's name; for `auto`, the rule it chose for this run."""
     return f"auto {chosen(row.config, row.skew).rule}" if row.config.rule == "auto" else row.config.rule
 
 
-def split_to_fit(kinds: list[list[Row]], room: float, device: torch.device) -> list[list[Row]]:
+def split_to_fit(kinds: list[list[LabRun]], room: float, device: torch.device) -> list[list[LabRun]]:
     """Split groups into batches that fit `room` bytes, the longest runs first."""
     batches = []
     for members in kinds:
@@ -54,7 +54,7 @@ def available_memory(device: torch.device) -> float:
     return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else CPU_MEMORY
 
 
-def memory_of(members: list[Row], device: torch.device) -> float:
+def memory_of(members: list[LabRun], device: torch.device) -> float:
     """Return the bytes of a batch of runs: weights, workers' copies, rule state, activations and inputs."""
     row = members[0]
     pushes = max(one.trace.workers.shape[1] for one in members)

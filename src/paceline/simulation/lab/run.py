@@ -17,7 +17,7 @@ from paceline.interfaces import Layout
 from paceline.runs.result import summarise
 from paceline.settings.preprocessing import ways_of
 from paceline.settings.strategies import strategy_of
-from paceline.simulation.lab.batch import Family
+from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.evaluation import ALL_PARTS, scores_of
 from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
@@ -26,7 +26,7 @@ from paceline.simulation.lab.trace_pool import traced
 
 
 @dataclass(frozen=True)
-class Finished:
+class LabResult:
     """A finished run: its result as in `result.json`, and its weights."""
 
     config: RunConfig
@@ -45,7 +45,7 @@ POLL = 1e-4
 
 
 @dataclass
-class Spent:
+class LabTimes:
     """Time and work of a call of the lab."""
 
     tracing: float = 0.0
@@ -111,12 +111,12 @@ def run_rows(
     dataset: Dataset,
     device: torch.device,
     progress: Progress,
-    spent: Spent | None = None,
+    spent: LabTimes | None = None,
     parts: Sequence[str] = ALL_PARTS,
-) -> Iterator[Finished]:
+) -> Iterator[LabResult]:
     """Train all configs, batch by batch in turns, and yield each result as soon as its run ends."""
     check_rows(configs)
-    spent = spent or Spent()
+    spent = spent or LabTimes()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of 10-bit mantissas, sums in full
     train, test = images_of(dataset, True, device), images_of(dataset, False, device)
@@ -132,12 +132,12 @@ def run_rows(
     kinds = group_rows(rows)
     waiting = split_to_fit(kinds, room, device)
     spent.num_kinds, spent.num_batches = spent.num_kinds + len(kinds), spent.num_batches + len(waiting)
-    active: list[Family] = []
+    active: list[RunBatch] = []
     while active or waiting:
         taken = sum(memory_of(batch.rows, device) for batch in active)
         while waiting and (not active or taken + memory_of(waiting[0], device) <= room):
             taken += memory_of(waiting[0], device)
-            active.append(Family(waiting.pop(0), train))
+            active.append(RunBatch(waiting.pop(0), train))
         ready = [batch for batch in active if batch.num_queued < (MAX_QUEUED if batch.left else 1)]
         for batch in ready:
             done += batch.advance(CHUNK) * sum(row.trace.workers.shape[1] for row in batch.rows)
@@ -155,7 +155,7 @@ def run_rows(
     spent.training += time.perf_counter() - started - scoring
 
 
-def _results(batch: Family, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[Finished]:
+def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[LabResult]:
     for number, scores in scores_of(batch, train, test, parts).items():
         row, (evaluated, live) = batch.rows[number], batch.final[number]
         found = bool(torch.isfinite(evaluated).all())
@@ -163,4 +163,4 @@ def _results(batch: Family, train: Images, test: Images, parts: Sequence[str], s
         result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores)
         result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
         result["rule_applied"] = batch.rule.name  # the arrival order was simulated without weights
-        yield Finished(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)
+        yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)

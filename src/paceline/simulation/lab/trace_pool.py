@@ -16,9 +16,9 @@ from paceline.assembly.work import divide_work
 from paceline.config import RunConfig, to_toml
 from paceline.data.datasets import Dataset
 from paceline.settings.rules import rule_of
-from paceline.simulation.lab.arrival_order import Trace, trace_of
-from paceline.simulation.lab.batch import Row
-from paceline.simulation.lab.inputs import Feed, feed_of
+from paceline.simulation.lab.arrival_order import ArrivalOrder, trace_of
+from paceline.simulation.lab.batch import LabRun
+from paceline.simulation.lab.inputs import RunInputs, feed_of
 from paceline.system.cpu import cores
 from paceline.tasks.nested import num_samples
 
@@ -30,7 +30,7 @@ _NOT_TIMES = (
 )  # fmt: skip
 
 
-def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, float], None]) -> list[Row]:
+def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, float], None]) -> list[LabRun]:
     """Return the runs of all configs, in their order."""
     wanted: dict[str, tuple[RunConfig, int]] = {}
     tasks = [make_task(config, dataset) for config in configs]
@@ -38,7 +38,7 @@ def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, 
         timing = _timing_settings(config)
         wanted.setdefault(to_toml(timing), (timing, task.layout.size))
     labels = class_labels(tasks[0].train[1], num_samples(tasks[0].train[0]), configs[0])
-    found: dict[str, tuple[Trace, Feed, float]] = {}
+    found: dict[str, tuple[ArrivalOrder, RunInputs, float]] = {}
     for key, one in zip(wanted, _all_traces(list(wanted.values()), labels), strict=True):
         found[key] = one
         progress(f"tracing {len(found)} of {len(wanted)}", 0.0)
@@ -46,7 +46,7 @@ def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, 
     for config, task in zip(configs, tasks, strict=True):
         trace, feed, skew = found[to_toml(_timing_settings(config))]
         own = dataclasses.replace(trace, lr=trace.lr * np.float32(config.lr or 0.0))
-        rows.append(Row(config, own, feed, task.initial(), task.layout, skew))
+        rows.append(LabRun(config, own, feed, task.initial(), task.layout, skew))
     return rows
 
 
@@ -60,7 +60,9 @@ def _timing_settings(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, **changes, lr=1.0)
 
 
-def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) -> Iterator[tuple[Trace, Feed, float]]:
+def _all_traces(
+    wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]
+) -> Iterator[tuple[ArrivalOrder, RunInputs, float]]:
     size = sum(config.epochs * len(labels) / config.batch_size * (config.workers or 1) for config, _ in wanted)
     if len(wanted) < 2 or size < PARALLEL_THRESHOLD or cores() < 2:
         yield from (_one_trace(config, num_floats, labels) for config, num_floats in wanted)
@@ -78,7 +80,7 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> tuple[Trace, Feed, float]:
+def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> tuple[ArrivalOrder, RunInputs, float]:
     work = divide_work(labels, config)
     trace = trace_of(config, work, num_floats)
     return trace, feed_of(trace, work, config), work.skew

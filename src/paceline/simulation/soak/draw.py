@@ -9,19 +9,19 @@ import numpy as np
 
 from paceline.assembly.core import make_policy
 from paceline.config import RunConfig
-from paceline.core.messages import Deal, Join
-from paceline.core.optimizers import Adam, Optimizer, Prepared, Sgd
+from paceline.core.messages import DataAssignment, Join
+from paceline.core.optimizers import Adam, GradientTransform, Optimizer, Sgd
 from paceline.core.schedules import Budget
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.interfaces import Policy, Rule
 from paceline.randomness import rng
 from paceline.settings.fault_table import Fault, random_faults
 from paceline.settings.rules import RULES, build_rule
 from paceline.settings.strategies import ON_GRADIENTS, STRATEGIES, SYNC, Feature, on_ring, strategy_of, why_not
-from paceline.simulation.network import Link
+from paceline.simulation.network import NetworkLink
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.soak.oracle import BETAS, EPS
-from paceline.simulation.step_times import Distribution, StepTimes
+from paceline.simulation.step_times import StepTimeDistribution, StepTimes
 from paceline.tasks.synthetic import Quadratic, shard_of
 
 
@@ -65,19 +65,19 @@ class Trial:
 
     def make_rule(self) -> Rule:
         config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum)
-        return build_rule(config, self.places, self.make_optimizer, Prepared)
+        return build_rule(config, self.places, self.make_optimizer, GradientTransform)
 
     def make_policy(self) -> Policy:
         return make_policy(RunConfig(strategy=self.strategy, rule=self.rule, max_workers=self.room))
 
-    def make_seat(self, join: Join) -> Seat:
+    def make_seat(self, join: Join) -> LocalWorker:
         worker, batch = self.poison or (None, None)
         task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
 
-        def redeal(deal: Deal) -> Quadratic:
+        def redeal(deal: DataAssignment) -> Quadratic:
             return Quadratic(shard_of(join.worker, deal), self.even)
 
-        return Seat(task, task, join, redeal=redeal)
+        return LocalWorker(task, task, join, redeal=redeal)
 
 
 MOST_WORKERS = 6
@@ -195,8 +195,8 @@ def _cluster(chance: np.random.Generator, strategy: str, workers: int, pushes: i
     """A cluster, and about how long this many pushes take on it."""
     kind = _pick(chance, ("constant", "lognormal", "exponential", "normal"))
     means = [_pick(chance, (1.0, 1.0, 1.5, 4.0)) for _ in range(workers)]
-    times = StepTimes([Distribution(kind, mean, 0.3) for mean in means], int(chance.integers(2**32)))
-    link = Link(_pick(chance, (100.0, 1e6)), _pick(chance, (0.0, 0.05, 0.5))) if chance.integers(2) else None
+    times = StepTimes([StepTimeDistribution(kind, mean, 0.3) for mean in means], int(chance.integers(2**32)))
+    link = NetworkLink(_pick(chance, (100.0, 1e6)), _pick(chance, (0.0, 0.05, 0.5))) if chance.integers(2) else None
     server_seconds = _pick(chance, (0.0, 0.0, 0.05, 0.3))
     cores = int(chance.integers(1, workers + 1)) if chance.integers(4) == 0 else None
     ring = on_ring(RunConfig(strategy=strategy))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.messages import Drain, Input, Join, Leave, Outcome, Push, Reply, Resume, Verdict
+from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Outcome, Push, Reply, Resume
 from paceline.core.server import Server
 from paceline.runs.replay import same_bits
 from paceline.settings.rules import rule_of
 from paceline.settings.strategies import Waiting, strategy_of
-from paceline.simulation.soak.membership_model import Membership
-from paceline.simulation.soak.oracle import Oracle, Part
+from paceline.simulation.soak.membership_model import MembershipModel
+from paceline.simulation.soak.oracle import AppliedPush, SerialOracle
 from paceline.simulation.soak.violation import require
 from paceline.tasks.synthetic import OPTIMUM, curvature, gradient_at, shard_of
 
@@ -61,17 +61,17 @@ def require_same(promise: str, before: ServerState, after: ServerState) -> None:
         require(same_bits(tensor, after[1][name]), promise, "{} was {}, is {}", name, tensor, after[1][name])
 
 
-class Witness:
+class InvariantChecker:
     """Checks every input, update and reply, across all restarts of the server."""
 
     def __init__(self, trial: Trial) -> None:
         self._strategy = strategy_of(trial.strategy)
         self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
         self._quota = trial.quota
-        self._membership = Membership(trial.workers, trial.room is not None, self._strategy.in_rounds)
+        self._membership = MembershipModel(trial.workers, trial.room is not None, self._strategy.in_rounds)
         self._predicts = rule_of(trial.rule).traits.sends_others
         self._plain = rule_of(trial.rule).name in ("plain", "ringmaster")
-        self._oracle = Oracle(trial.optimizer, trial.lr, trial.momentum, OPTIMUM[0])
+        self._oracle = SerialOracle(trial.optimizer, trial.lr, trial.momentum, OPTIMUM[0])
         self._weights = [torch.zeros(len(OPTIMUM))]
         self._scratch = torch.zeros(len(OPTIMUM))
         self._samples = 0
@@ -107,7 +107,7 @@ class Witness:
         near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(OPTIMUM[0]))
         require(near, "weights", "update {} gives {}, the serial oracle {}", version, found, expected)
 
-    def _part(self, push: Push, version: int) -> Part:
+    def _part(self, push: Push, version: int) -> AppliedPush:
         """Check an applied push: new, from a live worker, and the gradient at the weights the worker was sent."""
         identity = push[:3]
         require(identity not in self._applied, "once", "push {} is applied again in update {}", identity, version)
@@ -125,7 +125,7 @@ class Witness:
         require(finite, "finite", "push {} is applied although it has a NaN", identity)
         same = torch.equal(gradient, push.update)
         require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, last.batch, last.version)
-        return Part(last.version, push.samples, curvature(part, last.batch))
+        return AppliedPush(last.version, push.samples, curvature(part, last.batch))
 
     def on_weights(self, worker: int, weights: Tensor) -> None:
         """Check the weights sent with a reply: those of its version, unless the rule sends predicted weights."""
@@ -141,16 +141,16 @@ class Witness:
         counted = self._accepted.total() + server.dropped + server.late + len(server.held)
         if server.divergence is None:
             require(server.pushes == counted, "counts", "{} pushes, {} accounted for", server.pushes, counted)
-        if outcome.verdict == Verdict.TAKEN:
+        if outcome.verdict == Disposition.TAKEN:
             self._track(message)
         for worker in [w for w in self._clocks if self._accepted[w] == self._quota(w)]:
             del self._clocks[worker]
-        if isinstance(message, Push) and outcome.verdict == Verdict.DROPPED:
+        if isinstance(message, Push) and outcome.verdict == Disposition.DROPPED:
             self._dropped.add(message[:3])
         for reply in outcome.replies:
             if reply.over and not server.over:
                 self._check_last_push(reply)
-            self._check(reply, version, outcome.verdict == Verdict.REPEATED)
+            self._check(reply, version, outcome.verdict == Disposition.REPEATED)
         self._membership.check_waiting(self._clocks)
         if server.started and not server.over and self._clocks:
             self._check_held_back(server)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-from paceline.core.messages import Deal, Reply
+from paceline.core.messages import DataAssignment, Reply
 from paceline.simulation.soak.violation import require
 
 
-class Membership:
+class MembershipModel:
     """Expected membership, derived from the messages alone; `clocks` has the pushes of each active worker."""
 
     def __init__(self, num_workers: int, elastic: bool, in_rounds: bool) -> None:
         self._elastic, self._in_rounds = elastic, in_rounds
-        self._newest = Deal(0, tuple(range(num_workers)))
+        self._newest = DataAssignment(0, tuple(range(num_workers)))
         self._assigned: dict[int, tuple[int, int]] = {}
         self.begun = False
         """Whether a push has arrived since the server started or restarted."""
@@ -52,11 +52,11 @@ class Membership:
     def check_assignment(self, reply: Reply, accepted: int, clocks: Mapping[int, int]) -> None:
         """Require that a reply carries the newest data assignment, with exactly the active workers."""
         at_work = tuple(sorted((clocks.keys() | self.waiting.keys()) - self.draining))
-        deal = reply.deal or Deal(0, self._newest.members if not self._newest.generation else ())
+        deal = reply.deal or DataAssignment(0, self._newest.members if not self._newest.generation else ())
         if not self._elastic:
             require(reply.deal is None, "deal", "{} in a run with a fixed data assignment", reply)
             return
-        due = self._newest if at_work == self._newest.members else Deal(self._newest.generation + 1, at_work)
+        due = self._newest if at_work == self._newest.members else DataAssignment(self._newest.generation + 1, at_work)
         require(deal == due, "deal", "{} carries {}, {} is due", reply, deal, due)
         self._newest = due
         if due.generation and self._assigned.get(reply.worker, (0, 0))[0] != due.generation:

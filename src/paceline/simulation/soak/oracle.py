@@ -12,7 +12,7 @@ BETAS, EPS = (0.5, 0.9), 0.5
 """Adam with short averages; near the optimum it acts like sgd with lr / EPS, which must stay a stable step."""
 
 
-class Part(NamedTuple):
+class AppliedPush(NamedTuple):
     """One push of an update: the version it was computed from, its samples, the curvature of its batch."""
 
     version: int
@@ -20,7 +20,7 @@ class Part(NamedTuple):
     curvature: float
 
 
-class Oracle:
+class SerialOracle:
     """Follows a coordinate from 0 to the optimum `answer`, under sgd (momentum, nesterov) or adam.
 
     The bound is on |x - answer| / |answer|. With s the version a push saw, a = lr / (1 - m), h its curvature and
@@ -38,7 +38,7 @@ class Oracle:
         self._z, self._moved, self._velocities = 1.0, [0.0], [0.0]
         self._distances = [1.0]
 
-    def apply(self, parts: list[Part]) -> float:
+    def apply(self, parts: list[AppliedPush]) -> float:
         """Apply one update and return the new coordinate."""
         samples = sum(part.samples for part in parts)
         curvature = sum(part.samples * part.curvature for part in parts) / samples

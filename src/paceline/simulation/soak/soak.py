@@ -13,15 +13,15 @@ from paceline.settings.fault_table import Fault, faults_toml, read_faults
 from paceline.settings.rules import rule_of
 from paceline.settings.strategies import strategy_of
 from paceline.simulation.soak.draw import Trial, draw, with_faults
-from paceline.simulation.soak.trial import Story, perform
-from paceline.simulation.soak.violation import Broken
+from paceline.simulation.soak.trial import TrialRecord, perform
+from paceline.simulation.soak.violation import InvariantViolation
 
 TWICE = 4
 PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedSeed:
     """A seed that broke a promise, and the shortest table of faults that still breaks it."""
 
     seed: int
@@ -41,26 +41,26 @@ class Failure:
         ]
 
 
-def attempt(trial: Trial) -> tuple[Story | None, Broken | None]:
+def attempt(trial: Trial) -> tuple[TrialRecord | None, InvariantViolation | None]:
     """The outcome of a trial, or the promise that it broke; one seed in four runs twice, to compare."""
     try:
         first = perform(trial)
         second = perform(trial) if trial.seed % TWICE == 0 else first
-    except Broken as broken:
+    except InvariantViolation as broken:
         return None, broken
     if first != second:
-        return None, Broken("same", f"two runs of one seed differ: {_difference(first, second)}")
+        return None, InvariantViolation("same", f"two runs of one seed differ: {_difference(first, second)}")
     return first, None
 
 
-def _difference(one: Story, other: Story) -> str:
+def _difference(one: TrialRecord, other: TrialRecord) -> str:
     for number, (first, second) in enumerate(zip(one.records, other.records, strict=False)):
         if first != second:
             return f"input {number} is {first}, then {second}"
     return f"weights {one.weights}, then {other.weights}; {len(one.records)} inputs, then {len(other.records)}"
 
 
-def shortest(trial: Trial, broken: Broken) -> Failure:
+def shortest(trial: Trial, broken: InvariantViolation) -> FailedSeed:
     """Remove faults one at a time while the same promise breaks, until none can be removed."""
     faults, place = list(trial.cluster.faults), 0
     while place < len(faults):
@@ -70,11 +70,11 @@ def shortest(trial: Trial, broken: Broken) -> Failure:
             faults, broken, place = fewer, again, 0
         else:
             place += 1
-    return Failure(trial.seed, broken.promise, broken.text, tuple(faults))
+    return FailedSeed(trial.seed, broken.promise, broken.text, tuple(faults))
 
 
 @dataclass
-class Summary:
+class SoakSummary:
     """Counts of a soak so far."""
 
     first: int
@@ -91,10 +91,10 @@ class Summary:
     strategies: Counter[str] = field(default_factory=Counter)
     optimizers: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
-    failure: Failure | None = None
+    failure: FailedSeed | None = None
     interrupted: bool = False
 
-    def add(self, trial: Trial, story: Story) -> None:
+    def add(self, trial: Trial, story: TrialRecord) -> None:
         self.pushes += story.pushes
         self.updates += story.updates
         self.restarts += story.restarts
@@ -146,12 +146,12 @@ def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{name} {counter[name]}" for name in sorted(counter)) or "none"
 
 
-def soak(seeds: int, first: int, say: Callable[[str], None], table: Path | None = None) -> Summary:
+def soak(seeds: int, first: int, say: Callable[[str], None], table: Path | None = None) -> SoakSummary:
     """Try seed after seed until one breaks a promise; its table of faults is then made as short as it gets.
 
     Ctrl-C ends it early, with what was found so far.
     """
-    summary = Summary(first, seeds)
+    summary = SoakSummary(first, seeds)
     try:
         _try_seeds(summary, say, table)
     except KeyboardInterrupt:
@@ -159,7 +159,7 @@ def soak(seeds: int, first: int, say: Callable[[str], None], table: Path | None 
     return summary
 
 
-def _try_seeds(summary: Summary, say: Callable[[str], None], table: Path | None) -> None:
+def _try_seeds(summary: SoakSummary, say: Callable[[str], None], table: Path | None) -> None:
     next_line = summary.began + PROGRESS_SECONDS
     for seed in range(summary.first, summary.first + summary.asked):
         trial = draw(seed)

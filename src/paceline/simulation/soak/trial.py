@@ -9,21 +9,21 @@ from random import Random
 
 import torch
 
-from paceline.core.buffers import Memory
-from paceline.core.messages import Input, Join, Push, Reply, Resume, Verdict
+from paceline.core.buffers import WorkerBuffers
+from paceline.core.messages import Disposition, Input, Join, Push, Reply, Resume
 from paceline.core.schedules import Schedule, Training
 from paceline.core.server import Roster, Server
-from paceline.core.worker import Seat
+from paceline.core.worker import LocalWorker
 from paceline.runs.arrival_log import Record
-from paceline.runs.checkpoint import Cut, take_checkpoint
+from paceline.runs.checkpoint import Checkpoint, take_checkpoint
 from paceline.runs.replay import Replay
 from paceline.settings.fault_table import Fault
-from paceline.simulation.event_queue import Action, Agenda
+from paceline.simulation.event_queue import Action, EventQueue
 from paceline.simulation.faults import inject
-from paceline.simulation.simulator import Deadlock, Simulation, Worker
+from paceline.simulation.simulator import Deadlock, SimulatedWorker, Simulation
 from paceline.simulation.soak.draw import Trial
-from paceline.simulation.soak.invariants import Witness, require_same, server_state
-from paceline.simulation.soak.violation import Broken, require
+from paceline.simulation.soak.invariants import InvariantChecker, require_same, server_state
+from paceline.simulation.soak.violation import InvariantViolation, require
 from paceline.tasks.synthetic import OPTIMUM
 
 MAX_EVENTS = 20_000
@@ -31,17 +31,17 @@ REPLAY_EVERY = 3
 """Every third trial is replayed from its whole log."""
 
 
-class Limited(Agenda):
+class BoundedEventQueue(EventQueue):
     """An event queue with a maximum number of events: a cluster that never stops planning is in a livelock."""
 
     def at(self, time: float, action: Action, argument: object) -> None:
         if self._serial > MAX_EVENTS:
-            raise Broken("livelock", f"{MAX_EVENTS} events at {self.now:g} s, and training is not finished")
+            raise InvariantViolation("livelock", f"{MAX_EVENTS} events at {self.now:g} s, and training is not finished")
         super().at(time, action, argument)
 
 
 @dataclass(frozen=True)
-class Story:
+class TrialRecord:
     """The outcome of a trial; equal seeds give equal records, bit for bit."""
 
     records: tuple[Record, ...]
@@ -55,18 +55,18 @@ class Story:
     diverged: bool
 
 
-class Stage:
+class TrialDriver:
     """Runs the server of a trial, with log and checkpoints in memory, across all its restarts."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        self.queue = Limited()
-        self.checker = Witness(trial)
-        self.memories: dict[int, Memory] = {}
+        self.queue = BoundedEventQueue()
+        self.checker = InvariantChecker(trial)
+        self.memories: dict[int, WorkerBuffers] = {}
         self.send: Callable[[Reply], None] = lambda reply: None
         self.records: list[Record] = []
         self.restarts = 0
-        self._checkpoint: Cut | None = None
+        self._checkpoint: Checkpoint | None = None
         self._random = Random(trial.seed)
         self.server: Server = self._observed(self._new_server())
         self._begun = False
@@ -81,7 +81,7 @@ class Stage:
         server.on_update = lambda update: self.checker.on_update(update.pushes, server)
         return server
 
-    def start(self, send: Callable[[Reply], None]) -> Stage:
+    def start(self, send: Callable[[Reply], None]) -> TrialDriver:
         """Start the server; after a crash, rebuild it from checkpoint and log and check that it is equal."""
         self.send = send
         if not self._begun:
@@ -95,7 +95,7 @@ class Stage:
         self.handle(Resume())
         return self
 
-    def rebuild(self, checkpoint: Cut | None) -> Server:
+    def rebuild(self, checkpoint: Checkpoint | None) -> Server:
         """Return the server rebuilt from a checkpoint and the log after it."""
         server = self._new_server()
         if checkpoint is not None:
@@ -103,7 +103,7 @@ class Stage:
         replay = Replay(server, self.trial.make_seat, checkpoint)
         replay.feed(self.records[checkpoint.log_offset if checkpoint is not None else 0 :])
         if replay.mismatch is not None:
-            raise Broken("kept", f"a replay differs: {replay.mismatch}")
+            raise InvariantViolation("kept", f"a replay differs: {replay.mismatch}")
         return server
 
     def handle(self, message: Input) -> None:
@@ -112,7 +112,7 @@ class Stage:
         self.records.append(_record(message, outcome.verdict, self.queue.now))
         self.checker.on_input(message, outcome, self.server)
         for reply in outcome.replies:
-            if outcome.verdict != Verdict.REPEATED:
+            if outcome.verdict != Disposition.REPEATED:
                 self.server.hand_out(reply, self.memories[reply.worker])
                 self.checker.on_weights(reply.worker, self.memories[reply.worker].weights)
             self.send(reply)
@@ -120,7 +120,7 @@ class Stage:
             self._checkpoint = take_checkpoint(self.server, self.memories, len(self.records), self.queue.now)
 
 
-def _record(message: Input, verdict: Verdict, now: float) -> Record:
+def _record(message: Input, verdict: Disposition, now: float) -> Record:
     match message:
         case Push(worker, incarnation, seq, reply, samples, loss):
             return Record("push", worker, incarnation, seq, reply, samples, loss, now, verdict)
@@ -148,7 +148,7 @@ def _workers_in(plan: object) -> set[int]:
     """Return the workers that an event's argument refers to."""
     if isinstance(plan, Join | Push | Reply):
         return {plan.worker}
-    if isinstance(plan, Worker):
+    if isinstance(plan, SimulatedWorker):
         return {plan.number}
     return {worker for part in plan for worker in _workers_in(part)} if isinstance(plan, tuple) else set()
 
@@ -158,16 +158,16 @@ def _is_permanent(fault: Fault) -> bool:
     return fault.kind == "drain" or (fault.kind == "crash" and fault.restart_after is None)
 
 
-def perform(trial: Trial) -> Story:
+def perform(trial: Trial) -> TrialRecord:
     """Run a trial to its end; raise `InvariantViolation` if an invariant does not hold."""
     with torch.inference_mode():
         return _perform(trial)
 
 
-def _perform(trial: Trial) -> Story:
-    driver = Stage(trial)
+def _perform(trial: Trial) -> TrialRecord:
+    driver = TrialDriver(trial)
 
-    def make_worker(worker: int, incarnation: int) -> Seat:
+    def make_worker(worker: int, incarnation: int) -> LocalWorker:
         return trial.make_seat(Join(worker, incarnation, trial.quota(worker)))
 
     simulation = Simulation(driver.queue, trial.cluster, trial.workers, make_worker, driver.start, trial.room, inject)
@@ -177,14 +177,14 @@ def _perform(trial: Trial) -> Story:
         require(not (lost := unscheduled_workers(simulation)), "forgotten", "no event is planned for workers {}", lost)
         if trial.seed % REPLAY_EVERY == 0:
             require_same("replay", server_state(driver.server), server_state(driver.rebuild(None)))
-    except Broken:
+    except InvariantViolation:
         raise
     except Deadlock as error:
-        raise Broken("deadlock", str(error)) from error
+        raise InvariantViolation("deadlock", str(error)) from error
     except Exception as error:
-        raise Broken("crash", f"{type(error).__name__}: {error}") from error
+        raise InvariantViolation("crash", f"{type(error).__name__}: {error}") from error
     server = driver.server
-    return Story(
+    return TrialRecord(
         tuple(driver.records),
         tuple(server.weights.tolist()),
         driver.queue.now,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Broken(Exception):
+class InvariantViolation(Exception):
     """A violated invariant: its name, and what was observed."""
 
     def __init__(self, promise: str, text: str) -> None:
@@ -14,4 +14,4 @@ class Broken(Exception):
 def require(kept: bool, promise: str, text: str, *values: object) -> None:
     """Raise `InvariantViolation` unless `kept`; the text is formatted only then."""
     if not kept:
-        raise Broken(promise, text.format(*values))
+        raise InvariantViolation(promise, text.format(*values))

@@ -14,7 +14,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.runs.folder import RunFolder, is_script
-from paceline.runs.snapshots import Entry, read_index, read_snapshot
+from paceline.runs.snapshots import SnapshotEntry, read_index, read_snapshot
 from paceline.system.memory import require_memory
 from paceline.tasks.supervised import SupervisedTask
 
@@ -23,12 +23,12 @@ MIN_POINTS = 3
 
 
 @dataclass(frozen=True)
-class Trail:
+class RunSnapshots:
     """A run and the index of its snapshots."""
 
     folder: RunFolder
     config: RunConfig
-    entries: list[Entry]
+    entries: list[SnapshotEntry]
 
     @property
     def trained(self) -> str:
@@ -40,8 +40,8 @@ class Trail:
 class TrainingPath:
     """The finite snapshots of one run: weights [n, P] and, if the model has any, running statistics [n, S]."""
 
-    run: Trail
-    entries: list[Entry]
+    run: RunSnapshots
+    entries: list[SnapshotEntry]
     points: Tensor
     states: Tensor | None
     left_out: list[int]
@@ -52,7 +52,7 @@ class TrainingPath:
         return zip(self.points, states, strict=False)
 
 
-def open_runs(paths: list[Path]) -> list[Trail]:
+def open_runs(paths: list[Path]) -> list[RunSnapshots]:
     """Open the runs to show and check them before any tensor is read."""
     runs = []
     for path in paths:
@@ -69,7 +69,7 @@ def open_runs(paths: list[Path]) -> list[Trail]:
                 f"{path} has {found}, a path needs at least {MIN_POINTS}: train with --snapshots N (N per epoch), "
                 "as in 'paceline train --snapshots 4'"
             )
-        runs.append(Trail(folder, config, entries))
+        runs.append(RunSnapshots(folder, config, entries))
     for run in runs[1:]:
         if run.trained != runs[0].trained:
             raise UserError(
@@ -81,7 +81,7 @@ def open_runs(paths: list[Path]) -> list[Trail]:
     return runs
 
 
-def read_path(run: Trail, task: SupervisedTask) -> TrainingPath:
+def read_path(run: RunSnapshots, task: SupervisedTask) -> TrainingPath:
     """Read every snapshot as a flat vector; leave out those with a NaN or an infinity."""
     flat = task.flat
     count = len(run.entries)
@@ -105,7 +105,7 @@ def read_path(run: Trail, task: SupervisedTask) -> TrainingPath:
     return TrainingPath(run, entries, kept, states[keep] if flat.state_size else None, left_out)
 
 
-def _fill(layout: Layout, out: Tensor, tensors: dict[str, Tensor], run: Trail, entry: Entry) -> None:
+def _fill(layout: Layout, out: Tensor, tensors: dict[str, Tensor], run: RunSnapshots, entry: SnapshotEntry) -> None:
     for name, view in layout.views(out).items():
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != view.shape:

@@ -21,7 +21,7 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import write_atomically
 from paceline.studies.landscape.losses import Losses
-from paceline.studies.landscape.paths import Trail, TrainingPath, read_path
+from paceline.studies.landscape.paths import RunSnapshots, TrainingPath, read_path
 from paceline.studies.landscape.plane import Plane, nearest_plane
 from paceline.system.cpu import cores
 from paceline.tasks.supervised import SupervisedTask
@@ -35,7 +35,7 @@ MIN_ASPECT = 0.4
 
 
 @dataclass(frozen=True)
-class View:
+class LandscapeView:
     """The part of the landscape to evaluate, and the data to evaluate it on."""
 
     grid: int = 41
@@ -69,7 +69,7 @@ class Landscape:
         write_atomically(folder / "landscape.json", (json.dumps(self.facts, indent=1) + "\n").encode())
 
 
-def survey(runs: list[Trail], view: View, console: Console) -> Landscape:
+def survey(runs: list[RunSnapshots], view: LandscapeView, console: Console) -> Landscape:
     """Read the snapshots, find their plane, and evaluate the loss on it and along the paths."""
     require_device(RunConfig(device=view.device))
     torch.set_num_threads(cores())
@@ -89,16 +89,18 @@ def survey(runs: list[Trail], view: View, console: Console) -> Landscape:
         ) from None
 
 
-def _task_of(run: Trail) -> SupervisedTask:
+def _task_of(run: RunSnapshots) -> SupervisedTask:
     location = locate_data(run.config)
     return make_task(run.config, load(location) if location is not None else None)
 
 
-def evaluate(paths: list[TrainingPath], plane: Plane, losses: Losses, view: View, console: Console) -> Landscape:
+def evaluate(
+    paths: list[TrainingPath], plane: Plane, losses: Losses, view: LandscapeView, console: Console
+) -> Landscape:
     """Evaluate the loss at every point of the grid, at every snapshot, and at every snapshot's projection."""
     places = [plane.coordinates(path.points) for path in paths]
     x, y = _axes(torch.cat(places), view)
-    meter = Meter(console, len(x) * len(y) + 2 * sum(map(len, places)))
+    meter = SurveyProgress(console, len(x) * len(y) + 2 * sum(map(len, places)))
     placed = plane.to(losses.device)
     state = paths[0].states[-1].to(losses.device) if paths[0].states is not None else None
 
@@ -127,7 +129,7 @@ def evaluate(paths: list[TrainingPath], plane: Plane, losses: Losses, view: View
     return Landscape(facts, x.tolist(), y.tolist(), surface)
 
 
-class Meter:
+class SurveyProgress:
     """Counts evaluated losses and reports progress and remaining time."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -148,7 +150,7 @@ class Meter:
         self._console.report({"kind": "working", "text": text})
 
 
-def _axes(places: Tensor, view: View) -> tuple[Tensor, Tensor]:
+def _axes(places: Tensor, view: LandscapeView) -> tuple[Tensor, Tensor]:
     """Return evenly spaced coordinates on both axes around all paths; no axis is much shorter than the other."""
     low, high = places.amin(0), places.amax(0)
     spans = high - low

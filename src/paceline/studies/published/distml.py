@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
-from paceline.studies.published.rows import Asked, Machine, cells_of, figure
+from paceline.studies.published.rows import MachineSpec, RowOptions, cells_of, figure
 
 EPOCHS = 4.0
 LR = 0.01
@@ -41,7 +41,7 @@ class DistmlRow:
     def workers(self) -> int:
         return sum(int(part) for part in self.gpus.split("+"))
 
-    def why_not(self, machine: Machine) -> str | None:
+    def why_not(self, machine: MachineSpec) -> str | None:
         """Return why the row cannot run here: it measures speed, so each published GPU needs its own device."""
         if self.nodes > 1:
             return f"needs {self.nodes} machines ({self.machine}), and this is one"
@@ -49,7 +49,7 @@ class DistmlRow:
             return f"needs {self.workers} devices, and this machine has {machine}"
         return None
 
-    def config(self, options: Asked) -> RunConfig:
+    def config(self, options: RowOptions) -> RunConfig:
         """Return our config; rows that differ only in the published machine share one run."""
         config = RunConfig(
             dataset=self.dataset,

@@ -8,7 +8,7 @@ from paceline.reports.tables import formatted, markdown_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.studies.published.distml import DistmlRow
-from paceline.studies.published.rows import Made
+from paceline.studies.published.rows import RowResult
 from paceline.studies.published.throughput import Epoch, epochs_of, rates_by_step
 
 HEAD = (
@@ -20,7 +20,7 @@ start. The published speed-up is relative to the data/sec in column "of", ours t
 resnet18 has a 1-channel stem and no downsampling (8.89 M parameters); ours is the standard one (11.18 M). The published
 transformer classifies on position 0 under a causal mask, without a published accuracy; ours attends in both directions.
 Epoch 3 is the fourth."""
-Rows = list[Made[DistmlRow]]
+Rows = list[RowResult[DistmlRow]]
 
 
 def rows_of(results: Rows) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def rows_of(results: Rows) -> list[dict[str, Any]]:
     return [_values(one, alone.get((one.row.model, one.row.dataset))) for one in results]
 
 
-def _values(one: Made[DistmlRow], alone: float | None) -> dict[str, Any]:
+def _values(one: RowResult[DistmlRow], alone: float | None) -> dict[str, Any]:
     row, result = one.row, one.result or {}
     rate = result.get("samples_per_second")
     epochs = _epochs(one) if one.result is not None else []
@@ -55,11 +55,11 @@ def _values(one: Made[DistmlRow], alone: float | None) -> dict[str, Any]:
     }
 
 
-def _epochs(one: Made[DistmlRow]) -> list[Epoch]:
+def _epochs(one: RowResult[DistmlRow]) -> list[Epoch]:
     return epochs_of(_events(one))
 
 
-def _events(one: Made[DistmlRow]) -> list[dict[str, Any]]:
+def _events(one: RowResult[DistmlRow]) -> list[dict[str, Any]]:
     assert one.folder is not None
     return list(read_events(RunFolder(one.folder).events_file))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
-from paceline.studies.published.rows import Asked, Machine, cells_of
+from paceline.studies.published.rows import MachineSpec, RowOptions, cells_of
 
 STRATEGIES = {"single": "classic", "sync": "sync", "async": "async"}
 EMPTY_EPOCHS = 40.0
@@ -17,7 +17,7 @@ EMPTY_EPOCHS = 40.0
 
 
 @dataclass(frozen=True)
-class Figures:
+class EpochFigures:
     """Published figures of one epoch; accuracies in percent."""
 
     train_accuracy: float
@@ -37,18 +37,18 @@ class MxnetRow:
     mode: str
     batch: int
     lr: float
-    epochs: tuple[tuple[int, Figures], ...]
+    epochs: tuple[tuple[int, EpochFigures], ...]
 
     @property
     def name(self) -> str:
         """The row's unique name, as in 03-inception-28-small-cifar10-sync-5-512-0.1."""
         return f"{self.number:02d}-{self.model}-{self.dataset}-{self.mode}-{self.machines}-{self.batch}-{self.lr:g}"
 
-    def why_not(self, machine: Machine) -> str | None:
+    def why_not(self, machine: MachineSpec) -> str | None:
         """Return None: the rows measure accuracy, so their workers may share one machine."""
         return None
 
-    def config(self, options: Asked) -> RunConfig:
+    def config(self, options: RowOptions) -> RunConfig:
         """Return our config: one worker per published machine, with the machine's batch size."""
         last = float(self.epochs[-1][0]) if self.epochs else EMPTY_EPOCHS
         config = RunConfig(
@@ -79,17 +79,17 @@ class MxnetRow:
 
 def published_rows() -> list[MxnetRow]:
     """Return the published runs in their order, with the async CIFAR-10 rows after the sync ones."""
-    runs: dict[tuple[str, ...], list[tuple[int, Figures]]] = {}
+    runs: dict[tuple[str, ...], list[tuple[int, EpochFigures]]] = {}
     for cells in cells_of("mxnet.csv"):
         key = tuple(cells[name] for name in ("model", "dataset", "machines", "gpus", "mode", "batch_per_machine", "lr"))
         accuracies = [100.0 * float(cells[f"{part}_accuracy"]) for part in ("train", "valid")]
-        found = Figures(accuracies[0], accuracies[1], float(cells["epoch_seconds"]))
+        found = EpochFigures(accuracies[0], accuracies[1], float(cells["epoch_seconds"]))
         runs.setdefault(key, []).append((int(cells["epoch"]), found))
     left_empty = [(*key[:4], "async", *key[5:]) for key in runs if key[1] == "cifar10" and key[4] == "sync"]
     keys = [key for key in runs if key[1] == "cifar10"] + left_empty + [key for key in runs if key[1] != "cifar10"]
     return [_row(number, *key, epochs=runs.get(key, [])) for number, key in enumerate(keys, 1)]
 
 
-def _row(number: int, *key: str, epochs: list[tuple[int, Figures]]) -> MxnetRow:
+def _row(number: int, *key: str, epochs: list[tuple[int, EpochFigures]]) -> MxnetRow:
     model, dataset, machines, gpus, mode, batch, lr = key
     return MxnetRow(number, model, dataset, int(machines), int(gpus), mode, int(batch), float(lr), tuple(epochs))

@@ -8,7 +8,7 @@ from paceline.reports.tables import formatted, markdown_table
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.studies.published.mxnet import MxnetRow
-from paceline.studies.published.rows import Made
+from paceline.studies.published.rows import RowResult
 from paceline.studies.published.throughput import Epoch, epochs_of
 
 HEAD = ("row", "epoch", "train %", "ours", "valid %", "ours", "seconds", "ours", "here")
@@ -19,7 +19,7 @@ Our train accuracy is measured on the whole train set after the epoch, the publi
 Valid is the test set. The async rows on CIFAR-10 were published without figures."""
 EVERY = 10
 """Shown epochs of a row published without figures: every tenth."""
-Rows = list[Made[MxnetRow]]
+Rows = list[RowResult[MxnetRow]]
 
 
 def rows_of(results: Rows) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def rows_of(results: Rows) -> list[dict[str, Any]]:
     return [line for one in results for line in _lines(one)]
 
 
-def _lines(one: Made[MxnetRow]) -> list[dict[str, Any]]:
+def _lines(one: RowResult[MxnetRow]) -> list[dict[str, Any]]:
     theirs = dict(one.row.epochs)
     ours = _our_epochs(one)
     numbers = sorted(theirs) if theirs else [number for number in ours if number % EVERY == 0]
@@ -52,7 +52,7 @@ def _lines(one: Made[MxnetRow]) -> list[dict[str, Any]]:
     return lines
 
 
-def _our_epochs(one: Made[MxnetRow]) -> dict[int, Epoch]:
+def _our_epochs(one: RowResult[MxnetRow]) -> dict[int, Epoch]:
     """Return our epochs by number; a run ended by --steps before its first epoch is epoch 0."""
     if one.result is None or one.folder is None:
         return {}
@@ -63,7 +63,7 @@ def _our_epochs(one: Made[MxnetRow]) -> dict[int, Epoch]:
     return {epoch.number: epoch for epoch in found}
 
 
-def _here(one: Made[MxnetRow], mine: Epoch | None) -> str:
+def _here(one: RowResult[MxnetRow], mine: Epoch | None) -> str:
     if one.result is None:
         return one.why_not or ""
     result = one.result

@@ -7,7 +7,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.analysis.statistics import Several
+from paceline.analysis.statistics import RunStatistics
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
@@ -19,12 +19,12 @@ FIGURES = ("train_accuracy", "train_loss", "test_accuracy", "test_loss")
 
 
 @dataclass(frozen=True)
-class Reproduced:
+class ReproducedRow:
     """One published row, our runs of it (one per seed), and optionally runs with automatic settings."""
 
     published: PublishedRow
-    ours: Several
-    automatic: Several | None = None
+    ours: RunStatistics
+    automatic: RunStatistics | None = None
 
     @property
     def difference(self) -> float | None:
@@ -47,7 +47,7 @@ def reproduce(
     folder: Path,
     console: Console,
     with_automatic: bool = False,
-) -> list[Reproduced]:
+) -> list[ReproducedRow]:
     """Run every row that has no result yet, and return all rows."""
     where = (epochs, data_dir, str(folder))
     requested = {row: [row.config(seed, *where) for seed in range(seeds)] for row in rows}
@@ -57,10 +57,10 @@ def reproduce(
     note_sample(list(named.values()), list(resolved.values()), console)
     run_missing(list(resolved.values()), device, console)
 
-    def several(configs: list[RunConfig]) -> Several:
-        return Several([result_of(resolved[config.name]) for config in configs])
+    def several(configs: list[RunConfig]) -> RunStatistics:
+        return RunStatistics([result_of(resolved[config.name]) for config in configs])
 
-    return [Reproduced(row, several(requested[row]), several(auto[row]) if with_automatic else None) for row in rows]
+    return [ReproducedRow(row, several(requested[row]), several(auto[row]) if with_automatic else None) for row in rows]
 
 
 HEAD = (
@@ -69,7 +69,7 @@ HEAD = (
 )
 
 
-def markdown(found: list[Reproduced]) -> str:
+def markdown(found: list[ReproducedRow]) -> str:
     """Return the table: published figures, ours, and the difference in test accuracy."""
     rows = []
     for one in found:
@@ -97,7 +97,7 @@ def _cell(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
-def _accuracy(runs: Several) -> str:
+def _accuracy(runs: RunStatistics) -> str:
     """Return mean and spread of the test accuracy and the number of diverged runs; NaN if all diverged."""
     total, diverged = len(runs.results), runs.num_diverged
     if diverged == total:
@@ -105,7 +105,7 @@ def _accuracy(runs: Several) -> str:
     return runs.text("test_accuracy") + (f" ({diverged} of {total} NaN)" if diverged else "")
 
 
-def as_csv(found: list[Reproduced]) -> str:
+def as_csv(found: list[ReproducedRow]) -> str:
     """Return one CSV line per row: the published figures, our means and spreads."""
     text = io.StringIO()
     writer = csv.writer(text)
@@ -121,7 +121,7 @@ def as_csv(found: list[Reproduced]) -> str:
     return text.getvalue()
 
 
-def runs_as_csv(found: list[Reproduced]) -> str:
+def runs_as_csv(found: list[ReproducedRow]) -> str:
     """Return one CSV line per run."""
     text = io.StringIO()
     writer = csv.writer(text)
@@ -133,7 +133,7 @@ def runs_as_csv(found: list[Reproduced]) -> str:
     return text.getvalue()
 
 
-def draw(found: list[Reproduced], path: Path) -> str | None:
+def draw(found: list[ReproducedRow], path: Path) -> str | None:
     """Draw test accuracy by row, published and ours; return why no figure was drawn, or None."""
     published = [
         Point(None if one.published.diverged else one.published.test_accuracy, None, one.published.diverged)
@@ -148,11 +148,11 @@ def draw(found: list[Reproduced], path: Path) -> str | None:
     return draw_rows(path, title, "test accuracy, %", [one.published.name for one in found], series)
 
 
-def _point(runs: Several) -> Point:
+def _point(runs: RunStatistics) -> Point:
     return Point(runs.mean("test_accuracy"), runs.spread("test_accuracy"), runs.num_diverged > 0)
 
 
-def summary(found: list[Reproduced]) -> list[str]:
+def summary(found: list[ReproducedRow]) -> list[str]:
     """Return per strategy how many rows agree with the published accuracy."""
     lines = []
     for mode, within in (("classic", 1.0), ("sync", 1.0), ("async", 2.0)):
@@ -166,7 +166,7 @@ def summary(found: list[Reproduced]) -> list[str]:
     return [*lines, *_automatic_summary(found)]
 
 
-def _automatic_summary(found: list[Reproduced]) -> list[str]:
+def _automatic_summary(found: list[ReproducedRow]) -> list[str]:
     """Compare automatic runs of async rows with the published sync row of the same workers, data and model."""
     sync = {(row.workers, row.split, row.model): row.test_accuracy for row in published_rows() if row.mode == "sync"}
     total = above = diverged = 0

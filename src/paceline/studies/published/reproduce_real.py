@@ -8,22 +8,22 @@ from paceline.data.datasets import DATASETS, locate_data
 from paceline.errors import DataError
 from paceline.reports.console import Console
 from paceline.studies.batch_runs import folder_of, note_sample, resolve_for_training, result_of, train_missing
-from paceline.studies.published.rows import AnyRealRow, Asked, Machine, Made, RealRow
+from paceline.studies.published.rows import AnyRealRow, MachineSpec, RealRow, RowOptions, RowResult
 from paceline.system.cpu import cores
 
 ILSVRC12, ILSVRC12_CLASSES = "ilsvrc12", 1000
 
 
-def machine_of(device: str) -> Machine:
+def machine_of(device: str) -> MachineSpec:
     """Count this machine's GPUs, or its cores for device cpu."""
     if device == "cpu":
-        return Machine(device, cores())
+        return MachineSpec(device, cores())
     import torch
 
-    return Machine(device, torch.cuda.device_count())
+    return MachineSpec(device, torch.cuda.device_count())
 
 
-def run_rows(rows: Sequence[AnyRealRow], options: Asked, console: Console) -> list[Made[AnyRealRow]]:
+def run_rows(rows: Sequence[AnyRealRow], options: RowOptions, console: Console) -> list[RowResult[AnyRealRow]]:
     """Train the missing rows that can run here; rows with equal settings share a run."""
     machine = machine_of(options.device)
     reasons = {row.number: row.why_not(machine) or _missing_data(row, options) for row in rows}
@@ -38,14 +38,14 @@ def run_rows(rows: Sequence[AnyRealRow], options: Asked, console: Console) -> li
     results = []
     for row in rows:
         if reasons[row.number] is not None:
-            results.append(Made(row, why_not=reasons[row.number]))
+            results.append(RowResult(row, why_not=reasons[row.number]))
             continue
         config = resolved[configs[row.number].name]
-        results.append(Made(row, folder_of(config).path, result_of(config)))
+        results.append(RowResult(row, folder_of(config).path, result_of(config)))
     return results
 
 
-def _missing_data(row: RealRow, options: Asked) -> str | None:
+def _missing_data(row: RealRow, options: RowOptions) -> str | None:
     """Return why the row's data cannot be read here, or None."""
     config = row.config(options)
     if config.dataset not in DATASETS:

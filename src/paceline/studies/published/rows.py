@@ -14,7 +14,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError, unknown_name
 
 
-class Row(Protocol):
+class NumberedRow(Protocol):
     """A row with a number and a name of words joined by dashes."""
 
     @property
@@ -25,7 +25,7 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpec:
     """The devices available to run rows."""
 
     device: str
@@ -38,7 +38,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowOptions:
     """Options of the command line for all rows; without `epochs` and `steps` a run has its published length."""
 
     epochs: float | None
@@ -50,27 +50,27 @@ class Asked:
     """Flags of `paceline train` to pass on."""
 
 
-class RealRow(Row, Protocol):
+class RealRow(NumberedRow, Protocol):
     """A row that is trained for real."""
 
     @property
     def dataset(self) -> str: ...
 
-    def config(self, options: Asked) -> RunConfig:
+    def config(self, options: RowOptions) -> RunConfig:
         """Return our config for the row; equal configs have equal names."""
         ...
 
-    def why_not(self, machine: Machine) -> str | None:
+    def why_not(self, machine: MachineSpec) -> str | None:
         """Return why the machine cannot run the row, or None."""
         ...
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=NumberedRow)
 AnyRealRow = TypeVar("AnyRealRow", bound=RealRow)
 
 
 @dataclass(frozen=True)
-class Made(Generic[AnyRealRow]):
+class RowResult(Generic[AnyRealRow]):
     """A published row with our run of it, or the reason why it was not run."""
 
     row: AnyRealRow
