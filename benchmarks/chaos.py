@@ -38,7 +38,7 @@ CEILING_SECONDS = 60.0
 COMMON = ["--dataset", "fashion-mnist-sample", "--split", "iid", "--epochs", "2000", "--eval-every", "2",
           "--score", "test", "--checkpoint-every", "5", "--threads", "1", "--lr", "0.001"]  # fmt: skip
 RUNS = [
-    ("--strategy async --rule foresight --average on --codec int8 --durable", 0),
+    ("--strategy async --rule foresight-cached --average on --codec int8 --durable", 0),
     ("--strategy async --max-workers 5 --restart 1000", 0),
     ("--strategy sync", 0),
     ("--strategy bounded:4 --codec topk:0.05 --pull-codec int8", 1),

@@ -56,7 +56,7 @@ def sync_milliseconds(number: int = 200) -> float:
 def pauses(model: str, seconds: float) -> tuple[int, float, float]:
     """Return the number of checkpoints of a run, and the median and maximum of their pauses in milliseconds."""
     flags = [*ours.ENDLESS, "--checkpoint-every", str(seconds / 12)]
-    with ours.running("async", model, 2, 1, flags, rule="foresight") as run:
+    with ours.running("async", model, 2, 1, flags, rule="foresight-cached") as run:
         run.wait_for_pushes(1)
         time.sleep(seconds)
         rows = [row for row in read_events(run.folder / "events.jsonl") if row["kind"] == "checkpoint"]

@@ -35,9 +35,9 @@ TOUCHED = {
     "cached": ("g", "weights", "v", "c_i", "total", "sent"),
     "ringleader": ("g", "weights", "v", "G_i", "total", "next total", "sent"),
     "buffered:4": ("g", "weights", "v", "buffer", "sent"),
+    "foresight-cached": ("g", "weights", "v", "c_i", "total", "sent"),
+    "foresight-cached, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
     "foresight": ("g", "weights", "v", "c_i", "total", "sent"),
-    "foresight, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
-    "farsight": ("g", "weights", "v", "c_i", "total", "sent"),
     "auto, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
 }
 """Vectors that each rule must read or write, scratch excluded; `sent` is the worker's buffer."""

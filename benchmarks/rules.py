@@ -33,16 +33,16 @@ TABLE = [
     ("ringleader", {"rule": "ringleader"}),
     ("buffered:5", {"rule": "buffered:5"}),
     ("ringmaster:10, lr x 0.3", {"rule": "ringmaster:10", "lr": 0.0015}),
+    ("foresight-cached", {"rule": "foresight-cached"}),
+    ("foresight-cached, lr x 0.7", {"rule": "foresight-cached", "lr": 0.0035}),
     ("foresight", {"rule": "foresight"}),
-    ("foresight, lr x 0.7", {"rule": "foresight", "lr": 0.0035}),
-    ("farsight", {"rule": "farsight"}),
     ("auto", {}),
     ("sync, live", {"strategy": "sync"}),
     ("sync", {"strategy": "sync", "average": "on"}),
 ]
-FEW = ("plain, live", "dana", "foresight", "farsight", "auto", "sync, live", "sync")
+FEW = ("plain, live", "dana", "foresight-cached", "foresight", "auto", "sync, live", "sync")
 """Entries of the CNN, fewer to save time."""
-SCALES = {"dana": (1.0, 0.7, 0.5), "foresight": (1.0, 0.7, 0.5), "farsight": (1.0, 0.7, 0.5), "gap": (4.0, 2.0)}
+SCALES = {"dana": (1.0, 0.7, 0.5), "foresight-cached": (1.0, 0.7, 0.5), "foresight": (1.0, 0.7, 0.5), "gap": (4.0, 2.0)}
 
 
 def config(model: str, workers: int, split: str, seed: int, settings: dict[str, object]) -> RunConfig:
@@ -90,8 +90,8 @@ LARGE = [
     ("auto, lr x 0.5", {"lr": 0.0025}),
     ("auto, warm-up", {"warmup": 0.1}),
     ("auto, lr x 2, warm-up", {"lr": 0.01, "warmup": 0.1}),
-    ("farsight, lr x 0.25", {"rule": "farsight", "lr": 0.00125}),
     ("foresight, lr x 0.25", {"rule": "foresight", "lr": 0.00125}),
+    ("foresight-cached, lr x 0.25", {"rule": "foresight-cached", "lr": 0.00125}),
     ("dana, lr x 0.25", {"rule": "dana", "lr": 0.00125}),
     ("sync, lr x workers", {"strategy": "sync", "scale_lr": "auto", "average": "on"}),
 ]

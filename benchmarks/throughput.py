@@ -44,7 +44,7 @@ CASES = {
     "allreduce-2-cnn": Case("allreduce", "cnn", 2, 0.80),
 }
 NUM_PEERS = 2
-RULES = ("auto", "foresight")
+RULES = ("auto", "foresight-cached")
 RULE_BAR = 0.97
 """Minimum throughput relative to rule plain, LeNet5 with 2 workers."""
 

@@ -111,7 +111,7 @@ class RunConfig:
         "auto",
         "pace",
         "how a push changes the weights: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
-        "ringleader, ringmaster:R, buffered:K, foresight, farsight or farsight-fair; for async-local delayed",
+        "ringleader, ringmaster:R, buffered:K, foresight, foresight-fair or foresight-cached; for async-local delayed",
     )
     average: str | None = setting(
         None,
@@ -297,6 +297,8 @@ def is_simulated(config: RunConfig) -> bool:
     return config.speeds is not None or config.like is not None
 
 
+SCHEMA = 2
+"""Version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before."""
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
@@ -356,6 +358,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     for key, value in raw.items():
         name = ALIASES.get(key, key.replace("-", "_"))
         if name == "schema":
+            if value != SCHEMA:
+                why = f"has schema {value}, this version reads {SCHEMA}, in which rules have other names"
+                raise UserError(f"{path} {why}: train again, or use the version that wrote it")
             continue
         if name not in FIELDS:
             raise UserError(f"{path}: {unknown_name('setting', key, FIELDS)}")

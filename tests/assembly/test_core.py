@@ -75,13 +75,13 @@ def refused(**settings: Any) -> str:
         ({"rule": "ringmaster:0"}, ["ringmaster:0", "at least 1"]),
         ({"rule": "ringmaster:-1"}, ["ringmaster:-1", "at least 1"]),
         ({"rule": "dana:2"}, ["dana:2", "write dana"]),
-        ({"rule": "foresight", "strategy": "sync"}, ["rule foresight", "strategy sync", "--rule plain"]),
+        ({"rule": "foresight-cached", "strategy": "sync"}, ["rule foresight-cached", "strategy sync", "--rule plain"]),
         ({"rule": "cached", "strategy": "backup:1", "workers": 3}, ["rule cached", "strategy backup:1"]),
         ({"rule": "dana", "strategy": "allreduce"}, ["rule dana", "strategy allreduce"]),
         ({"rule": "buffered:2", "strategy": "local:4"}, ["strategy local:4", "buffered:2"]),
         ({"rule": "delayed", "strategy": "diloco:4"}, ["strategy diloco:4", "outer momentum", "--rule delayed"]),
         ({"rule": "delayed"}, ["rule delayed", "strategy async", "gradients"]),
-        ({"rule": "farsight", "strategy": "async-local:4"}, ["rule farsight", "async-local:4", "--rule delayed"]),
+        ({"rule": "foresight", "strategy": "async-local:4"}, ["rule foresight", "async-local:4", "--rule delayed"]),
         ({"rule": "buffered:5", "strategy": "async-local:4"}, ["rule buffered:5", "async-local:4"]),
         ({"strategy": "local"}, ["local:H"]),
         ({"strategy": "diloco:0"}, ["diloco:0", "at least 1"]),
@@ -97,7 +97,10 @@ def refused(**settings: Any) -> str:
         ({"strategy": "sync", "path": "tree"}, ["path 'tree'", "star"]),
         ({"rule": "ringmaster:4", "strategy": "sync"}, ["rule ringmaster:4", "strategy sync"]),
         ({"rule": "ringmaster:4", "strategy": "bounded:2"}, ["rule ringmaster:4", "bounded:2", "async"]),
-        ({"rule": "foresight", "optimizer": "adam"}, ["rule foresight", "optimizer adam", "--rule cached"]),
+        (
+            {"rule": "foresight-cached", "optimizer": "adam"},
+            ["rule foresight-cached", "optimizer adam", "--rule cached"],
+        ),
         ({"rule": "buffered:3", "optimizer": "lars"}, ["rule buffered:3", "optimizer lars"]),
         ({"rule": "dana", "nesterov": True}, ["rule dana", "--nesterov"]),
         ({"average": "often"}, ["--average 'often'", "auto, none, on"]),
@@ -257,7 +260,7 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
     assert bool(rows) == RULES[name].knows_workers
     assert all(len(tensor) == 3 for tensor in rows)
     assert isinstance(make_policy(config), DropStale) == (name == "ringmaster")
-    assert rule.name == {"ringmaster": "plain", "auto": "farsight-fair (paced)"}.get(name, config.rule)
+    assert rule.name == {"ringmaster": "plain", "auto": "foresight-fair (lr scaled)"}.get(name, config.rule)
     assert rows_nbytes(config, 100) == (1200 if RULES[name].knows_workers else 0)
 
 
@@ -265,8 +268,8 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
     ("settings", "average"),
     [
         ({"rule": "plain"}, "none"),
-        ({"rule": "foresight"}, "on"),
-        ({"rule": "foresight", "average": "auto"}, "on"),
+        ({"rule": "foresight-cached"}, "on"),
+        ({"rule": "foresight-cached", "average": "auto"}, "on"),
         ({"rule": "damped", "strategy": "bounded:2"}, "on"),
         ({"rule": "damped", "strategy": "sync"}, "none"),
         ({"rule": "buffered:2", "strategy": "classic"}, "none"),

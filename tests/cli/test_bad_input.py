@@ -18,8 +18,8 @@ CASES = {
     "unknown strategy": (["--strategy", "asink"], "unknown strategy 'asink': did you mean 'async'"),
     "unknown rule": (["--rule", "plane"], "unknown rule 'plane': did you mean 'plain'"),
     "a rule that needs to know its workers": (
-        ["--rule", "foresight", "--strategy", "sync"],
-        "--rule foresight: strategy sync averages the pushes of a round, and the rule has to know which",
+        ["--rule", "foresight-cached", "--strategy", "sync"],
+        "--rule foresight-cached: strategy sync averages the pushes of a round, and the rule has to know which",
     ),
     "a rule with an optimizer of another kind": (
         ["--rule", "dana", "--optimizer", "adam"],

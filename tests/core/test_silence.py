@@ -20,8 +20,8 @@ from tests.support.toy_cluster import Ledger, ToyCluster
 
 RULES: dict[str, Callable[[int], Rule]] = {
     "cached": lambda places: Cached(Sgd(), places),
-    "foresight": lambda places: ForesightCached(0.9, places),
-    "farsight": lambda places: Foresight(0.9, places),
+    "foresight-cached": lambda places: ForesightCached(0.9, places),
+    "foresight": lambda places: Foresight(0.9, places),
 }
 SILENT_AFTER = int(MUCH_LONGER * 3)
 
@@ -86,11 +86,11 @@ def test_who_is_held_back_or_gone_is_not_silent() -> None:
 
 @pytest.mark.parametrize("updates", [SILENT_AFTER - 3, SILENT_AFTER + 4])
 def test_a_server_that_goes_on_from_a_cut_knows_who_is_silent(updates: int) -> None:
-    toys = cluster("foresight")
+    toys = cluster("foresight-cached")
     for number in range(updates):
         toys.push(number % 2)
     facts = json.loads(json.dumps(server_facts(toys.server)))
-    rule = Ledger(RULES["foresight"](3))
+    rule = Ledger(RULES["foresight-cached"](3))
     rule.here = set(range(3))
     toys.twin = Server(torch.zeros(3), rule, Async(), Training(toys.budget, Schedule(0.25)), Roster(3))
     restore_server(toys.twin, facts, toys.server.weights, toys.server.rule_state)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 STEPS = 280
 SETTINGS = ["--dataset", "fashion-mnist-sample", "--split", "iid", "--steps", str(STEPS), "--batch-size", "64",
             "--threads", "1", "--delay", "70ms", "--checkpoint-every", "2", "--score", "test"]  # fmt: skip
-STATES = ["--strategy", "async", "--rule", "foresight", "--average", "on", "--codec", "int8", "--durable"]
+STATES = ["--strategy", "async", "--rule", "foresight-cached", "--average", "on", "--codec", "int8", "--durable"]
 ELASTIC = ["--strategy", "async", "--max-workers", "5", "--restart", "100", "--codec", "topk:0.05"]
 NO_LUCK = 25.0
 """Per cent of test images. Guessing one of ten classes gives 10 with a standard deviation of 1 over the sample's 1,000

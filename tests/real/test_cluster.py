@@ -47,7 +47,7 @@ def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
-    settings = ("--strategy", "async", "--rule", "foresight", "--average", "on", "--codec", "int8")
+    settings = ("--strategy", "async", "--rule", "foresight-cached", "--average", "on", "--codec", "int8")
     with ExitStack() as stack:
         length = ("--workers", "2", "--steps", "280", "--checkpoint-every", "0.3")
         server = serve(stack, tmp_path, *RUN, *settings, *length)
@@ -65,7 +65,18 @@ def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path
 
 
 def test_a_server_that_keeps_itself_going_is_found_at_the_same_address(tmp_path: Path) -> None:
-    settings = ("--strategy", "async", "--workers", "2", "--steps", "250", "--rule", "foresight", "--average", "on")
+    settings = (
+        "--strategy",
+        "async",
+        "--workers",
+        "2",
+        "--steps",
+        "250",
+        "--rule",
+        "foresight-cached",
+        "--average",
+        "on",
+    )
     upkeep = ("--checkpoint-every", "0.3", "--restart", "1", "--recovery", "checkpoint", "--durable")
     with ExitStack() as stack:
         server = serve(stack, tmp_path, *RUN, *settings, *upkeep)

@@ -64,7 +64,18 @@ def test_a_killed_server_ends_the_run_with_the_way_on_and_loses_nothing(tmp_path
 
 def test_a_server_killed_twice_is_started_again_and_the_whole_log_replays(tmp_path: Path) -> None:
     """With state that a cut must hold on every side: the rule's, the average's, and what the codec left out."""
-    training = ("--strategy", "async", "--workers", "2", "--rule", "foresight", "--average", "on", "--codec", "int8")
+    training = (
+        "--strategy",
+        "async",
+        "--workers",
+        "2",
+        "--rule",
+        "foresight-cached",
+        "--average",
+        "on",
+        "--codec",
+        "int8",
+    )
     upkeep = ("--steps", "300", "--checkpoint-every", "0.4", "--restart", "2", "--durable", "--keep", "1")
     with train(tmp_path, *training, *upkeep) as command:
         for number in (80, 180):

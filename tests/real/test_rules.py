@@ -27,7 +27,7 @@ def test_a_rule_trains_on_processes_and_replays_to_the_same_bits(tmp_path: Path)
 
 
 def test_a_killed_run_with_foresight_resumes_and_replays(tmp_path: Path) -> None:
-    arguments = (*SAMPLE, "--rule", "foresight", "--steps", "260", "--checkpoint-every", "0.3", "--name", "it")
+    arguments = (*SAMPLE, "--rule", "foresight-cached", "--steps", "260", "--checkpoint-every", "0.3", "--name", "it")
     with Command(*arguments, cwd=tmp_path) as command:
         wait_for_records(tmp_path / "runs/it", 150)
         os.killpg(command.process.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from tests.support.recorded_runs import Record, Small, assert_same, checkpoint_n
 RULES = ["damped", "gap", "compensated", "dana", "dana-slim", "cached", "ringleader", "ringmaster:2", "buffered:3"]
 
 
-@pytest.mark.parametrize("rule", [*RULES, "foresight"])
+@pytest.mark.parametrize("rule", [*RULES, "foresight-cached"])
 def test_every_rule_replays_from_the_start_and_from_a_cut_to_the_same_bits(record: Record, rule: str) -> None:
     run = record(3, strategy="async", workers=3, rule=rule, split="iid")
     run.join_all()
@@ -40,14 +40,14 @@ def test_every_rule_replays_from_the_start_and_from_a_cut_to_the_same_bits(recor
 
 
 def test_the_averaged_weights_are_scored_and_saved_and_the_live_ones_lie_beside_them(record: Record) -> None:
-    run = record(strategy="async", workers=2, rule="foresight", eval_every=1.0)
+    run = record(strategy="async", workers=2, rule="foresight-cached", eval_every=1.0)
     run.join_all()
     run.push_at_random(10_000)
     result = run.host.finish()
     run.close()
     saved, live = load_file(run.folder.weights_file), load_file(run.folder.live_weights_file)
     assert weights_sha256(saved) == result["weights_sha256"] != weights_sha256(live)
-    assert (result["rule"], result["average"]) == ("foresight", "on")
+    assert (result["rule"], result["average"]) == ("foresight-cached", "on")
     task, model = small_task(), Small()
     assert torch.equal(saved["last.weight"], task.layout.views(run.server.rule_state["average"])["last.weight"])
     assert torch.equal(live["last.weight"], task.layout.views(run.server.weights)["last.weight"])
@@ -90,8 +90,8 @@ def test_rows_for_more_workers_than_there_is_memory_are_refused(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.system.memory.available_memory", lambda: 500)
-    with pytest.raises(UserError, match=r"the table of rule foresight needs .* of memory, .* use fewer workers"):
-        record(strategy="async", workers=3, rule="foresight")
+    with pytest.raises(UserError, match=r"the table of rule foresight-cached needs .* of memory, .* use fewer workers"):
+        record(strategy="async", workers=3, rule="foresight-cached")
     record(strategy="async", workers=3, rule="buffered:2", name="without rows")
 
 
@@ -99,13 +99,13 @@ def test_a_run_whose_checkpoint_is_of_another_rule_is_refused_naming_both(record
     other = record(strategy="async", workers=2, rule="dana", name="other")
     other.join_all()
     other.push_at_random(6)
-    run = record(strategy="async", workers=2, rule="foresight", average="none", name="mine")
+    run = record(strategy="async", workers=2, rule="foresight-cached", average="none", name="mine")
     run.join_all()
     run.push_at_random(6)
     write_checkpoint(run.folder.checkpoints, checkpoint_now(other))
     with pytest.raises(UserError) as error:
         rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, ignore)
     text = str(error.value)
-    assert "made by rule dana (averaged) (" in text and "this run uses rule foresight (" in text
+    assert "made by rule dana (averaged) (" in text and "this run uses rule foresight-cached (" in text
     assert "velocities [2, " in text and "cache [2, " in text and "\n" not in text
     assert error.value.exit_code == 2

@@ -47,7 +47,7 @@ def test_momentum_that_adds_to_that_of_asynchrony_is_named_with_a_smaller_one(wo
         {"workers": 2},
         {"workers": 4},
         {"workers": 10, "momentum": 0.0},
-        {"workers": 10, "rule": "foresight", "split": "labels"},
+        {"workers": 10, "rule": "foresight-cached", "split": "labels"},
         {"workers": 10, "rule": "dana"},
         {"workers": 10, "strategy": "sync", "split": "labels", "optimizer": "adam"},
         {"workers": 10, "optimizer": "adam"},

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.config import RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
+from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
 
-SCHEMA = 1
 SCRIPT = "script"
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.config import RunConfig, to_dict
+from paceline.config import SCHEMA, RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
-from paceline.runs.folder import SCHEMA, TIME_IS_UP, RunFolder, write_atomically
+from paceline.runs.folder import TIME_IS_UP, RunFolder, write_atomically
 from paceline.settings.rules import average_in_words
 from paceline.settings.strategies import strategy_of
 from paceline.system.environment import environment

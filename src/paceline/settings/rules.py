@@ -46,15 +46,15 @@ class RuleChoice:
 def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
     """Choose a rule by the number of workers, the skew of their labels (None: unknown) and the optimizer.
 
-    Measured on a validation split of Fashion-MNIST (docs/rules.md): farsight is best or level with the best at the
-    user's lr and momentum. If labels are skewed, farsight-fair makes the data of slow workers count as much as that of
+    Measured on a validation split of Fashion-MNIST (docs/rules.md): foresight is best or level with the best at the
+    user's lr and momentum. If labels are skewed, foresight-fair makes the data of slow workers count as much as that of
     fast ones. Both replace the optimizer. Under another optimizer (Nesterov's momentum is another), skewed labels need
     the cached gradients of `cached`.
 
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "sgd"), (1, "sgd"), (4, "adam"))]
-    ['farsight-fair', 'plain', 'cached']
+    ['foresight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
-    'rule auto: farsight, steps x 0.33 (30 workers, labels spread evenly)'
+    'rule auto: foresight, steps x 0.33 (30 workers, labels spread evenly)'
     """
     if workers == 1:
         return RuleChoice("plain", 0, "one worker: nothing is stale")
@@ -65,7 +65,7 @@ def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
         spread = f"labels {skew:.0%} from the whole" if skewed else "labels spread evenly"
     why = f"{workers} workers, {spread}"
     if optimizer == "sgd":
-        return RuleChoice("farsight-fair" if skewed else "farsight", MOST_AT_FULL_STEP, why)
+        return RuleChoice("foresight-fair" if skewed else "foresight", MOST_AT_FULL_STEP, why)
     rule = "cached" if skewed else "plain"
     return RuleChoice(rule, MOST_AT_FULL_STEP, f"{why}, {optimizer} inside")
 
@@ -111,17 +111,17 @@ RULES = {
     "ringmaster": RuleTraits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
     "buffered": RuleTraits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
     "delayed": RuleTraits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
-    "foresight": RuleTraits(
+    "foresight-cached": RuleTraits(
         "cached, and weights of the time a push counts", knows_workers=True, steps_itself=True, sends_others=True
     ),
-    "farsight": RuleTraits(
+    "foresight": RuleTraits(
         "the newest gradient, and weights of the time a push counts",
         knows_workers=True,
         steps_itself=True,
         sends_others=True,
     ),
-    "farsight-fair": RuleTraits(
-        "farsight, every worker's data counting alike", knows_workers=True, steps_itself=True, sends_others=True
+    "foresight-fair": RuleTraits(
+        "foresight, every worker's data counting alike", knows_workers=True, steps_itself=True, sends_others=True
     ),
 }
 
@@ -283,8 +283,8 @@ def _stepping_itself(config: RunConfig, places: int, prepared: GradientTransform
         "dana": Dana,
         "dana-slim": DanaSlim,
         "ringleader": Ringleader,
-        "foresight": ForesightCached,
-        "farsight": Foresight,
-        "farsight-fair": ForesightFair,
+        "foresight-cached": ForesightCached,
+        "foresight": Foresight,
+        "foresight-fair": ForesightFair,
     }
     return rules[name](config.momentum, places, prepared)

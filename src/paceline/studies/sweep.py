@@ -10,11 +10,11 @@ from paceline.assembly.preflight import require_device
 from paceline.assembly.run import work_of
 from paceline.assembly.task import load_task
 from paceline.assembly.work import divide_work
-from paceline.config import RunConfig
+from paceline.config import SCHEMA, RunConfig
 from paceline.data.datasets import Dataset, load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.folder import SCHEMA, write_atomically
+from paceline.runs.folder import write_atomically
 from paceline.simulation.run import check
 from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
 from paceline.studies.sweep_file import SweepGrid, prefix_errors

@@ -88,7 +88,7 @@ def test_who_leaves_leaves_nothing_behind(name: str) -> None:
         torch.testing.assert_close(walk.state["total"], torch.zeros_like(walk.weights), rtol=0.0, atol=1e-4)
 
 
-OTHERS = [("foresight", "dana"), ("averaged", "foresight"), ("plain", "damped"), ("dana", "cached")]
+OTHERS = [("foresight-cached", "dana"), ("averaged", "foresight-cached"), ("plain", "damped"), ("dana", "cached")]
 
 
 @pytest.mark.parametrize(("then", "now"), OTHERS)

@@ -1,4 +1,4 @@
-"""Rules that remember every worker's gradient: `cached`, `foresight`, `ringleader`."""
+"""Rules that remember every worker's gradient: `cached`, `foresight-cached`, `ringleader`."""
 
 from __future__ import annotations
 

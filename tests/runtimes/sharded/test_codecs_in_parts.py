@@ -39,7 +39,7 @@ BUDGET = Budget(10**6, epoch_samples=100)
 
 
 def config_of(codec: str | None, pull: str | None, **values: Any) -> RunConfig:
-    known: dict[str, Any] = {"strategy": "async", "rule": "foresight", "workers": 3, "lr": 0.02, **values}
+    known: dict[str, Any] = {"strategy": "async", "rule": "foresight-cached", "workers": 3, "lr": 0.02, **values}
     return resolve(replace(RunConfig(dataset="fashion-mnist-sample", codec=codec, pull_codec=pull), **known))
 
 

@@ -213,7 +213,7 @@ def test_one_part_that_is_not_finite_ends_it_for_all(strategy: str, broken: int)
     assert torch.equal(course.parts.gathered()[0], course.whole.weights)
 
 
-@pytest.mark.parametrize("rule", ["cached", "foresight", "farsight"])
+@pytest.mark.parametrize("rule", ["cached", "foresight-cached", "foresight"])
 def test_they_agree_on_who_fell_silent(rule: str) -> None:
     course = Course(config_of(strategy="async", rule=rule), servers=2, before=5, seed=1)
     course.join_all()

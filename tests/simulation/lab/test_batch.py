@@ -107,16 +107,16 @@ RULES = [
     "ringleader",
     "ringmaster:3",
     "buffered:3",
+    "foresight-cached",
     "foresight",
-    "farsight",
     "plain-early",
-    "farsight-fair",
+    "foresight-fair",
     "auto",
 ]
 
 
 @pytest.mark.parametrize("strategy", ["async", pytest.param("bounded:2", marks=pytest.mark.real)])
-@pytest.mark.parametrize("rule", long_but(["farsight"], RULES))
+@pytest.mark.parametrize("rule", long_but(["foresight"], RULES))
 def test_every_rule_equals_the_simulators(dataset: Dataset, rule: str, strategy: str) -> None:
     """Over some 50 updates, workers that finish early and the running mean of the weights included."""
     if rule == "ringmaster:3" and strategy != "async":

@@ -130,7 +130,9 @@ def test_the_third_column_is_what_we_would_choose(tmp_path: Path, capsys: pytest
     by_itself = RunFolder(runs / "auto-async-2-labels-lenet5-seed0").result()
     as_published = RunFolder(runs / "22-async-2-labels-lenet5-sgd-seed0").result()
     assert by_itself is not None and as_published is not None
-    assert by_itself["rule_applied"] == "farsight-fair (paced) (averaged)" and as_published["rule_applied"] == "plain"
+    assert (
+        by_itself["rule_applied"] == "foresight-fair (lr scaled) (averaged)" and as_published["rule_applied"] == "plain"
+    )
     rows = list(csv.DictReader((runs / "table.csv").read_text().splitlines()))
     assert all(float(row["automatic_test_accuracy_mean"]) > 0 for row in rows)
 

@@ -52,7 +52,7 @@ class ForesightCached(StatelessHooks):
     (-1.5, -3.0)
     """
 
-    name = "foresight"
+    name = "foresight-cached"
 
     def __init__(
         self,
@@ -144,11 +144,12 @@ class ForesightCached(StatelessHooks):
 
 
 class Foresight(ForesightCached):
-    """Like `foresight`, but cached gradients only serve the look-ahead; the step is along the gradient that arrived.
+    """Like `foresight-cached`, but the step is along the gradient that arrived: cached ones only serve the look-ahead.
 
     v = gamma_u v + g;  weights -= lr_u v;  worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
-    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as in `foresight`. Old gradients
-    predict well where the weights will be, and are too stale to step along. Paceline's own. No other optimizer fits.
+    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as in `foresight-cached`. Old
+    gradients predict well where the weights will be, and are too stale to step along. Paceline's own rule. No other
+    optimizer fits.
     Touches 5 tensors: g, c_i, total, v, the weights.
 
     >>> import torch
@@ -162,14 +163,14 @@ class Foresight(ForesightCached):
     (-2.0, -3.5)
     """
 
-    name = "farsight"
+    name = "foresight"
 
     def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
         add_scaled(gradient, state["velocity"], decay, out=state["velocity"])
 
 
 class ForesightFair(Foresight):
-    """`farsight` with v = gamma_u v + (tau_i/n) g: the data of every worker counts equally, however often it pushes.
+    """`foresight` with v = gamma_u v + (tau_i/n) g: the data of every worker counts equally, however often it pushes.
 
     tau_i, the updates between two arrivals of worker i, is n if all workers are equally fast. Use it if slow workers
     hold labels that the others lack; on evenly split data it only gives the stalest gradients the most weight.
@@ -183,7 +184,7 @@ class ForesightFair(Foresight):
     -1.2
     """
 
-    name = "farsight-fair"
+    name = "foresight-fair"
 
     def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
         scale(state["velocity"], decay)

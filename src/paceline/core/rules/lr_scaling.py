@@ -27,7 +27,7 @@ class LrScaling(RuleWrapper):
     -0.5
     """
 
-    suffix = "paced"
+    suffix = "lr scaled"
 
     def __init__(self, rule: Rule, most: int) -> None:
         super().__init__(rule)
@@ -41,9 +41,9 @@ class LrScaling(RuleWrapper):
         mean = load(state["mean_staleness"])
         mean = mean + SMOOTHING * (arrival.staleness - mean)
         keep(state["mean_staleness"], mean)
-        self.rule.apply(weights, state, update, self._paced(arrival, mean + 1.0))
+        self.rule.apply(weights, state, update, self._scaled(arrival, mean + 1.0))
 
-    def _paced(self, arrival: Arrival, pushes: Scalar) -> Arrival:
+    def _scaled(self, arrival: Arrival, pushes: Scalar) -> Arrival:
         """The arrival with the learning rate of this update."""
         live = arrival.num_live
         if isinstance(pushes, Tensor):
