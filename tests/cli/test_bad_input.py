@@ -110,6 +110,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 def complaint(capsys: pytest.CaptureFixture[str]) -> str:

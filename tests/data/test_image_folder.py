@@ -160,4 +160,4 @@ def test_a_decoder_that_dies_is_one_line_and_no_hang(tmp_path: Path) -> None:
         with pytest.raises(RunFailed, match="a process that decoded images died"):
             decoder.fill([str(folder / "a" / "picture_000.JPEG")], np.empty((1, 3, 16, 16), np.uint8))
     finally:
-        decoder.end()
+        decoder.kill()

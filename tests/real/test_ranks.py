@@ -85,7 +85,7 @@ def test_ranks_with_a_codec_stay_near_those_without(tmp_path: Path) -> None:
     assert sent["none"] > 10 * sent["lowrank:4"]
     assert losses["lowrank:4"] != losses["none"]
     assert losses["lowrank:4"] == pytest.approx(losses["none"], abs=0.3)
-    with pytest.raises(UserError, match="exchanged by lowrank:4 around a ring"):
+    with pytest.raises(UserError, match="used --codec lowrank:4 on a ring"):
         replays(tmp_path / "runs/lowrank:4")
 
 

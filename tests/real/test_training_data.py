@@ -16,7 +16,7 @@ def test_sentences_train_the_transformer(tmp_path: Path) -> None:
     data = ("--dataset", "sst5", "--data-dir", str(write_trees(tmp_path / "trees")), "--max-length", "1")
     command = run("train", *data, *PACE, "--model", "transformer", "--optimizer", "adam", cwd=tmp_path)
     assert command.process.returncode == 0, command.err
-    (line,) = [line for line in command.err.splitlines() if "were cut" in line]
+    (line,) = [line for line in command.err.splitlines() if "were truncated" in line]
     assert line.startswith("sst5: 8,544 of 8,544 train and 2,210 of 2,210 test sentences are longer")
     result = result_of(tmp_path / "runs/it")
     assert (result["updates"], result["status"], result["test_total"]) == (2, "finished", 2_210)

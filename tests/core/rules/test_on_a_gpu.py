@@ -9,7 +9,10 @@ from torch import Tensor
 from paceline.interfaces import Arrival, Rule
 from tests.support.every_rule import RULES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 RUNS, PLACES, SIZE, UPDATES, WARM_UP = 4, 3, 64, 60, 3
 LEAVES = {20: (0, 1), 30: (2, 0)}
 """Before which update whom which run loses."""

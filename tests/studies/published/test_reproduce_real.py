@@ -175,6 +175,7 @@ def test_bad_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["reproduce", *arguments]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert words in errors[-1] and errors[-1].startswith("paceline: ")
