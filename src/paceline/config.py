@@ -46,6 +46,11 @@ def _workers(name: str, value: int) -> None:
     _at_most(name, value)
 
 
+def _folder_name(name: str, value: str) -> None:
+    if "/" in value or value in (".", ".."):
+        raise UserError(f"--{name} '{value}' is not a folder name: use letters, digits, dots and dashes")
+
+
 def setting(
     default: Any,
     group: str,
@@ -273,7 +278,9 @@ class RunConfig:
         "send metrics to a tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated",
         metavar="NAME",
     )
-    name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
+    name: str | None = setting(
+        None, "run folder", "name of the run (default: strategy, model, workers and time)", _folder_name
+    )
     runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
 
     def __post_init__(self) -> None:

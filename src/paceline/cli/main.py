@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from paceline.cli.cluster import drain_verb, server_verb, shard_verb, worker_verb
 from paceline.cli.machine import data_verb, doctor_verb
@@ -15,7 +17,7 @@ from paceline.cli.studies import bench_verb, reproduce_verb, sweep_verb
 from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
 from paceline.cli.watch import watch_verb
 from paceline.errors import PacelineError, unknown_name
-from paceline.system.signals import raise_on_signals
+from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler
 from paceline.system.terminal import fold_for, fold_help, terminal_width
 
 DESCRIPTION = """Train PyTorch models on many workers; one flag chooses how they keep pace.
@@ -45,6 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         _complain(str(error))
         return 1
+
+
+@contextlib.contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Make Ctrl-C and SIGTERM raise KeyboardInterrupt inside this context."""
+    interrupt = InterruptHandler()
+    before = {number: signal.signal(number, interrupt) for number in INTERRUPT_SIGNALS}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _complain(text: str) -> None:

@@ -152,10 +152,7 @@ def bench_verb(arguments: list[str]) -> int:
 
     asked = config_from(parsed, None)
     usual = f"scaling-{parsed.kind}-{asked.strategy.replace(':', '')}-{asked.model}"
-    name = usual if asked.name is None else asked.name
-    if not name or "/" in name or name in (".", ".."):
-        raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
-    folder = Path(asked.runs) / name
+    folder = Path(asked.runs) / (asked.name or usual)
     with Console() as console:
         counts = parse_counts(parsed.counts, asked.device)
         found = measure(asked, parsed.kind, counts, parsed.repeats, folder, console)

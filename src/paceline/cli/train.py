@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
-from paceline.settings.ranks import Rank, rank_here
+from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
 from paceline.system.terminal import fold_for
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def train_verb(arguments: list[str]) -> int:
     parser.add_to("places", "--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
     parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
     parsed = parser.parse_strictly(arguments)
-    config, rank = config_from(parsed, parsed.file), rank_here()
+    config = config_from(parsed, parsed.file)
+    rank = rank_here() if any(name in os.environ for name in LAUNCHER_VARIABLES) else None
     follows = rank is not None and not rank.leads
     with Console(quiet=follows) as console:
         folder, result = _train(config, parsed, console, rank)
