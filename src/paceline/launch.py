@@ -1,4 +1,4 @@
-"""From settings to a result: check the settings, start the first process, find the data, and run."""
+"""From settings to a result: check them, start the first process, find the data, run."""
 
 from __future__ import annotations
 
