@@ -46,6 +46,11 @@ def _workers(name: str, value: int) -> None:
     _at_most(name, value)
 
 
+def _folder_name(name: str, value: str) -> None:
+    if "/" in value or value in (".", ".."):
+        raise UserError(f"--{name} '{value}' is not a folder name: use letters, digits, dots and dashes")
+
+
 def setting(
     default: Any,
     group: str,
@@ -68,16 +73,15 @@ class RunConfig:
     dataset: str = setting(
         "fashion-mnist", "data", "fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample"
     )
-    split: str = setting("iid", "data", "full, iid, labels or dirichlet:ALPHA", alias="shard")
+    split: str = setting(
+        "iid", "data", "how workers share the data: full, iid, labels or dirichlet:ALPHA", alias="shard"
+    )
     shard_weights: list[float] | None = setting(
         None, "data", "relative shard sizes, one for each worker, as in 1,1,2", metavar="W,W,..."
     )
-    validation: float = setting(0.0, "data", "share of the train set to hold out and score", _fraction)
+    validation: float = setting(0.0, "data", "fraction of the train set to hold out and score", _fraction)
     fold: str | None = setting(
-        None,
-        "data",
-        "hold out and score fold I of K of the train set, as in 2/5, instead of the test set",
-        metavar="I/K",
+        None, "data", "hold out fold I of K of the train set and score it, not the test set, as in 2/5", metavar="I/K"
     )
     data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
     augment: str = setting(
@@ -86,73 +90,65 @@ class RunConfig:
         "augment training images: crop, mirror, crop,mirror or none (auto: both for cifar10 and imagenet)",
         metavar="WAYS",
     )
-    max_length: int = setting(64, "data", "read so many words of a sentence", _at_least_one)
+    max_length: int = setting(64, "data", "maximum number of words of a sentence", _at_least_one)
     image_size: int = setting(224, "data", "width and height of the images of imagenet, in pixels", _at_least_one)
     model: str = setting(
         "lenet5",
         "model",
         "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm), "
-        "inception-28-small, inception-bn, or for text transformer",
+        "inception-28-small, inception-bn, or transformer (for text)",
     )
     task: str | None = setting(
         None, "model", "your own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )
     strategy: str = setting(
-        "async", "pace", "classic, sync, async, backup:B, bounded:S, local:H, diloco:H or async-local:H"
+        "async", "strategy", "classic, sync, async, backup:B, bounded:S, allreduce, local:H, diloco:H or async-local:H"
     )
-    workers: int | None = setting(None, "pace", "number of workers (default 2; classic has 1)", _workers)
+    workers: int | None = setting(None, "strategy", "number of workers (default 2; classic has 1)", _workers)
     max_workers: int | None = setting(
         None,
-        "pace",
-        "let workers join and leave, up to so many at once; the data is divided again each time (default: --workers)",
+        "strategy",
+        "let workers join and leave during the run, at most this many at once; the data is divided again each "
+        "time (default: --workers)",
         _workers,
     )
     rule: str = setting(
         "auto",
-        "pace",
-        "how a push changes the weights: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, cached, "
-        "ringleader, ringmaster:R, buffered:K, foresight, foresight-fair or foresight-cached; for async-local delayed",
+        "strategy",
+        "how the server applies a push: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, "
+        "cached, ringleader, ringmaster:R, buffered:K, foresight, foresight-fair or foresight-cached; with "
+        "async-local: delayed",
     )
     average: str | None = setting(
         None,
-        "pace",
-        "evaluate and save a running mean of the weights: none, on, a horizon in updates, or auto (default: on for "
-        "async, bounded and async-local with any rule but plain)",
+        "strategy",
+        "evaluate and save a running average of the weights: none, on, auto or a horizon in updates (default: on "
+        "for async, bounded and async-local, unless the rule is plain or plain-early)",
     )
     local_steps: str | None = setting(
         None,
-        "pace",
-        "of strategies with :H: even (H steps each) or speed (H for the fastest worker, fewer for slower ones, so that "
-        "all push together; default for async-local)",
+        "strategy",
+        "for strategies with :H: even (H steps each) or speed (H steps for the fastest worker, fewer for slower "
+        "ones, so that all push at the same time; default for async-local)",
         metavar="even|speed",
     )
     outer_lr: float | None = setting(
-        None,
-        "pace",
-        "of diloco and async-local: learning rate of the mean drift (default .7; async-local .4)",
-        _positive,
+        None, "strategy", "outer learning rate of diloco and async-local (default .7; async-local .4)", _positive
     )
     outer_momentum: float | None = setting(
-        None, "pace", "of diloco and async-local: Nesterov momentum over drifts (default .9; async-local .8)", _fraction
+        None, "strategy", "outer Nesterov momentum of diloco and async-local (default .9; async-local .8)", _fraction
     )
     path: str | None = setting(
-        None,
-        "pace",
-        "star (through a server) or ring (default for allreduce, local and diloco, which need no server)",
-        metavar="star|ring",
+        None, "strategy", "topology: star, or ring (default for allreduce, local and diloco)", metavar="star|ring"
     )
     codec: str | None = setting(
-        None,
-        "pace",
-        "compress pushes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)",
+        None, "strategy", "compress pushes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)"
     )
     pull_codec: str | None = setting(
-        None, "pace", "compress replies, as differences to the weights that a worker has (default none)"
+        None, "strategy", "compress replies: the change of the weights, with the same codecs (default none)"
     )
     optimizer: str = setting(
-        "sgd",
-        "optimizer",
-        "sgd, adam, adamw or lars: one on the server for all workers; with local steps one in each worker",
+        "sgd", "optimizer", "sgd, adam, adamw or lars: on the server or, with local steps, one in each worker"
     )
     lr: float | None = setting(
         None, "optimizer", "learning rate (default .005 for sgd, .001 for adam and adamw, 1 for lars)", _positive
@@ -163,107 +159,104 @@ class RunConfig:
     weight_decay: float = setting(
         0.0, "optimizer", "weight decay added to the gradient (adamw: to the step)", _not_negative
     )
-    clip: float | None = setting(
-        None, "optimizer", "largest gradient norm; scale longer gradients down to it", _positive
+    clip: float | None = setting(None, "optimizer", "maximum gradient norm; scale larger gradients down", _positive)
+    schedule: str = setting(
+        "constant", "optimizer", "learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]"
     )
-    schedule: str = setting("constant", "optimizer", "constant, exponential[:FACTOR an epoch] or cosine")
-    warmup: float = setting(0.0, "optimizer", "share of the run over which lr grows from 0", _fraction)
+    warmup: float = setting(0.0, "optimizer", "fraction of the run over which lr grows from 0", _fraction)
     scale_lr: str = setting(
-        "none", "optimizer", "none, auto (multiply lr by the pushes that one update averages) or a factor"
+        "none", "optimizer", "multiply lr: none, auto (by the number of pushes that one update averages) or a factor"
     )
-    batch_size: int = setting(32, "length", "samples in the batch of one worker", _at_least_one)
-    epochs: float = setting(6.0, "length", "passes over the data, shared by all workers", _sensible)
+    batch_size: int = setting(32, "length", "samples in one batch of one worker", _at_least_one)
+    epochs: float = setting(6.0, "length", "number of epochs", _sensible)
     epoch_mode: str = setting(
-        "shared", "length", "shared (all workers count together) or own (each worker counts passes over its own data)"
+        "shared", "length", "count epochs of all workers together (shared) or of each worker's own shard (own)"
     )
-    steps: int | None = setting(None, "length", "stop after this many updates instead of epochs", _at_least_one)
+    steps: int | None = setting(None, "length", "stop after this many updates instead of --epochs", _at_least_one)
     max_seconds: float | None = setting(
         None,
         "length",
-        "stop after so many seconds of training, without loading and evaluation (simulate: virtual seconds)",
+        "stop after this many seconds of training, not counting loading and evaluation (simulate: virtual seconds)",
         _sensible,
     )
     target_accuracy: float | None = setting(
-        None, "length", "stop once test accuracy reaches this percentage (needs --eval-every)", _percent
+        None, "length", "stop once the test accuracy reaches this percentage (needs --eval-every)", _percent
     )
     target: str | None = setting(
         None,
         "length",
-        "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE', with loss, "
-        "accuracy or a metric of your task (needs --eval-every); in your own loop, with a metric that it reports",
+        "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE'; METRIC is "
+        "loss, accuracy or a metric of your task (needs --eval-every), or one that your own loop reports",
         metavar="GOAL",
     )
     best: str | None = setting(
         None,
         "length",
-        "choose the best weights by min:METRIC or max:METRIC at evaluations (default: the metric of --target, else "
-        "accuracy, else loss)",
+        "how to choose the best weights at evaluations: min:METRIC or max:METRIC (default: the metric of "
+        "--target, else accuracy, else loss)",
         metavar="BEST",
     )
     eval_every: float | None = setting(
-        None, "length", "evaluate every so many epochs; the clock of training stands still", _sensible
+        None, "length", "evaluate every this many epochs; this does not count as training time", _sensible
     )
-    eval_train: bool = setting(False, "length", "score the train data too at these evaluations")
-    score: str = setting("all", "length", "score at the end: all, test or none")
+    eval_train: bool = setting(False, "length", "score the train data too at each of these evaluations")
+    score: str = setting("all", "length", "what to score at the end: all, test or none")
     seed: int = setting(0, "machine", "seed of all random choices", _seed)
     device: str = setting("cpu", "machine", "cpu or cuda")
-    threads: int | None = setting(None, "machine", "threads of each worker (default cores / workers)", _at_least_one)
-    precision: str = setting("fp32", "machine", "fp32, or bf16: autocast, with weights in fp32")
-    compile: bool = setting(False, "machine", "compile the step with torch.compile: a slow start, then faster steps")
+    threads: int | None = setting(None, "machine", "threads of each worker (default: cores / workers)", _at_least_one)
+    precision: str = setting("fp32", "machine", "fp32, or bf16 (autocast; the weights stay fp32)")
+    compile: bool = setting(False, "machine", "compile the step with torch.compile: a slower start, then faster steps")
     capture: bool = setting(False, "machine", "capture the step as a CUDA graph; needs --device cuda")
     channels_last: bool | None = setting(None, "machine", "store images channels last (default: with bf16 on cuda)")
     accumulate: int = setting(
-        1, "machine", "compute a batch in so many parts, one after the other, to save memory", _at_least_one
+        1, "machine", "compute each batch in this many parts, one after the other, to save memory", _at_least_one
     )
     delay: list[str] | None = setting(
         None,
         "machine",
-        "slow workers on purpose: 30ms or normal:60ms,5ms, with @1,3 for those workers only; may be repeated",
+        "slow workers down on purpose: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3; may be repeated",
         metavar="TIME[@WORKERS]",
     )
     faults: str | None = setting(
-        None, "cluster", "inject the faults of this table: processes are killed, stopped and slowed", metavar="FILE"
+        None, "cluster", "TOML file of faults to inject: kill, stop and slow processes", metavar="FILE"
     )
     speeds: str | None = setting(
-        None, "cluster", "time of a step: 30ms, 1,1,1,4, lognormal:30ms,.3 or exponential:30ms [1s]", metavar="SPEEDS"
-    )
-    link: str | None = setting(
-        None, "cluster", "link of the server, each way: bandwidth and latency, as in 1gbit,0.2ms", metavar="LINK"
-    )
-    server_time: str | None = setting(
-        None, "cluster", "time that the server needs for a push, as in 2ms [none]", metavar="TIME"
-    )
-    cores: int | None = setting(
-        None, "cluster", "cores that all workers and the server share (default: one each)", _at_least_one
-    )
-    like: str | None = setting(
         None,
         "cluster",
-        "take settings, step times, exchange times and cores from this run; --speeds are factors",
-        metavar="RUN",
+        "time of a step: 30ms, 1,1,1,4 (seconds of each worker), lognormal:30ms,.3 or exponential:30ms [1s]",
+        metavar="SPEEDS",
+    )
+    link: str | None = setting(
+        None, "cluster", "link of the server: bandwidth and latency each way, as in 1gbit,0.2ms", metavar="LINK"
+    )
+    server_time: str | None = setting(
+        None, "cluster", "time that the server takes for a push, as in 2ms [none]", metavar="TIME"
+    )
+    cores: int | None = setting(
+        None, "cluster", "number of cores that all workers and the server share (default: one each)", _at_least_one
+    )
+    like: str | None = setting(
+        None, "cluster", "take settings, times and cores from this run; --speeds then gives factors", metavar="RUN"
     )
     timing_only: bool = setting(False, "cluster", "compute no gradients, only times, staleness and traffic")
     parameters: str | None = setting(
-        None, "cluster", "size of the model for --timing-only, as in 25.6M (default: that of --model)", metavar="COUNT"
+        None, "cluster", "number of parameters for --timing-only, as in 25.6M (default: of --model)", metavar="COUNT"
     )
     checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
-    keep: int = setting(2, "run folder", "keep so many checkpoints, the newest", _at_least_one)
+    keep: int = setting(2, "run folder", "number of checkpoints to keep", _at_least_one)
     restart: int = setting(
-        0, "run folder", "restart a killed server from checkpoint and log, so many times", _not_negative
+        0, "run folder", "restart a killed server from its checkpoint and log, at most this many times", _not_negative
     )
     recovery: str = setting(
-        "log",
-        "run folder",
-        "after a crash: log (compute again what was acknowledged since the checkpoint) or checkpoint (drop it)",
-        metavar="log|checkpoint",
+        "log", "run folder", "after a crash: recompute pushes (log) or drop them (checkpoint)", metavar="log|checkpoint"
     )
     durable: bool = setting(
-        False, "run folder", "sync the log to the disk before each reply, so that a power failure loses nothing"
+        False, "run folder", "sync the log to disk before each reply, so that a power failure loses no push"
     )
     snapshots: float | None = setting(
         None,
         "run folder",
-        "keep the weights so many times in an epoch, for 'paceline landscape'; each takes 4 bytes for a parameter "
+        "save the weights this many times per epoch, for 'paceline landscape'; each takes 4 bytes per parameter "
         "(default none)",
         _sensible,
     )
@@ -273,7 +266,9 @@ class RunConfig:
         "send metrics to a tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated",
         metavar="NAME",
     )
-    name: str | None = setting(None, "run folder", "name of the run (default: strategy, model, workers and time)")
+    name: str | None = setting(
+        None, "run folder", "name of the run (default: strategy, model, workers and time)", _folder_name
+    )
     runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
 
     def __post_init__(self) -> None:

@@ -1,10 +1,11 @@
-"""From settings to a result: check what can be checked, find the data, choose a runtime and hand the run to it."""
+"""From settings to a result: check them, start the first process, find the data, run."""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.assembly.preflight import require_device
 from paceline.config import RunConfig, is_simulated
@@ -18,6 +19,9 @@ from paceline.settings.fault_table import Fault
 from paceline.settings.ranks import Rank, config_of
 from paceline.settings.resolve import check_names, check_processes, refuse_simulated, resolve
 from paceline.settings.strategies import Feature, in_this_process, on_ring, require_feature
+
+if TYPE_CHECKING:
+    from paceline.runtimes.local.fork_server import ForkServer
 
 
 def train(
@@ -39,16 +43,18 @@ def train(
     refuse_simulated(config)
     check_processes(config, launched=rank is not None)
     faults = _faults(config)
-    config, location = settle_data(config)
     if config.compile or config.device != "cpu":
         require_device(config)
     if rank is not None:
         from paceline.runtimes.ring.rank import train_as_rank
 
+        config, location = settle_data(config)
         return train_as_rank(config, rank, location, console.report)
-    folder = RunFolder.create(config)
-    with holding(folder):
-        return folder, _run(config, folder, location, console.report, 0, faults)
+    with _fork_server(config) as forks:  # it imports torch while this process finds the data
+        config, location = settle_data(config)
+        folder = RunFolder.create(config)
+        with holding(folder):
+            return folder, _run(config, folder, location, forks, console.report, 0, faults)
 
 
 def resume(
@@ -75,7 +81,8 @@ def resume(
         check_processes(config)
         require_device(config)
         incarnation, _ = next_incarnation(folder.arrivals_file, config)
-        return folder, _run(config, folder, location, console.report, incarnation)
+        with _fork_server(config) as forks:
+            return folder, _run(config, folder, location, forks, console.report, incarnation)
 
 
 def _faults(config: RunConfig) -> tuple[Fault, ...]:
@@ -87,19 +94,30 @@ def _faults(config: RunConfig) -> tuple[Fault, ...]:
     return faults_for_processes(config)
 
 
+def _fork_server(config: RunConfig) -> AbstractContextManager[ForkServer | None]:
+    """Start the process that forks the server and the workers; None if they all run in this process."""
+    if in_this_process(config):
+        return nullcontext()
+    from paceline.runtimes.local.fork_server import ForkServer
+
+    return ForkServer()
+
+
 def _run(
     config: RunConfig,
     folder: RunFolder,
     location: Location | None,
+    forks: ForkServer | None,
     report: Report,
     incarnation: int,
     faults: tuple[Fault, ...] = (),
 ) -> dict[str, Any]:
     """Train in this process or on processes of this machine; an incarnation above 0 resumes."""
-    if in_this_process(config):
+    if forks is None:
         from paceline.runtimes.local.in_process import train_in_process
 
         return train_in_process(config, folder, location, report, incarnation)
     from paceline.runtimes.local.supervisor import train_on_processes
 
-    return train_on_processes(config, folder, location, report, incarnation, faults)
+    with forks:  # all processes end before the folder is unlocked or removed
+        return train_on_processes(config, folder, location, forks, report, incarnation, faults)

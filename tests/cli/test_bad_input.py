@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,12 +123,42 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
+FOUND_IN_DATA = (
+    "a data set that is not here",
+    "no such data folder",
+    "more workers than batches",
+    "batch larger than a shard",
+    "a split that leaves a worker empty",
+    "a bad weight",
+    "more folds than samples",
+)
+"""Mistakes that only the data shows: it is searched and decoded while the first process imports torch."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes that the command starts; all must have ended when it returns."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    yield processes
+    assert all(process.returncode is not None for process in processes)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_one_line_and_exit_code_2(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[subprocess.Popen[bytes]]
+) -> None:
     arguments, expected = CASES[name]
     assert main(["train", *arguments]) == 2
     assert expected in complaint(capsys)
     assert not list(tmp_path.glob("runs/*"))
+    assert not started or name in FOUND_IN_DATA
 
 
 def test_an_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,17 +166,23 @@ def test_an_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) 
     assert "unknown verb 'trian': did you mean 'train'" in complaint(capsys)
 
 
-def test_a_run_folder_that_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", ["classic", "async"])
+@pytest.mark.usefixtures("started")
+def test_a_run_folder_that_exists_is_not_touched(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/notes").write_text("keep me")
-    assert main(["train", *SAMPLE, "--strategy", "classic", "--name", "mine"]) == 2
+    assert main(["train", *SAMPLE, "--strategy", strategy, "--name", "mine"]) == 2
     assert "runs/mine exists already" in complaint(capsys)
     assert (tmp_path / "runs/mine/notes").read_text() == "keep me"
 
 
-def test_a_run_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", ["classic", "async"])
+@pytest.mark.usefixtures("started")
+def test_a_run_folder_that_cannot_be_made(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["train", *SAMPLE, "--strategy", "classic", "--runs", "file"]) == 2
+    assert main(["train", *SAMPLE, "--strategy", strategy, "--runs", "file"]) == 2
     assert "cannot be written: Not a directory; try --runs DIR" in complaint(capsys)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.system.signals import handle_signals, raise_on_signals
+from paceline.cli.main import raise_on_signals
+from paceline.system.signals import handle_signals
 from tests.support.waiting import until
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]

@@ -12,10 +12,10 @@ from paceline.reports.console import Console
 
 SERVER_DESCRIPTION = """Serve a run to workers on other machines; the run folder stays here.
 
-  paceline server --strategy async --workers 2                                 on this machine only, no token
-  paceline server --strategy sync --workers 8 --listen 0.0.0.0:29500           a new token is shown once
-  paceline server --resume runs/NAME                                           go on after its server ended"""
-WORKER_DESCRIPTION = """Work for a server, which says what to train; the data is read on this machine.
+  paceline server --strategy async --workers 2                         for workers on this machine, without a token
+  paceline server --strategy sync --workers 8 --listen 0.0.0.0:29500   for other machines; prints a new token once
+  paceline server --resume runs/NAME                                   continue after the server ended"""
+WORKER_DESCRIPTION = """Connect a worker to a server, which sends the settings. The data is read on this machine.
 
   paceline worker --connect 10.0.0.1:29500 --token-file token --data-dir DIR
   PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500 --threads 4"""
@@ -27,15 +27,17 @@ PATIENCE_SECONDS = 300.0
 
 def server_verb(arguments: list[str]) -> int:
     parser = Parser("server", SERVER_DESCRIPTION, "paceline server [RUN.toml] [flags]")
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="file of settings; flags override it")
     parser.add_to("network", "--listen", metavar="HOST:PORT", help="address for workers [127.0.0.1 and a free port]")
-    parser.add_to("network", "--token-file", metavar="FILE", help="secret of the run [PACELINE_TOKEN, or a new one]")
+    parser.add_to(
+        "network", "--token-file", metavar="FILE", help="file with the token of the run [PACELINE_TOKEN, or a new one]"
+    )
     parser.add_to("network", "--tls", action="store_true", help="encrypt, and show the fingerprint of the certificate")
-    parser.add_to("network", "--certificate", metavar="FILE", help="your own, with --key [a new one]")
-    parser.add_to("network", "--key", metavar="FILE", help="of the certificate")
+    parser.add_to("network", "--certificate", metavar="FILE", help="TLS certificate; needs --key [a new one]")
+    parser.add_to("network", "--key", metavar="FILE", help="private key of --certificate")
     parser.add_to(
         "network", "--servers", type=number(int), metavar="S",
-        help="divide the weights over S server processes [1, or as before]",
+        help="divide the weights over S server processes [1; with --resume: as before]",
     )  # fmt: skip
     parser.add_to(
         "network",
@@ -45,11 +47,11 @@ def server_verb(arguments: list[str]) -> int:
     )
     parser.add_to(
         "network", "--wait", type=number(float), metavar="SECONDS",
-        help="exit with code 1 if not all workers have connected by then [wait for ever]",
+        help="exit with code 1 if not all workers have connected by then [no limit]",
     )  # fmt: skip
-    parser.add_to("network", "--resume", metavar="RUN", help="go on with a run whose server ended, at the same address")
+    parser.add_to("network", "--resume", metavar="RUN", help="continue a run whose server ended, at the same address")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import ListenOptions, serve, serve_again
 
@@ -72,12 +74,14 @@ def server_verb(arguments: list[str]) -> int:
 
 def add_proof(parser: Parser) -> None:
     """Add the flags that authenticate a client to a server, and the server to the client."""
-    parser.add_argument("--token-file", metavar="FILE", help="the server's token [PACELINE_TOKEN]")
+    parser.add_argument("--token-file", metavar="FILE", help="file with the token of the server [PACELINE_TOKEN]")
     parser.add_argument(
         "--tls", action="store_true", help="encrypt; the token authenticates the certificate of the server"
     )
-    parser.add_argument("--fingerprint", metavar="HEX", help="use TLS, only with the certificate of this fingerprint")
-    parser.add_argument("--ca", metavar="FILE", help="use TLS, with a certificate that this one signed")
+    parser.add_argument(
+        "--fingerprint", metavar="HEX", help="use TLS, and accept only the certificate with this fingerprint"
+    )
+    parser.add_argument("--ca", metavar="FILE", help="use TLS, and accept only certificates that this one signed")
 
 
 def _add_way(parser: Parser) -> None:
@@ -97,7 +101,7 @@ def shard_verb(arguments: list[str]) -> int:
         "--listen", metavar="HOST:PORT", help="address for workers [the interface that reaches the server]"
     )
     parser.add_argument(
-        "--once", action="store_true", help="end when the server is gone instead of waiting for its return"
+        "--once", action="store_true", help="end when the server is gone, instead of waiting until it is back"
     )
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import join_as_shard
@@ -115,9 +119,9 @@ def worker_verb(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
     parser.add_argument(
         "--device", metavar="NAME", default="cpu",
-        help="cuda, or one of several as in cuda:1; the server then needs --recovery checkpoint [%(default)s]",
+        help="cpu, cuda or cuda:N; with cuda the server needs --recovery checkpoint [%(default)s]",
     )  # fmt: skip
-    parser.add_argument("--worker", type=number(int), metavar="N", help="number of this worker [any that is missing]")
+    parser.add_argument("--worker", type=number(int), metavar="N", help="number of this worker [any free number]")
     parser.add_argument(
         "--overlap", type=number(int), default=0, metavar="D",
         help="run D + 1 workers in this process: one computes while the push of another travels [%(default)s]",
@@ -132,7 +136,7 @@ def worker_verb(arguments: list[str]) -> int:
     return 0 if ended else 1
 
 
-DESCRIPTION = """Let workers leave a running run: each finishes its push, which counts, and ends.
+DESCRIPTION = """Remove workers from a running run. Each worker sends its current push, which is applied, and ends.
 
   paceline drain runs/NAME 2 3"""
 
@@ -140,7 +144,9 @@ DESCRIPTION = """Let workers leave a running run: each finishes its push, which 
 def drain_verb(arguments: list[str]) -> int:
     parser = Parser("drain", DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="the folder of a running run, as in runs/NAME")
-    parser.add_argument("workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of workers")
+    parser.add_argument(
+        "workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of the workers to remove"
+    )
     parsed = parser.parse_strictly(arguments)
     from paceline.runs.control_files import request_drain
     from paceline.runs.folder import RunFolder

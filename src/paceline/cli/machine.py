@@ -19,11 +19,11 @@ from paceline.system.terminal import fold_for, table_width
 
 
 def data_verb(arguments: list[str]) -> int:
-    parser = Parser("data", "List the data sets and their folders, or fetch one.")
+    parser = Parser("data", "List the data sets and their folders, or download one.")
     parser.add_choice("action", ("list", "get"))
-    parser.add_argument("name", nargs="?", help="the data set to get")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder to search first, or to fetch to")
-    parser.add_argument("--mirror", metavar="URL", help="address to fetch from instead of the official one")
+    parser.add_argument("name", nargs="?", help="data set to download")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder to search first, or to download to")
+    parser.add_argument("--mirror", metavar="URL", help="address to download from, instead of the official one")
     parsed = parser.parse_strictly(arguments)
     place = Path(parsed.data_dir) if parsed.data_dir is not None else None
     if parsed.action == "list":
@@ -41,9 +41,9 @@ def data_verb(arguments: list[str]) -> int:
 
 
 def doctor_verb(arguments: list[str]) -> int:
-    Parser("doctor", "Check what this machine has, what will be slow, and what to do about it.").parse_strictly(
-        arguments
-    )
+    Parser(
+        "doctor", "Check the software, cores, memory, disk and data sets of this machine, and advise what to change."
+    ).parse_strictly(arguments)
 
     findings = examine()
     print(fold_for(sys.stdout, findings.lines))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from paceline.cli.cluster import drain_verb, server_verb, shard_verb, worker_verb
 from paceline.cli.machine import data_verb, doctor_verb
@@ -15,16 +17,16 @@ from paceline.cli.studies import bench_verb, reproduce_verb, sweep_verb
 from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
 from paceline.cli.watch import watch_verb
 from paceline.errors import PacelineError, unknown_name
-from paceline.system.signals import raise_on_signals
+from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler
 from paceline.system.terminal import fold_for, fold_help, terminal_width
 
-DESCRIPTION = """Train PyTorch models on many workers; one flag chooses how they keep pace.
+DESCRIPTION = """Train PyTorch models on many workers; --strategy chooses how the workers synchronise.
 
   paceline train --strategy async --workers 2     real processes on this machine
   paceline train run.toml --lr 0.01               settings from a file, then flags
   paceline run -n 4 script.py                     your own training loop on four workers
   paceline compare runs                           several runs in one table
-  paceline doctor                                 what this machine has and lacks"""
+  paceline doctor                                 check this machine"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,6 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         _complain(str(error))
         return 1
+
+
+@contextlib.contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Make Ctrl-C and SIGTERM raise KeyboardInterrupt inside this context."""
+    interrupt = InterruptHandler()
+    before = {number: signal.signal(number, interrupt) for number in INTERRUPT_SIGNALS}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _complain(text: str) -> None:
@@ -78,27 +93,27 @@ def _overview() -> str:
 Verb = Callable[[list[str]], int]
 VERBS: dict[str, tuple[Verb, str]] = {
     "train": (train_verb, "train a model on this machine"),
-    "simulate": (simulate_verb, "train or time on a simulated cluster"),
-    "plan": (plan_verb, "find the strategy and the number of workers for a cluster"),
-    "soak": (soak_verb, "simulate random clusters and faults, and check every promise"),
-    "sweep": (sweep_verb, "run a grid of settings, and make one table"),
-    "reproduce": (reproduce_verb, "run a published table again, and compare"),
+    "simulate": (simulate_verb, "train on a simulated cluster, or compute only its times"),
+    "plan": (plan_verb, "forecast the best strategy and number of workers for a cluster"),
+    "soak": (soak_verb, "simulate random clusters and faults, and check invariants"),
+    "sweep": (sweep_verb, "run a grid of settings, and compare the runs in one table"),
+    "reproduce": (reproduce_verb, "repeat the runs of a published table, and compare"),
     "bench": (bench_verb, "measure the same run on 1, 2, 4, ... workers"),
     "run": (run_verb, "run your own training loop on several workers"),
-    "drain": (drain_verb, "let workers leave a running run"),
+    "drain": (drain_verb, "remove workers from a running run"),
     "server": (server_verb, "serve a run to workers on other machines"),
-    "worker": (worker_verb, "work for such a server"),
+    "worker": (worker_verb, "connect a worker to a server"),
     "shard": (shard_verb, "hold a range of the weights for a server with --servers"),
-    "resume": (resume_verb, "go on with a run that was stopped or killed"),
-    "replay": (replay_verb, "execute a run again from its log, and compare"),
+    "resume": (resume_verb, "continue a run that was stopped or killed"),
+    "replay": (replay_verb, "compute a run again from its log, and compare"),
     "status": (status_verb, "show the state of a run, and which worker is slow and why"),
     "watch": (watch_verb, "follow runs in the browser or the terminal"),
     "list": (list_verb, "list the runs of a folder, newest first"),
     "compare": (compare_verb, "compare several runs in one table"),
     "export": (export_verb, "send a run to TensorBoard, MLflow or your own tracker"),
-    "trace": (trace_verb, "write what every worker did when, for Perfetto"),
-    "report": (report_verb, "write one page that shows runs, for a browser"),
+    "trace": (trace_verb, "write a timeline of all workers, for Perfetto"),
+    "report": (report_verb, "write an HTML page about one or more runs"),
     "landscape": (landscape_verb, "draw the path of training on the loss landscape"),
-    "data": (data_verb, "list data sets, or fetch one"),
-    "doctor": (doctor_verb, "check what this machine has and lacks"),
+    "data": (data_verb, "list data sets, or download one"),
+    "doctor": (doctor_verb, "check the software, cores, memory and data of this machine"),
 }

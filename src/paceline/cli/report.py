@@ -1,4 +1,4 @@
-"""The verb that makes a page of runs: report."""
+"""Verbs that write files about runs: report, export, trace and landscape."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.cli.arguments import Parser, number
 from paceline.errors import UserError
 from paceline.reports.console import Console
 
-DESCRIPTION = """Write one page that shows a run, or several side by side; it opens offline.
+DESCRIPTION = """Write an HTML page about one run, or several side by side; it needs no network.
 
   paceline report runs/NAME                        report.html
-  paceline report runs/* -o comparison.html        a table, curves, scaling, what differs
+  paceline report runs/* -o comparison.html        table, curves, scaling, settings that differ
   paceline report runs/sweep                       all runs of a folder
 
-Runs may be finished, running, killed, simulated, swept or damaged: the page shows what can be read."""
+A run may be finished, running, killed, simulated or damaged: the page shows what can be read."""
 
 
 def report_verb(arguments: list[str]) -> int:
     parser = Parser("report", DESCRIPTION, "paceline report RUN... [-o FILE.html]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="file of the page [report.html]")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
@@ -50,14 +50,14 @@ def report_verb(arguments: list[str]) -> int:
     return 0
 
 
-EXPORT_DESCRIPTION = """Send runs to a tracker from their folders, also while a run goes on.
+EXPORT_DESCRIPTION = """Send the metrics of runs to a tracker, from their folders, also during training.
 
   paceline export runs --to tensorboard     then: tensorboard --logdir runs
   paceline export runs/NAME --to csv        metrics.csv in the run's folder
   paceline export runs/NAME --to mine.py:Tracker --follow"""
 
 
-TRACE_DESCRIPTION = """Write a run as a trace for https://ui.perfetto.dev: what every worker did when, and each update.
+TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: the work of each worker, and updates.
 
   paceline trace runs/NAME                          trace.json.gz in the run's folder
   paceline trace runs/NAME --from 10 --to 12 -o part.json"""
@@ -65,9 +65,11 @@ TRACE_DESCRIPTION = """Write a run as a trace for https://ui.perfetto.dev: what 
 
 def export_verb(arguments: list[str]) -> int:
     parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
-    parser.add_argument("--to", required=True, metavar="NAME", help="csv, tensorboard, mlflow, wandb or MODULE:CLASS")
-    parser.add_argument("--follow", action="store_true", help="follow the run until it ends")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
+    parser.add_argument(
+        "--to", required=True, metavar="NAME", help="tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS"
+    )
+    parser.add_argument("--follow", action="store_true", help="keep sending until the run ends")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
     from paceline.runs.folder import RunFolder
@@ -98,11 +100,13 @@ def trace_verb(arguments: list[str]) -> int:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="file of the trace, .json or .json.gz [RUN/trace.json.gz]"
     )
-    parser.add_argument("--from", dest="begin", type=number(float), metavar="S", help="from this second of training on")
-    parser.add_argument("--to", dest="end", type=number(float), metavar="S", help="up to this one")
+    parser.add_argument(
+        "--from", dest="begin", type=number(float), metavar="S", help="begin at this second of training"
+    )
+    parser.add_argument("--to", dest="end", type=number(float), metavar="S", help="end at this second of training")
     parser.add_argument(
         "--pushes", type=number(int), metavar="N",
-        help="draw at most so many pushes; if there are more, several become one span [30000]",
+        help="maximum number of pushes to draw; beyond it, several pushes become one span [30000]",
     )  # fmt: skip
     parsed = parser.parse_strictly(arguments)
     from paceline.reports.chrome_trace import MAX_PUSHES, TraceWindow, write_trace
@@ -128,7 +132,7 @@ LANDSCAPE_DESCRIPTION = """Draw the path of training on the loss landscape, in t
   paceline landscape runs/a
   paceline landscape runs/a runs/b --grid 61 --samples 5000 --device cuda -o picture
 
-Writes landscape.png, landscape.csv (the grid) and landscape.json (the paths, and how faithful the picture is)."""
+Writes landscape.png, landscape.csv (the grid) and landscape.json (the paths, and how well the plane fits them)."""
 
 
 MOST_PLACES = 1001
@@ -147,8 +151,10 @@ def landscape_verb(arguments: list[str]) -> int:
     parser.add_argument(
         "--margin", type=number(float), default=0.25, help="margin around the paths, as a share of their extent [0.25]"
     )
-    parser.add_choice("--on", ("train", "test"), default="train", help="data of the loss [train]")
-    parser.add_argument("--samples", type=number(int), default=1000, metavar="N", help="samples of the loss [1000]")
+    parser.add_choice("--on", ("train", "test"), default="train", help="data to compute the loss on [train]")
+    parser.add_argument(
+        "--samples", type=number(int), default=1000, metavar="N", help="number of samples to compute the loss on [1000]"
+    )
     parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device that computes the losses [cpu]")
     parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="folder for the files [landscape]")
     parser.add_argument("--json", action="store_true", help="print landscape.json on standard output")

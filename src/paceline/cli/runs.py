@@ -16,13 +16,13 @@ from paceline.errors import UserError
 from paceline.reports.status_table import format_status
 from paceline.system.terminal import can_redraw, table_width, terminal_width
 
-STATUS_DESCRIPTION = """Show the state of a run, what each worker does with its time, and which one is slow and why.
+STATUS_DESCRIPTION = """Show the state of a run, how each worker spends its time, and which worker is slow and why.
 
-  paceline status runs/NAME                 running, ended, killed or simulated
-  paceline status runs/NAME --watch 2       again every two seconds, until it ends
-  paceline status 10.0.0.1:29500            a run that is served there, with its token"""
+  paceline status runs/NAME                 a run in any state: running, finished, killed, simulated
+  paceline status runs/NAME --watch 2       repeat every two seconds until the run ends
+  paceline status 10.0.0.1:29500            the run of a server; needs its token"""
 
-LIST_DESCRIPTION = """List the runs of a folder, newest first, with the state of each, or what is damaged.
+LIST_DESCRIPTION = """List the runs of a folder, newest first, with the state of each; for a damaged run, what is wrong.
 
   paceline list runs --where status=killed
   paceline list runs --where 'strategy=bounded:*' --sort test_accuracy"""
@@ -39,9 +39,9 @@ def status_verb(arguments: list[str]) -> int:
         "run", metavar="RUN|HOST:PORT", help="a run folder, as in runs/NAME, or the address of a server"
     )
     parser.add_argument(
-        "--watch", type=number(float), metavar="SECONDS", help="repeat every so many seconds until the run ends"
+        "--watch", type=number(float), metavar="SECONDS", help="repeat every this many seconds until the run ends"
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON; with --watch a line each time")
+    parser.add_argument("--json", action="store_true", help="print the state as JSON; with --watch one line each time")
     add_proof(parser)
     parsed = parser.parse_strictly(arguments)
     if parsed.watch is not None and not 0.0 < parsed.watch < 86400.0:
@@ -73,7 +73,7 @@ def _clear() -> str:
 def _add_selection(parser: Parser) -> None:
     parser.add_argument(
         "--where", action="append", default=[], metavar="FIELD=VALUE",
-        help="only runs with this value, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
+        help="list only runs with this value, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--sort",
@@ -98,7 +98,7 @@ def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: st
 
 def list_verb(arguments: list[str]) -> int:
     parser = Parser("list", LIST_DESCRIPTION)
-    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="the folder [runs]")
+    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="folder of runs [runs]")
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import choose, runs_in
@@ -111,7 +111,7 @@ def list_verb(arguments: list[str]) -> int:
 
 def compare_verb(arguments: list[str]) -> int:
     parser = Parser("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders that hold some")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import choose, runs_of

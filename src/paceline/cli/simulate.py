@@ -15,30 +15,30 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.terminal import table_width
 
-SIMULATE_DESCRIPTION = """Train under a virtual clock, on a simulated cluster.
+SIMULATE_DESCRIPTION = """Train on a simulated cluster, under a virtual clock.
 
   paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
   paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
   paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
 
-PLAN_DESCRIPTION = """Find the strategy and the number of workers for a cluster: simulate each, and make one table.
+PLAN_DESCRIPTION = """Simulate each strategy and number of workers on a cluster, and compare the forecasts in one table.
 
-  paceline plan                                        after a short measurement of this machine
-  paceline plan --like runs/NAME --workers 8           with the times of a run
+  paceline plan                                        measure step times on this machine first
+  paceline plan --like runs/NAME --workers 8           use the step times of a run
   paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
 
-SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check every promise.
+SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check the invariants of training.
 
   paceline soak --seeds 2000
-  paceline soak --seeds 1 --first 4711                      one seed again
-  paceline soak --seeds 1 --first 4711 --faults faults.toml   with another table of faults"""
+  paceline soak --seeds 1 --first 4711                        repeat one seed
+  paceline soak --seeds 1 --first 4711 --faults faults.toml   with the faults of a file"""
 
 
 def simulate_verb(arguments: list[str]) -> int:
     parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="file of settings; flags override it")
     add_settings(parser, left_out=("device", "restart", "durable"))
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file, _settings_of(parsed.like))
     from paceline.simulation.run import simulate
@@ -93,9 +93,11 @@ def _settings_of(run: str | None) -> dict[str, Any]:
 
 def soak_verb(arguments: list[str]) -> int:
     parser = Parser("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
-    parser.add_argument("--seeds", type=number(int), default=2000, metavar="N", help="number of seeds [2000]")
-    parser.add_argument("--first", type=number(int), default=0, metavar="S", help="the first seed [0]")
-    parser.add_argument("--faults", metavar="FILE", help="inject the faults of this table instead of random ones")
+    parser.add_argument(
+        "--seeds", type=number(int), default=2000, metavar="N", help="number of runs, each with its own seed [2000]"
+    )
+    parser.add_argument("--first", type=number(int), default=0, metavar="S", help="seed of the first run [0]")
+    parser.add_argument("--faults", metavar="FILE", help="TOML file of faults to inject instead of random ones")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     parsed = parser.parse_strictly(arguments)
     if parsed.seeds < 1:

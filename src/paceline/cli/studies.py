@@ -1,4 +1,4 @@
-"""Verbs that run many settings and make one table of them: reproduce and sweep."""
+"""Verbs that run many settings and make one table of them: reproduce, sweep and bench."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.terminal import table_width
 
-REPRODUCE_DESCRIPTION = """A published table run again, ours beside theirs.
+REPRODUCE_DESCRIPTION = """Repeat the runs of a published table, and show our results beside the published ones.
 
-  paceline reproduce optml --device cuda --data-dir DIR                   a parameter server; all rows side by side
+  paceline reproduce optml --device cuda --data-dir DIR                   parameter server; simulated, all rows at once
   paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1
-  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; rows for real, one by one
-  paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    a key-value store; the same"""
+  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; real runs, one by one
+  paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    key-value store; real runs, one by one"""
 
-SWEEP_DESCRIPTION = """Run every combination of some settings, in one table: in the lab, or simulated if the lab cannot.
+SWEEP_DESCRIPTION = """Run every combination of a grid of settings on simulated workers, and compare them in one table.
 
   paceline sweep examples/sweep.toml
   paceline sweep grid.toml --device cuda --data-dir DIR
 
-The file has settings under [run] and lists of settings under [grid]; folds = 5 above them is cross-validation.
-The same command goes on after a stop; finished runs are not repeated."""
+The file has settings under [run] and lists of settings under [grid]; folds = 5 above them asks for cross-validation.
+Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command continues;
+finished runs are not repeated."""
 
 REAL_TABLES = ("distml", "mxnet")
 """Tables whose rows are trained on real processes; they have their own flags."""
@@ -37,13 +38,17 @@ def reproduce_verb(arguments: list[str]) -> int:
     parser = Parser("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
     parser.add_choice("table", ("optml", *REAL_TABLES), help="which published table")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
-    parser.add_argument("--seeds", type=number(int), default=1, help="runs of each row; mean and spread [1]")
+    parser.add_argument(
+        "--seeds", type=number(int), default=1, help="number of runs of each row; the table shows mean and spread [1]"
+    )
     parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
-    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="cuda: all rows side by side [cpu]")
-    rule_help = "auto: every row once more as Paceline chooses by itself, in a third column [plain]"
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device; cuda computes all rows at once [cpu]")
+    rule_help = "auto: run every row also with --rule auto, in a third column [plain]"
     parser.add_choice("--rule", ("plain", "auto"), default="plain", help=rule_help)
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
-    parser.add_argument("--runs", metavar="DIR", default="runs/optml", help="a run folder a row goes here [runs/optml]")
+    parser.add_argument(
+        "--runs", metavar="DIR", default="runs/optml", help="folder for one run folder per row [runs/optml]"
+    )
     parsed = parser.parse_strictly(arguments)
     if parsed.seeds < 1 or not parsed.epochs > 0:
         raise UserError(f"--seeds {parsed.seeds} --epochs {parsed.epochs:g}: both must be above zero")
@@ -66,13 +71,15 @@ def reproduce_verb(arguments: list[str]) -> int:
 
 def sweep_verb(arguments: list[str]) -> int:
     parser = Parser("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
-    parser.add_argument("file", metavar="FILE.toml", help="the grid of settings")
-    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="cuda: runs side by side [cpu]")
+    parser.add_argument("file", metavar="FILE.toml", help="file with the grid of settings")
+    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device; cuda computes many runs at once [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
-    parser.add_argument("--runs", metavar="DIR", default="runs", help="the sweep's folder, NAME, goes here [runs]")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and run none")
+    parser.add_argument(
+        "--runs", metavar="DIR", default="runs", help="folder in which the folder of the sweep is made [runs]"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check and list the runs, but run none")
     parser.add_argument("--yes", action="store_true", help="allow more than 1,000 runs")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output at the end")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.sweep_file import read_grid
 
@@ -119,29 +126,33 @@ def write(folder: Path, files: dict[str, str]) -> list[str]:
     return [f"{folder}/{name}" for name in files]
 
 
-DESCRIPTION = """Measure the same run on 1, 2, 4, ... workers: samples/s, efficiency, and what takes the time.
+DESCRIPTION = """Measure the same run on 1, 2, 4, ... workers: samples/s, efficiency, and where the time goes.
 
   paceline bench scaling --strategy sync --model cnn --workers 1,2
   paceline bench scaling --kind strong --batch-size 128 --strategy async --repeats 3
 
-Strong: --batch-size is shared by all workers. Weak: it is each worker's own. --steps are those of each worker [200].
-All flags of 'paceline train' but --epochs work here. The same command goes on after a stop."""
+Strong scaling divides a batch of --batch-size over all workers. Weak scaling gives each worker such a batch.
+Each worker makes --steps steps [200]. All flags of 'paceline train' except --epochs work here.
+After a stop, the same command continues."""
 
 
 def bench_verb(arguments: list[str]) -> int:
     parser = Parser("bench", DESCRIPTION, "paceline bench scaling [flags]")
     parser.add_choice("benchmark", ("scaling",), help="what to measure")
-    parser.add_choice("--kind", ("strong", "weak"), default="weak", help="how the batch grows [weak]")
+    parser.add_choice("--kind", ("strong", "weak"), default="weak", help="strong or weak scaling [weak]")
     parser.add_argument(
-        "--workers", dest="counts", metavar="N,N,...", help="numbers of workers (default: up to the cores)"
+        "--workers",
+        dest="counts",
+        metavar="N,N,...",
+        help="numbers of workers, as in 1,2,4 (default: up to the number of cores)",
     )
     parser.add_argument(
         "--repeats",
         type=number(int),
         default=1,
-        help="runs of each number of workers, of which the median is shown [1]",
+        help="number of runs for each number of workers; the table shows the median [1]",
     )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output, last")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output at the end")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "workers", "epochs", "epoch_mode", "shard_weights", "score"))
     parsed = parser.parse_strictly(arguments)
     if parsed.repeats < 1:
@@ -152,10 +163,7 @@ def bench_verb(arguments: list[str]) -> int:
 
     asked = config_from(parsed, None)
     usual = f"scaling-{parsed.kind}-{asked.strategy.replace(':', '')}-{asked.model}"
-    name = usual if asked.name is None else asked.name
-    if not name or "/" in name or name in (".", ".."):
-        raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
-    folder = Path(asked.runs) / name
+    folder = Path(asked.runs) / (asked.name or usual)
     with Console() as console:
         counts = parse_counts(parsed.counts, asked.device)
         found = measure(asked, parsed.kind, counts, parsed.repeats, folder, console)
@@ -179,27 +187,29 @@ HANDED_ON = ("precision", "compile", "capture", "channels_last", "accumulate", "
 
 
 DESCRIPTIONS = {
-    "distml": """All-reduce data parallelism in JAX on Ray: ResNets on MNIST and a transformer on SST-5, 1 to 5 GPUs.
+    "distml": """Repeat a table of all-reduce in JAX on Ray: ResNets on MNIST, a transformer on SST-5, 1 to 5 GPUs.
 
-  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR      a quick look at speed
+  paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR      a short run
   paceline reproduce distml --device cuda --precision bf16 --capture --data-dir DIR""",
-    "mxnet": """A key-value store on ps-lite: inception nets on CIFAR-10 and ILSVRC12, on one machine, sync and async.
+    "mxnet": """Repeat a table of MXNet's key-value store: Inception on CIFAR-10 and ILSVRC12, sync and async.
 
-  paceline reproduce mxnet --rows cifar10 --steps 5 --data-dir DIR         a quick look
+  paceline reproduce mxnet --rows cifar10 --steps 5 --data-dir DIR         a short run
   paceline reproduce mxnet --rows "cifar10 async" --device cuda --data-dir DIR""",
 }
 
 
 def reproduce_for_real(table: str, arguments: list[str]) -> int:
-    more = "\n\nRows that need what this machine lacks are listed with the reason; finished rows are not repeated."
+    more = "\n\nRows that this machine cannot run are listed with the reason. Finished rows are not repeated."
     parser = Parser(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
     parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (resnet18 lm1) [all]")
-    parser.add_argument("--epochs", type=number(float), help="instead of the published number")
-    parser.add_argument("--steps", type=number(int), help="stop after so many updates instead of epochs")
+    parser.add_argument("--epochs", type=number(float), help="number of epochs [as published]")
+    parser.add_argument("--steps", type=number(int), help="stop after this many updates instead of --epochs")
     parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device of the workers [cpu]")
     parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
-    parser.add_argument("--runs", metavar="DIR", default=f"runs/{table}", help=f"run folders go here [runs/{table}]")
-    parser.add_argument("--strategy", metavar="NAME", help="for rows on several devices, instead of allreduce")
+    parser.add_argument(
+        "--runs", metavar="DIR", default=f"runs/{table}", help=f"folder for one run folder per row [runs/{table}]"
+    )
+    parser.add_argument("--strategy", metavar="NAME", help="strategy of rows on several devices [allreduce]")
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in HANDED_ON))
     parsed = parser.parse_strictly(arguments)
     if (parsed.epochs is not None and not parsed.epochs > 0) or (parsed.steps is not None and parsed.steps < 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
-from paceline.settings.ranks import Rank, rank_here
+from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
 from paceline.system.terminal import fold_for
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ SCRIPT_DECIDES = (
     "restart",
     "recovery",
 )
-TRAIN_DESCRIPTION = """Train a model; the run folder keeps all results.
+TRAIN_DESCRIPTION = """Train a model; all results are written to the run folder.
 
   paceline train --strategy sync --workers 4 --split labels
   paceline train --strategy bounded:3 --delay 30ms@1 --model cnn --epochs 1
@@ -53,14 +54,19 @@ TRAIN_DESCRIPTION = """Train a model; the run folder keeps all results.
 
 def train_verb(arguments: list[str]) -> int:
     parser = Parser("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="a file of settings; flags win over it")
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="file of settings; flags override it")
     add_settings(parser, left_out=SIMULATED_ONLY)
     _add_places(parser)
-    parser.add_to("places", "--skip-failed", action="store_true", help="of --hosts: leave out those that fail a check")
-    parser.add_to("places", "--engine", metavar="NAME", help="ray: server and workers as actors of a Ray cluster")
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_to(
+        "several machines", "--skip-failed", action="store_true", help="with --hosts: skip hosts that fail a check"
+    )
+    parser.add_to(
+        "several machines", "--engine", metavar="NAME", help="ray: run server and workers as actors of a Ray cluster"
+    )
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
     parsed = parser.parse_strictly(arguments)
-    config, rank = config_from(parsed, parsed.file), rank_here()
+    config = config_from(parsed, parsed.file)
+    rank = rank_here() if any(name in os.environ for name in LAUNCHER_VARIABLES) else None
     follows = rank is not None and not rank.leads
     with Console(quiet=follows) as console:
         folder, result = _train(config, parsed, console, rank)
@@ -68,12 +74,12 @@ def train_verb(arguments: list[str]) -> int:
 
 
 def _add_places(parser: Parser) -> None:
-    hosts = "start workers over ssh on the hosts of this file, one on each line; serve here"
-    parser.add_to("places", "--hosts", metavar="FILE", help=hosts)
-    listen = "of --hosts: address of this machine for workers [any interface, a free port]"
-    parser.add_to("places", "--listen", metavar="HOST:PORT", help=listen)
-    tls = "of --hosts, Ray, torchrun and srun: encrypt what workers send"
-    parser.add_to("places", "--tls", action="store_true", help=tls)
+    hosts = "start workers over ssh on the hosts in this file, one per line; the server runs here"
+    parser.add_to("several machines", "--hosts", metavar="FILE", help=hosts)
+    listen = "with --hosts: address of this machine that workers connect to [any interface, a free port]"
+    parser.add_to("several machines", "--listen", metavar="HOST:PORT", help=listen)
+    tls = "with --hosts, Ray, torchrun or srun: encrypt the connections of workers"
+    parser.add_to("several machines", "--tls", action="store_true", help=tls)
 
 
 def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
@@ -113,11 +119,11 @@ def _train(
 def run_verb(arguments: list[str]) -> int:
     from paceline.runtimes.scripts.launch import run_script
 
-    description = "Start a script that calls paceline.join() on several workers."
+    description = "Run a training script on several workers. The script calls paceline.join()."
     parser = Parser("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
     parser.add_argument("-n", "--workers", type=number(int), default=None, help="number of workers [2]")
     add_settings(parser, left_out=SCRIPT_DECIDES)
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...", help="the script and its arguments"
     )
@@ -128,11 +134,11 @@ def run_verb(arguments: list[str]) -> int:
 
 
 def resume_verb(arguments: list[str]) -> int:
-    parser = Parser("resume", "Resume a run that was stopped or killed; no acknowledged push is lost.")
+    parser = Parser("resume", "Continue a run that was stopped or killed; no acknowledged push is lost.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     _add_places(parser)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output, last")
+    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
     parsed = parser.parse_strictly(arguments)
     with Console() as console:
         folder, result = _resume(parsed, console)
@@ -155,10 +161,10 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
 
 
 def replay_verb(arguments: list[str]) -> int:
-    parser = Parser("replay", "Execute a run again from its log, and compare weights and losses bit by bit.")
+    parser = Parser("replay", "Compute a run again from its log, and compare weights and losses bit by bit.")
     parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
     parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
-    parser.add_argument("--output", metavar="FILE", help="file for these weights [RUN/replay-N.safetensors]")
+    parser.add_argument("--output", metavar="FILE", help="file for the weights of --until [RUN/replay-N.safetensors]")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.replay import describe, replay

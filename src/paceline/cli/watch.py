@@ -21,24 +21,34 @@ if TYPE_CHECKING:
 DESCRIPTION = """Follow runs while they train: a page in the browser, or a view in the terminal.
 
   paceline watch                                   all runs below runs/, the newest first
-  paceline watch runs/NAME --open                  one run, and open the browser
-  paceline watch runs/NAME --terminal              here instead of in the browser
-  paceline watch 10.0.0.1:29500                    a run that is served there, with its token
-  paceline watch --listen 0.0.0.0:7223             for other machines: the address shows a new token
+  paceline watch runs/NAME --open                  one run; open the browser
+  paceline watch runs/NAME --terminal              in this terminal instead of the browser
+  paceline watch 10.0.0.1:29500                    the run of a server; needs its token
+  paceline watch --listen 0.0.0.0:7223             reachable from other machines; prints a new token
 
-The same address with /metrics is for Prometheus. Ctrl-C ends the page; the runs go on."""
+Prometheus reads /metrics at the same address. Ctrl-C ends the page; the runs continue."""
 
 
 def watch_verb(arguments: list[str]) -> int:
     parser = Parser("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
-    parser.add_argument("what", nargs="?", default="runs", metavar="RUN|DIR|HOST:PORT", help="what to follow [runs]")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        default="runs",
+        metavar="RUN|DIR|HOST:PORT",
+        help="run, folder of runs, or address of a server [runs]",
+    )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="address of the page [127.0.0.1:7223, or the next free port]"
     )
-    parser.add_argument("--page-token", metavar="FILE", help="token for browsers on other machines [a new one]")
+    parser.add_argument(
+        "--page-token", metavar="FILE", help="file with the token that browsers on other machines need [a new one]"
+    )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument(
-        "--terminal", action="store_true", help="show a view in this terminal; plain lines if this is none"
+        "--terminal",
+        action="store_true",
+        help="show the runs in this terminal; plain lines if the output is no terminal",
     )
     add_proof(parser)
     parsed = parser.parse_strictly(arguments)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.data.datasets import remedy
-from paceline.data.download import DatasetStatus
 from paceline.system.terminal import UNLIMITED_WIDTH, fold
+
+if TYPE_CHECKING:
+    from paceline.data.download import DatasetStatus
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

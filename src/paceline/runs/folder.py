@@ -55,10 +55,7 @@ class RunFolder:
     @staticmethod
     def create(config: RunConfig) -> RunFolder:
         """Create a new folder with the resolved config and the fault table; refuse one that exists."""
-        name = config.name or free_name(config)
-        if not name or "/" in name or name in (".", ".."):
-            raise UserError(f"--name '{name}' is not a folder name: use letters, digits, dots and dashes")
-        folder = RunFolder(Path(config.runs) / name)
+        folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
         try:
             folder.path.mkdir(parents=True)
             write_atomically(folder.config_file, _config_text(config, _heading()))

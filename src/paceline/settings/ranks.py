@@ -14,6 +14,8 @@ from paceline.system.cpu import cores
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+LAUNCHER_VARIABLES = ("RANK", "SLURM_STEP_NUM_TASKS")
+"""Without any of these no launcher started this process."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Below the ports that Linux gives to outgoing connections."""
 

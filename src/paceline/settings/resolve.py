@@ -29,7 +29,6 @@ from paceline.settings.strategies import (
     require_feature,
     strategy_of,
 )
-from paceline.system.cpu import cores
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
@@ -113,7 +112,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         codec=_codec(config, "codec", None if launched else Feature.CODEC),
         pull_codec=_codec(config, "pull_codec", Feature.PULL_CODEC),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
-        threads=config.threads or max(1, cores() // workers),
+        threads=config.threads or max(1, len(os.sched_getaffinity(0)) // workers),
         channels_last=_channels_last(config),
         augment=_augment(config),
         **_local_settings(config, strategy),

@@ -139,8 +139,10 @@ class NamedRule(NamedTuple):
 
 @cache
 def _parse(text: str) -> NamedRule:
+    if text in RULES and not RULES[text].letter:
+        return NamedRule(text, 0)
     name, argument = name_and_argument("rule", text, {name: traits.letter for name, traits in RULES.items()})
-    return NamedRule(name, whole_number("rule", text, argument, 1) if RULES[name].letter else 0)
+    return NamedRule(name, whole_number("rule", text, argument, 1))
 
 
 def rule_of(source: RunConfig | str) -> NamedRule:

@@ -299,19 +299,19 @@ class Strategy:
         return workers if self.is_local and not self.in_rounds else self.pushes_per_update(workers)
 
 
+_NUMBERS = {"B": "num_backup", "S": "max_lead", "H": "local_steps"}
+"""The field of Strategy that the number behind the colon fills, by its letter."""
+
+
 @cache
 def _parse(text: str) -> Strategy:
+    kind = STRATEGIES.get(text)
+    if kind is not None and not kind.letter:
+        return Strategy(text, kind)
     name, argument = name_and_argument("strategy", text, {name: kind.letter for name, kind in STRATEGIES.items()})
     kind = STRATEGIES[name]
-    number = whole_number("strategy", text, argument, kind.least) if kind.letter else 0
-    match kind.letter:
-        case "B":
-            return Strategy(text, kind, num_backup=number)
-        case "S":
-            return Strategy(text, kind, max_lead=number)
-        case "H":
-            return Strategy(text, kind, local_steps=number)
-    return Strategy(text, kind)
+    number = whole_number("strategy", text, argument, kind.least)
+    return Strategy(text, kind, **{_NUMBERS[kind.letter]: number})
 
 
 def strategy_of(source: RunConfig | str) -> Strategy:

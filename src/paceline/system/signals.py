@@ -12,6 +12,8 @@ from paceline.interfaces import Report
 
 INTERRUPTED, TERMINATED = "interrupted", "terminated"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPT_SIGNALS = (*STOP_SIGNALS, signal.SIGALRM)
+"""Signals that InterruptHandler handles: SIGALRM repeats one that came during an import."""
 RETRY_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
@@ -24,8 +26,7 @@ class InterruptHandler:
     half-loaded library: of 450 signals sent into `import torch`, 42 were lost and 6 ended in a traceback or an abort.
     """
 
-    def __init__(self) -> None:
-        self.pending = False
+    pending = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.pending = _is_importing(frame)
@@ -43,32 +44,16 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 @contextlib.contextmanager
-def raise_on_signals() -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM raise KeyboardInterrupt inside this context."""
-    with _installed(InterruptHandler(), (*STOP_SIGNALS, signal.SIGALRM)):
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-@contextlib.contextmanager
 def handle_signals(handler: Handler) -> Iterator[None]:
     """Call `handler(number, frame)` for Ctrl-C and SIGTERM inside this context; do nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _installed(handler, STOP_SIGNALS) as before:
-        if any(isinstance(previous, InterruptHandler) and previous.pending for previous in before):
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        if any(isinstance(previous, InterruptHandler) and previous.pending for previous in before.values()):
             raise KeyboardInterrupt
         yield
-
-
-@contextlib.contextmanager
-def _installed(handler: Handler, numbers: tuple[signal.Signals, ...]) -> Iterator[list[object]]:
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield list(before.values())
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)

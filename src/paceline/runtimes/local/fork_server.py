@@ -78,7 +78,7 @@ class ForkServer:
         return False
 
     def close(self) -> None:
-        """End the fork server and all processes that it forked."""
+        """End the fork server and all processes that it forked; do nothing if they have ended."""
         self.socket.close()
         self.process.kill()
         self.process.wait()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import ChildFailed, PacelineError, ServerLost
 from paceline.system.process import describe_end, die_with
-from paceline.system.signals import handle_signals, raise_on_signals
+from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler, handle_signals
 
 
 def keep_going(
@@ -61,8 +62,10 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
     try:
         die_with(parent)
         os.setpgid(0, 0)  # a Ctrl-C then comes once, from the parent
-        with raise_on_signals():
-            do()
+        interrupt = InterruptHandler()
+        for number in INTERRUPT_SIGNALS:
+            signal.signal(number, interrupt)
+        do()
         code = 0
     except PacelineError as error:
         code = error.exit_code

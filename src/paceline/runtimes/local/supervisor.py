@@ -231,22 +231,22 @@ def train_on_processes(
     config: RunConfig,
     folder: RunFolder,
     location: Location | None,
+    forks: ForkServer,
     report: Report,
     incarnation: int,
     faults: tuple[Fault, ...] = (),
 ) -> dict[str, Any]:
-    """Start the fork server, decode the data while it imports torch, then train on processes of this machine."""
-    with ForkServer() as forks:
-        shared = SharedDataset(location, report) if location is not None else None
-        skew = divide_work(shared.dataset.train_labels, config).skew if shared is not None else None
-        for line in startup_warnings(config, location, skew):
-            report({"kind": "note", "text": line})
-        data = {"dataset": shared.spec() if shared is not None else None}
-        spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
-        processes = ProcessPlan(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
-        if on_ring(config):
-            processes = processes.in_ring()
-        result = run_local(config, folder, forks, processes, report)
+    """Decode the data while the fork server imports torch, then train on processes of this machine."""
+    shared = SharedDataset(location, report) if location is not None else None
+    skew = divide_work(shared.dataset.train_labels, config).skew if shared is not None else None
+    for line in startup_warnings(config, location, skew):
+        report({"kind": "note", "text": line})
+    data = {"dataset": shared.spec() if shared is not None else None}
+    spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
+    processes = ProcessPlan(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
+    if on_ring(config):
+        processes = processes.in_ring()
+    result = run_local(config, folder, forks, processes, report)
     require_survivors(result, folder)
     return result
 
