@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.assembly.core import make_model, make_rule
 from paceline.config import RunConfig
-from paceline.core.rules.worker_rows import StatelessHooks
+from paceline.core.rules.plain import StatelessHooks
 from paceline.interfaces import Arrival, Layout, pack
 from paceline.settings.resolve import resolve
 from paceline.simulation.lab.fused_gradients import FUSED

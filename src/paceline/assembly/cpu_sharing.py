@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-from collections.abc import Callable
 
 from paceline.config import RunConfig
 from paceline.interfaces import Layout
@@ -50,23 +48,11 @@ def yield_to_server() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def core_lender(config: RunConfig, layout: Layout, server: int | None) -> Callable[[], None] | None:
-    """A call that lets the server (a process id) run on this worker's core next, or None if that does not pay.
+def lends_core(config: RunConfig, layout: Layout) -> bool:
+    """Whether a worker moves the server to its own core before it waits for a reply.
 
     If workers fill all cores, the server would otherwise interrupt one worker while another one's core is idle: with
-    two workers on two cores, 5 % of all time. If cores are spare, or the server uses several, there is no call.
+    two workers on two cores, 5 % of all time. If cores are spare, or the server uses several, the server stays.
     """
     full = (config.workers or 1) * (config.threads or 1) >= cores()
-    current_cpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
-    if server is None or current_cpu is None or not full or server_threads(config, layout) != 1:
-        return None
-
-    def lend() -> None:
-        nonlocal server
-        if server is not None:
-            try:
-                os.sched_setaffinity(server, (current_cpu(),))
-            except OSError:
-                server = None  # it is gone, or this process may not move it
-
-    return lend
+    return full and server_threads(config, layout) == 1

@@ -37,6 +37,7 @@ class GradientTransform:
 
     def __init__(self, weight_decay: float = 0.0, clip: float | None = None, decay_mask: Tensor | None = None) -> None:
         self.clip = clip
+        self.changes_nothing = clip is None and not weight_decay
         self._decay: Tensor | None = None
         if weight_decay:
             mask = torch.ones(()) if decay_mask is None else decay_mask
@@ -81,7 +82,8 @@ class Sgd(GradientTransform):
         return {"velocity": torch.zeros_like(weights)} if self._moving else {}
 
     def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
-        gradient = self.prepare(weights, gradient)
+        if not self.changes_nothing:
+            gradient = self.prepare(weights, gradient)
         if self._moving:
             velocity = state["velocity"]
             torch.addcmul(gradient, velocity, self.momentum, out=velocity)
@@ -116,7 +118,8 @@ class Adam(GradientTransform):
         return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "count": count}
 
     def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
-        gradient = self.prepare(weights, gradient)
+        if not self.changes_nothing:
+            gradient = self.prepare(weights, gradient)
         beta1, beta2 = self.betas
         count, mean, square = state["count"], state["mean"], state["square"]
         count += 1.0

@@ -73,4 +73,6 @@ class Training:
     def lr(self, samples: int, version: int, local: bool = False) -> float:
         """The learning rate after `samples` samples and `version` updates: of an update, or of local steps if any."""
         schedule = self.inner.schedule if local and self.inner is not None else self.schedule
+        if schedule.kind == "constant" and not schedule.warmup:
+            return schedule.base
         return schedule.lr(self.budget.fraction(samples, version), samples / self.budget.epoch_samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from paceline.config import RunConfig
@@ -14,7 +13,7 @@ from paceline.transports.protocol import Timing, Transport
 
 
 class StepTimer:
-    """Measures a worker's steps and adds the delay that `--delay` asks for: `begin` on a reply, `end` before a push."""
+    """Measures a worker's steps, and adds the delay that `--delay` asks for at the end of each."""
 
     def __init__(self, config: RunConfig, worker: int) -> None:
         self._delay = delays_of(config).get(worker)
@@ -25,24 +24,21 @@ class StepTimer:
         """Measure the wait for the next reply from now on."""
         self._pushed = time.perf_counter()
         self._arrived: float | None = None
-        self.begin()
 
     def arrived(self) -> None:
         """Note that the reply has come, if its step cannot begin yet because another worker uses this process."""
         self._arrived = time.perf_counter()
 
-    def begin(self) -> None:
-        """Begin the step that the reply asks for."""
-        self._began, self._cpu = time.perf_counter(), time.process_time()
-        self._waited = (self._arrived or self._began) - self._pushed
-        self._arrived = None
+    def end(self, began: float, cpu: float, seq: int, steps: int) -> Timing:
+        """Sleep for the injected delay of push `seq` (`steps` local steps, 0 for one gradient), then end the step.
 
-    def end(self, seq: int, steps: int) -> Timing:
-        """Sleep for the injected delay of push `seq` (`steps` local steps, 0 for one gradient), then end the step."""
+        The step began at `began` by the clock, and at `cpu` by the time that this process has computed.
+        """
         if self._delay is not None:
             time.sleep((steps or 1) * self._delay.seconds(self._seed, self._worker, seq))
-        self._pushed = time.perf_counter()
-        return Timing(time.process_time() - self._cpu, self._pushed - self._began, self._waited)
+        waited = (self._arrived or began) - self._pushed
+        self._pushed, self._arrived = time.perf_counter(), None
+        return Timing(time.process_time() - cpu, self._pushed - began, waited)
 
 
 class WorkerLoop:
@@ -54,21 +50,16 @@ class WorkerLoop:
 
     def step(self, reply: Reply) -> tuple[Push, Timing]:
         """Compute the push that `reply`, which is not the last one, asks for."""
-        self.timer.begin()
+        began, cpu = time.perf_counter(), time.process_time()
         self.seat.pending = reply
         push = self.seat.push()
         assert push is not None, "a reply that is not the last one asks for a push"
-        return push, self.timer.end(push.seq, reply.steps)
+        return push, self.timer.end(began, cpu, push.seq, reply.steps)
 
-    def run(
-        self, transport: Transport, facts: dict[str, Any], before_push: Callable[[], None] | None = None
-    ) -> Reply | None:
+    def run(self, transport: Transport, facts: dict[str, Any]) -> Reply | None:
         """Join and work until training is over. Return the last reply, or None if the server is gone."""
         reply = transport.hello(self.seat.join, self.seat.memory, facts)
         self.timer.restart()
         while reply is not None and not reply.over:
-            push, timing = self.step(reply)
-            if before_push is not None:
-                before_push()
-            reply = transport.exchange(push, timing)
+            reply = transport.exchange(*self.step(reply))
         return reply

@@ -6,10 +6,12 @@ The worker writes its gradient where the server reads it, and reads its weights 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ _RATE = struct.Struct("<Bd")
 _HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
 _GONE = BrokenPipeError, ConnectionResetError
 _LARGEST = 1 << 20
+_current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+"""Returns the number of the core that the caller runs on; None if the C library has no such call."""
 
 
 class SharedBuffers(WorkerBuffers):
@@ -81,6 +85,8 @@ class SharedMemoryClient(ScriptTransport):
         self._connection, self._polls = connection, polls
         self._largest = _REPLY.size + MEMBER_NBYTES * places
         self._deal: DataAssignment | None = None
+        self.lends_core_to: int | None = None
+        """The process id of a server that is to run on this worker's core while the worker waits for a reply."""
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Pass the segment's descriptor to the server and wait for the first weights."""
@@ -103,6 +109,11 @@ class SharedMemoryClient(ScriptTransport):
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone."""
+        if self.lends_core_to is not None and _current_core is not None:
+            try:
+                os.sched_setaffinity(self.lends_core_to, (_current_core(),))
+            except OSError:
+                self.lends_core_to = None  # the server is gone, or this process may not move it
         try:
             sizes = push.samples, push.update.nbytes
             self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *sizes, push.loss, *timing))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.worker_rows import StatelessHooks, pushers_place, read, table, write
+from paceline.core.rules.plain import StatelessHooks
+from paceline.core.rules.worker_rows import pushers_place, read, table, write
 from paceline.interfaces import Arrival, State
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.core.membership import OUTLIER, SMOOTHING
 from paceline.core.optimizers import GradientTransform
 from paceline.core.rules.cached import forget, remember
+from paceline.core.rules.plain import StatelessHooks
 from paceline.core.rules.worker_rows import (
     Scalar,
-    StatelessHooks,
     add_scaled,
     at_least,
     at_most,

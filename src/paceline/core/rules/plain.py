@@ -1,16 +1,34 @@
-"""Rule `plain`: one shared optimizer makes a step on each arrival, like the published parameter servers."""
+"""Rule `plain`: one shared optimizer makes a step on each arrival; and the defaults that most rules share."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.worker_rows import StatelessHooks
 from paceline.interfaces import Arrival, State
 
 
+class StatelessHooks:
+    """Defaults of a rule: joins and leaves change nothing, workers get a copy of the weights, which are evaluated."""
+
+    def join(self, state: State, worker: int) -> None:
+        pass
+
+    def leave(self, state: State, worker: int) -> None:
+        pass
+
+    def lapse(self, state: State, worker: int) -> None:
+        pass
+
+    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        out.copy_(weights)
+
+    def evaluated(self, weights: Tensor, state: State) -> Tensor:
+        return weights
+
+
 class Plain(StatelessHooks):
-    """weights = optimizer(weights, update); every worker is sent a plain copy.
+    """weights = optimizer(weights, update), like the published parameter servers; every worker is sent a plain copy.
 
     >>> import torch
     >>> from paceline.core.optimizers import Sgd

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
-from paceline.core.rules.worker_rows import RemembersSent, StatelessHooks, pushers_place, read
+from paceline.core.rules.plain import StatelessHooks
+from paceline.core.rules.worker_rows import RemembersSent, pushers_place, read
 from paceline.interfaces import Arrival, State
 
 

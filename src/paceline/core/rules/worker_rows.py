@@ -1,4 +1,4 @@
-"""Tables with one row per worker, [..., places, P], and the defaults that most rules share.
+"""Tables with one row per worker, [..., places, P], and what the rules that use them share.
 
 A worker is an int, or over many runs a tensor with one number per run: then rows are gathered and scattered.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, arange, as_tensor, float32
 
 from paceline.core.optimizers import GradientTransform
+from paceline.core.rules.plain import StatelessHooks
 from paceline.interfaces import Arrival, State
 
 
@@ -56,25 +57,6 @@ def pushers_place(rows: Tensor, arrival: Arrival) -> int | Tensor:
     """The row of the worker that pushed; a rule with one row per worker never gets the mean of a round."""
     assert arrival.worker is not None, "a rule that knows its workers was handed the mean of several"
     return place_in(rows, arrival.worker)
-
-
-class StatelessHooks:
-    """Defaults of a rule: joins and leaves change nothing, workers get a copy of the weights, which are evaluated."""
-
-    def join(self, state: State, worker: int) -> None:
-        pass
-
-    def leave(self, state: State, worker: int) -> None:
-        pass
-
-    def lapse(self, state: State, worker: int) -> None:
-        pass
-
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        out.copy_(weights)
-
-    def evaluated(self, weights: Tensor, state: State) -> Tensor:
-        return weights
 
 
 class MomentumRule(StatelessHooks):

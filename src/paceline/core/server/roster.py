@@ -1,4 +1,4 @@
-"""The workers of a run: which take part, which are still expected, what data each has, and what each is replied."""
+"""The workers of a run: which take part, which are still expected, and what a reply asks of each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from bisect import insort
 from collections.abc import Iterable
 
 from paceline.core.membership import DataAssignments, Member
-from paceline.core.messages import Join, Reply
+from paceline.core.messages import Join
 
 
 class Roster:
-    """Every worker that joined, the start barrier, and the bookkeeping behind each reply.
+    """Every worker that joined, the start barrier, and what a reply asks of its worker.
 
-    `Server` decides when a worker is replied to; the roster knows which batch comes next. With `places`, workers up to
+    `Server` decides when a worker is replied to. With `places`, workers up to
     that number may join and leave at any time, and the data is assigned again when they do.
     """
 
@@ -27,19 +27,14 @@ class Roster:
         """The numbers of all members, sorted."""
         self.steps: dict[int, int] = {}
         """Local steps of the workers that make fewer than the others."""
-        self._num_live: int | None = None
+        self.at_work: set[int] = set()
+        """Workers that are connected and have work left."""
         self._is_dealt = True
 
-    @property
-    def num_live(self) -> int:
-        """How many workers are connected and have work left."""
-        if self._num_live is None:
-            self._num_live = sum(member.live and not member.done for member in self.members.values())
-        return self._num_live
-
-    def changed(self) -> None:
-        """Count live workers and assign the data again, when either is needed next."""
-        self._num_live = None
+    def changed(self, worker: int) -> None:
+        """Note that a worker came, left, or got to the end of its work: the next reply assigns the data again."""
+        member = self.members[worker]
+        (self.at_work.add if member.live and not member.done else self.at_work.discard)(worker)
         self._is_dealt = False
 
     def admit(self, join: Join) -> Member | None:
@@ -57,7 +52,7 @@ class Roster:
             member.dismissed = before.draining and not before.dismissed  # it was lost before it heard of its drain
         self.members[join.worker] = member
         self.pending.discard(join.worker)
-        self.changed()
+        self.changed(join.worker)
         return member
 
     def expect_again(self) -> None:
@@ -73,13 +68,6 @@ class Roster:
     def waiting(self) -> list[int]:
         """Workers that wait for a reply, in worker order."""
         return [worker for worker in self.order if self.members[worker].live and self.members[worker].waiting]
-
-    def reply(self, worker: int, over: bool) -> Reply:
-        """Build the newest reply to a worker; the same again if the first one was lost."""
-        member = self.members[worker]
-        deal, before = self.deals.told(worker) if self.deals is not None else (None, 0)
-        named = (worker, member.incarnation, member.serial, member.version)
-        return Reply(*named, member.accepted - before, over, member.steps, member.lr, deal)
 
     def assign_data(self, worker: int, deals: DataAssignments) -> None:
         """Give a worker the newest assignment of the data; the first reply after a change of membership makes it."""
@@ -101,4 +89,6 @@ class Roster:
         self.members.update(members)
         self.order[:] = sorted(members)
         self.pending = set(pending)
-        self.changed()
+        self.at_work.clear()
+        for worker in self.order:
+            self.changed(worker)

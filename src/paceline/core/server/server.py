@@ -34,7 +34,7 @@ from paceline.interfaces import Decision, Policy, Rule
 class Server:
     """Turns pushes into weights: the policy says when, the rule says how.
 
-    The `roster` knows the workers and builds their replies; the `updater` owns the weights and applies pushes to them.
+    The `roster` knows the workers and their work; the `updater` owns the weights and applies pushes to them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Server:
     @property
     def num_live(self) -> int:
         """How many workers are connected and have work left."""
-        return self.roster.num_live
+        return len(self.roster.at_work)
 
     @property
     def started(self) -> bool:
@@ -106,14 +106,9 @@ class Server:
         """The learning rate of the batches that workers compute now: of local steps, if there are some."""
         return self.training.lr(self.samples, self.version, local=True) * self.lr_factor
 
-    def steps_of(self, worker: int) -> int:
-        """How many local steps the worker's next push contains (at least 1)."""
-        member = self.members.get(worker)
-        return max(1, member.steps) if member is not None else 1
-
     def last_answer(self, worker: int) -> Reply:
         """Build the newest reply to a worker again."""
-        return self.roster.reply(worker, self.over or self.members[worker].done)
+        return self._reply(worker, self.over or self.members[worker].done, again=True)
 
     def hand_out(self, reply: Reply, memory: WorkerBuffers) -> None:
         """Write what a reply promises into its worker's memory; once per reply.
@@ -221,7 +216,7 @@ class Server:
         if member.live and not member.done:
             self.rule.leave(self.rule_state, worker)
         member.live = member.waiting = False
-        self.roster.changed()
+        self.roster.changed(worker)
         if self.updater.differences is not None:
             self.updater.differences.forget(worker)
 
@@ -231,7 +226,7 @@ class Server:
         if self.over or member is None or not member.live or member.done or member.draining:
             return Outcome(Disposition.REJECTED)
         member.draining = True
-        self.roster.changed()
+        self.roster.changed(worker)
         if not member.waiting or worker in self.held:
             return Outcome(Disposition.TAKEN)
         return Outcome(Disposition.TAKEN, self._carry_out(Decision(release=(worker,))))
@@ -258,10 +253,14 @@ class Server:
             return self._finish()
         members = self.members
         answered = dict.fromkeys((*decision.apply, *decision.release))
-        finished = [worker for worker in answered if members[worker].spent or members[worker].draining]
+        finished = [
+            worker
+            for worker in answered
+            if (m := members[worker]).draining or (m.quota is not None and m.accepted >= m.quota)
+        ]
         for worker in finished:
             members[worker].dismissed = members[worker].draining
-            self.roster.changed()
+            self.roster.changed(worker)
         replies = [self._reply(worker) for worker in decision.release if worker not in finished]
         for worker in finished:
             replies.append(self._reply(worker, over=True))
@@ -276,7 +275,7 @@ class Server:
         pushes = [self.held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
-        lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, self.roster.num_live
+        lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, len(self.roster.at_work)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
         if broken is not None:
             self.divergence = Divergence(broken.worker, self.version, broken.loss)
@@ -288,7 +287,8 @@ class Server:
             self.members[worker].accepted += max(1, self.members[worker].steps)
         if self.weights.numel():  # check one worker per update, round robin: if it is silent, its gradient expires
             checked = self.roster.order[self.version % len(self.members)]
-            if self.members[checked].fell_silent(self.version, num_live):
+            member = self.members[checked]
+            if not member.waiting and member.fell_silent(self.version, num_live):
                 self.rule.lapse(self.rule_state, checked)
         if self.on_update is not None:
             self.on_update(AppliedUpdate(pushes, staleness, lr, num_live))
@@ -300,13 +300,19 @@ class Server:
         self._drop(self.held)
         return tuple(self._reply(worker, over=True) for worker in self.roster.waiting())
 
-    def _reply(self, worker: int, over: bool = False) -> Reply:
-        """Send a worker on, with the newest weights and its next batch; or tell it that it is over."""
-        member = self.members[worker]
-        member.waiting, member.serial, member.version = False, member.serial + 1, self.version
-        self.replies += 1
-        if self.deals is not None and not over:
-            self.roster.assign_data(worker, self.deals)
-        if self.inside is not None:
-            self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
-        return self.roster.reply(worker, over)
+    def _reply(self, worker: int, over: bool = False, again: bool = False) -> Reply:
+        """Send a worker on, with the newest weights and its next batch; or tell it that it is over.
+
+        With `again`, build its newest reply once more.
+        """
+        member, deals = self.members[worker], self.deals
+        if not again:
+            member.waiting, member.serial, member.version = False, member.serial + 1, self.version
+            self.replies += 1
+            if deals is not None and not over:
+                self.roster.assign_data(worker, deals)
+            if self.inside is not None:
+                self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
+        deal, before = deals.told(worker) if deals is not None else (None, 0)
+        named = (worker, member.incarnation, member.serial, member.version)
+        return Reply(*named, member.accepted - before, over, member.steps, member.lr, deal)

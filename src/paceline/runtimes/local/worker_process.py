@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.cpu_sharing import core_lender, polls_before_sleep, yield_to_server
+from paceline.assembly.cpu_sharing import lends_core, polls_before_sleep, yield_to_server
 from paceline.assembly.run import make_join, make_seat, work_of
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict, places_of
@@ -29,6 +29,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     division = work_of(task, config)
     join = make_join(config, division, spec["worker"], spec["incarnation"])
     seat = make_seat(config, task, division, join, SharedBuffers.create)
-    lend_core = core_lender(config, task.layout, spec.get("server_pid"))
-    WorkerLoop(seat, config).run(transport, identity_of(task), before_push=lend_core)
+    if lends_core(config, task.layout):
+        transport.lends_core_to = spec.get("server_pid")
+    WorkerLoop(seat, config).run(transport, identity_of(task))
     return 0

@@ -138,7 +138,7 @@ class Replica:
                 self._driver.handle(Leave(worker, self._join.incarnation))
             for push, timing in zip(rounds.pushes, rounds.timings, strict=True):
                 if self._timekeeper is not None:
-                    self._timekeeper.add(push.worker, timing, server.steps_of(push.worker))
+                    self._timekeeper.add(push.worker, timing, max(1, server.members[push.worker].steps))
                 self._driver.handle(push)
             self._ring.done()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ class Session:
         self._loss = math.nan
         self._factor = 1.0 if not incarnation else math.nan  # NaN: an earlier incarnation may have set another factor
         self._timer = StepTimer(config, worker)
+        self._began = 0.0, 0.0
+        """When the step began: by the clock, and by the time that this process has computed."""
 
     def __enter__(self) -> Session:
         return self
@@ -200,6 +203,7 @@ class Session:
         join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
         self._take(self._transport.hello(join, bound.slot, facts))
         self._timer.restart()
+        self._began = time.perf_counter(), time.process_time()
         bound.renew()
 
     @staticmethod
@@ -231,8 +235,8 @@ class Session:
         seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
         push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
         self.stepped, self._loss = True, math.nan
-        self._take(self._transport.exchange(push, self._timer.end(seq, reply.steps)))
-        self._timer.begin()
+        self._take(self._transport.exchange(push, self._timer.end(*self._began, seq, reply.steps)))
+        self._began = time.perf_counter(), time.process_time()
         bound.renew()
 
     def _require_batch(self) -> None:

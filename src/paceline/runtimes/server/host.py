@@ -14,7 +14,7 @@ from typing import Any
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Outcome, Push, Reply, Stop
+from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Push, Reply, Stop
 from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Report
@@ -110,34 +110,30 @@ class Host:
                 self.clock.halt()
             elif isinstance(message, Join | Leave) and server.started:
                 self.clock.go()  # it was the last worker that the start barrier waited for
-            self._reply(outcome, now, began)
+            for reply in outcome.replies:
+                if outcome.verdict != Disposition.REPEATED:  # else the memory holds that reply's weights already
+                    server.hand_out(reply, self.memories[reply.worker])
+                if self.config.durable:
+                    self.unsent.append(reply)  # `commit` sends it, once the log is synced
+                else:
+                    self._runtime.send(reply, now >= self._checkpoints.next_checkpoint)
+                self.accounts.answered(reply, began, self.clock.source())
             self._follow_up(message, outcome.verdict, now)
             if self.unsent and not self._runtime.groups_inputs:
                 self.commit()
         except OSError as error:
             raise self._disk_error(error) from None
 
-    def _reply(self, outcome: Outcome, now: float, began: float) -> None:
-        """Write each worker's weights and send its reply, or keep it for `commit` if the log must be synced before."""
-        for reply in outcome.replies:
-            if outcome.verdict != Disposition.REPEATED:  # else the memory holds that reply's weights already
-                self.server.hand_out(reply, self.memories[reply.worker])
-            if self.config.durable:
-                self.unsent.append(reply)
-            else:
-                self._runtime.send(reply, now >= self._checkpoints.next_checkpoint)
-            self.accounts.answered(reply, began, self.clock.source())
-
     def _follow_up(self, message: Input, verdict: Disposition, now: float) -> None:
         """Do what can wait until the replies are sent: events, progress, snapshot, checkpoint."""
-        loss, server = None, self.server
+        server = self.server
         if isinstance(message, Push):
-            loss = message.loss
+            self._progress.losses.append(message.loss)
         else:
             self.next_due = 0.0  # the clock may have started
             if verdict == Disposition.TAKEN:
                 self._notes.take(message, now, self.stop_reason)
-        if self._progress.observe(loss, now):
+        if now >= self._progress.next_due and self._progress.is_due(now):
             self.tell_progress()
         if self._snapshots is not None:
             self._keep_weights()

@@ -132,16 +132,16 @@ class Progress:
         self._weighing = WeightNorm(server, virtual)
         self.next_share = 0.0 if virtual else None
         """The share of the budget at which a simulated run reports next; None for a real run."""
-        self._next_told = self._next_row = 0.0
+        self.next_due = 0.0
+        """When to call `is_due` again."""
+        self._next_row = 0.0
         self._since, self._samples_then = seconds, server.samples
-        self._loss_sum, self._loss_count = 0.0, 0
+        self.losses: list[float] = []
+        """Of the pushes since the last event row."""
 
-    def observe(self, loss: float | None, now: float) -> bool:
-        """Count the loss of a push (None: another input). Returns whether a report is due."""
-        if loss is not None:
-            self._loss_sum += loss
-            self._loss_count += 1
-        return now >= self._next_told if self.next_share is None else self.share(now) >= self.next_share
+    def is_due(self, now: float) -> bool:
+        """Whether to report now."""
+        return now >= self.next_due if self.next_share is None else self.share(now) >= self.next_share
 
     def share(self, now: float) -> float:
         """The share of the run that is done, by the budget or the time limit, whichever is further."""
@@ -152,7 +152,7 @@ class Progress:
     def tell(self, now: float, with_norm: bool) -> None:
         """Report to the user, and write an event row if one is due; `with_norm` if all weights are in this process."""
         server, span, share = self._server, now - self._since, self.share(now)
-        loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
+        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
         row = {
             "updates": server.version,
             "samples": server.samples,
@@ -164,13 +164,14 @@ class Progress:
             "lr": server.lr_inside,
         }
         self._report({"kind": "progress", "now": round(now, 3), **row})
-        self._next_told = now + TOLD_SECONDS
-        if self.next_share is not None:
+        if self.next_share is None:
+            self.next_due = now + TOLD_SECONDS
+        else:
             self.next_share, self._next_row = share + VIRTUAL_SHARE, now
-        if now >= self._next_row and self._loss_count:
+        if now >= self._next_row and self.losses:
             norm = self._weighing.norm() if with_norm else None
             row |= {"bytes_pushed": server.bytes_pushed, "bytes_pulled": server.bytes_pulled}
             self._events.write("progress", now, **row, **({"norm": norm} if norm is not None else {}))
             self._next_row = now + ROW_SECONDS
             self._since, self._samples_then = now, server.samples
-            self._loss_sum, self._loss_count = 0.0, 0
+            self.losses.clear()

@@ -67,7 +67,8 @@ class Dispatcher:
     def push(self, peer: Peer, push: Push) -> None:
         """Hand a push to the host. ProtocolError if it cannot be decoded; then nothing has changed."""
         host, worker, timing = self._host, push.worker, peer.timing
-        steps = host.server.steps_of(worker)
+        member = host.server.members.get(worker)
+        steps = max(1, member.steps) if member is not None else 1
         host.timekeeper.add(worker, timing, steps)
         if self._pacing is not None:
             change = self._pacing.look(host.server, worker, timing.wall / steps)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
-from paceline.core.rules.worker_rows import StatelessHooks
+from paceline.core.rules.plain import StatelessHooks
 from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
