@@ -86,7 +86,7 @@ def test_the_verb_makes_one_file_of_many_runs(tmp_path: Path, capsys: pytest.Cap
         (["nowhere"], "nowhere is not a run folder: it does not exist"),
         (["."], ". is not a run folder and contains none"),
         (["a-file"], "a-file is not a run folder and contains none"),
-        ([], "RUN is missing (run folders, or folders that hold some)"),
+        ([], "RUN is missing (run folders, or folders of runs)"),
         (["runs/run", "-o", "runs"], "-o runs is a folder"),
         (["runs/run", "-o", "no/such/page.html"], "no/such/page.html cannot be written: No such file or directory"),
     ],
