@@ -98,7 +98,7 @@ def main() -> int:
         spread = f"{min(found):.2f}..{max(found):.2f}"
         band = f"{published.bar:.1f} +- {published.tolerance:.1f}"
         figures = f"{statistics.median(found):>7.2f} {spread:>14} {published.accuracy:>10.2f} {band:>12}"
-        print(f"{rows[-1].name:<18} {figures} {rows[-1].verdict}", flush=True)
+        print(f"{rows[-1].name:<18} {figures} {rows[-1].disposition}", flush=True)
     print(f"epochs {epochs}, seeds {seeds}")
     return pairs.close(parsed, "accuracy", rows, epochs=epochs)
 
@@ -107,11 +107,11 @@ def judged(published: Published, found: list[float], by: pairs.Disturbance, epoc
     """Return one row; missed if every seed is outside the range on the same side. One epoch is not judged."""
     low, high = published.bar - published.tolerance, published.bar + published.tolerance
     seen = pairs.estimate(found)
-    verdict = pairs.judge(seen, at_least=low, at_most=high) if epochs == 6 else "not judged"
+    disposition = pairs.judge(seen, at_least=low, at_most=high) if epochs == 6 else "not judged"
     name = f"{published.strategy}, {published.workers} worker{'s' if published.workers > 1 else ''}"
     bar = f"{low:g}..{high:g}"
     taken = by.steal_percent, by.others_percent
-    return pairs.Row(name, seen.median, published.accuracy, seen, bar, verdict, *taken, len(found))
+    return pairs.Row(name, seen.median, published.accuracy, seen, bar, disposition, *taken, len(found))
 
 
 if __name__ == "__main__":

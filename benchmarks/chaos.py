@@ -162,7 +162,7 @@ class Cluster:
         if not self._is_kept:
             self.server = self._start(["server", "--resume", str(self.folder / "run")])
 
-    def see_off(self) -> list[int | None]:
+    def terminate(self) -> list[int | None]:
         """Wait for the server and return the workers' exit codes; None for one still trying to reconnect."""
         deadline = time.monotonic() + ENDING_SECONDS
         while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
@@ -279,7 +279,7 @@ def live_through(
         if all(worker.poll() is not None for worker in cluster.workers):  # all were drained
             cluster.workers.append(cluster.start_worker())
         code = cluster.server.wait(PADDING)
-        codes = cluster.see_off()
+        codes = cluster.terminate()
         cluster.link.close()
     left = left_behind(folder)
     run = folder / "run"

@@ -121,9 +121,9 @@ def checked(device: str) -> list[dict[str, Any]]:
             ok = all(far <= most for far, most in zip(off, WITHIN[settings.precision], strict=True))
             seconds = time.perf_counter() - began
             rows.append({"model": model, "kind": kind, "loss": off[0], "gradient": off[1], "ok": ok})
-            verdict = "ok" if ok else "WRONG"
+            disposition = "ok" if ok else "WRONG"
             print(
-                f"{model:9} {kind:40} loss off {off[0]:.1e}, gradient {off[1]:.1e}  {verdict} ({seconds:.0f} s)",
+                f"{model:9} {kind:40} loss off {off[0]:.1e}, gradient {off[1]:.1e}  {disposition} ({seconds:.0f} s)",
                 flush=True,
             )
     return rows

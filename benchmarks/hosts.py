@@ -31,8 +31,8 @@ class Host:
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment of a process there: one thread, and the network interface to use."""
-        own = {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **own}
+        local_state = {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **local_state}
 
 
 def why_not() -> str | None:

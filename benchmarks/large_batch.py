@@ -84,11 +84,11 @@ def main() -> int:
         print(f"large_batch: {error}", file=sys.stderr)
         return error.exit_code
     collapsed, kept, _ = first.values()
-    verdict = "met" if min(kept) > BAR else "MISSED"
+    disposition = "met" if min(kept) > BAR else "MISSED"
     print(
         f"test accuracy in percent, {parsed.seeds} seed{'s' if parsed.seeds > 1 else ''}. First epoch: "
         f"{min(collapsed):.2f} without warm-up (published {PUBLISHED}), {min(kept):.2f} with it; bar above {BAR:g}: "
-        f"{verdict}"
+        f"{disposition}"
     )
     return 1 if parsed.strict and min(kept) <= BAR else 0
 

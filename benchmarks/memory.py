@@ -72,11 +72,11 @@ def main() -> int:
         seen = [largest(QUICK_SECONDS if parsed.quick else SECONDS) for _ in range(number)]
     sizes, processes = [size for size, _ in seen], max(count for _, count in seen)
     found = pairs.estimate(sizes)
-    verdict = pairs.judge(found, at_most=BAR_GIB)
+    disposition = pairs.judge(found, at_most=BAR_GIB)
     taken = by.steal_percent, by.others_percent
-    row = pairs.Row("10 workers, GiB", found.median, None, found, f"<={BAR_GIB:g}", verdict, *taken, number)
+    row = pairs.Row("10 workers, GiB", found.median, None, found, f"<={BAR_GIB:g}", disposition, *taken, number)
     print(f"{WORKERS} workers, LeNet5, {processes} processes: {found.median:.2f} GiB in all (proportional set size)")
-    print(f"{found.least:.2f} to {found.most:.2f} GiB, runs {number}, bar {BAR_GIB:g} GiB: {verdict}")
+    print(f"{found.least:.2f} to {found.most:.2f} GiB, runs {number}, bar {BAR_GIB:g} GiB: {disposition}")
     print(pairs.disturbed([row]))
     return pairs.close(parsed, "memory", [row], processes=processes)
 

@@ -63,7 +63,7 @@ class Run:
         records, _ = read_arrivals(self.log, RunFolder.open(self.folder).config())
         steps: dict[int, list[Step]] = {worker: [] for worker in range(self.workers)}
         for record in records:
-            if record.kind == "push" and record.verdict is Disposition.TAKEN:
+            if record.kind == "push" and record.disposition is Disposition.TAKEN:
                 steps[record.worker].append((record.now, record.samples))
         return steps
 

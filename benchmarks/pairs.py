@@ -75,17 +75,17 @@ class Disturbance:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        stolen, busy, total, own = (now - then for now, then in zip(self._seconds(), self._before, strict=True))
+        stolen, busy, total, local_state = (now - then for now, then in zip(self._seconds(), self._before, strict=True))
         self.steal_percent = 100.0 * stolen / max(total, 1e-9)
-        self.others_percent = 100.0 * max(0.0, busy - own) / max(total, 1e-9)
+        self.others_percent = 100.0 * max(0.0, busy - local_state) / max(total, 1e-9)
 
     @staticmethod
     def _seconds() -> tuple[float, float, float, float]:
         """Return the stolen, busy and total CPU seconds of all cores, and those of this process and its children."""
         ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         user, nice, system, _, _, irq, softirq, steal = (tick / os.sysconf("SC_CLK_TCK") for tick in ticks)
-        own = sum(os.times()[:4])
-        return steal, user + nice + system + irq + softirq, sum(ticks) / os.sysconf("SC_CLK_TCK"), own
+        local_state = sum(os.times()[:4])
+        return steal, user + nice + system + irq + softirq, sum(ticks) / os.sysconf("SC_CLK_TCK"), local_state
 
 
 def interleave(
@@ -117,7 +117,7 @@ class Row:
     peer: float | None
     found: Estimate
     bar: str
-    verdict: str
+    disposition: str
     steal_percent: float
     others_percent: float
     pairs: int
@@ -154,9 +154,9 @@ def make_row(
     bar = f">={at_least:g}" if at_least is not None else f"<={at_most:g}" if at_most is not None else "-"
     if at_least is not None and at_most is not None:
         bar = f"{at_least:g}..{at_most:g}"
-    verdict = judge(found, at_least=at_least, at_most=at_most) if bar != "-" else ""
+    disposition = judge(found, at_least=at_least, at_most=at_most) if bar != "-" else ""
     middles = statistics.median(ours), statistics.median(peer)
-    return Row(name, *middles, found, bar, verdict, by.steal_percent, by.others_percent, len(ours))
+    return Row(name, *middles, found, bar, disposition, by.steal_percent, by.others_percent, len(ours))
 
 
 def table(rows: Sequence[Row], unit: str, figure: str = "ratio", sides: tuple[str, str] = ("ours", "peer")) -> str:
@@ -166,7 +166,7 @@ def table(rows: Sequence[Row], unit: str, figure: str = "ratio", sides: tuple[st
     for row in rows:
         spans = (_span(row.found.low, row.found.high), _span(row.found.least, row.found.most))
         figures = f"{_short(row.ours):>7} {_short(row.peer):>7} {row.found.median:>6.3f}"
-        line = f"{row.name:<14.14} {figures} {spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.verdict}"
+        line = f"{row.name:<14.14} {figures} {spans[0]:>11} {spans[1]:>11} {row.bar:>6} {row.disposition}"
         lines.append(line.rstrip())
     if rows:
         sure = f"interval of the median at {100 * rows[0].found.coverage:.3g} %"
@@ -219,4 +219,4 @@ def close(parsed: argparse.Namespace, benchmark: str, rows: Sequence[Row], **ext
     """Print the JSON line with `--json` and return the exit code."""
     if parsed.json:
         print(json.dumps({"benchmark": benchmark, "rows": [asdict(row) for row in rows], **extra}))
-    return int(parsed.strict and any(row.verdict == MISSED for row in rows))
+    return int(parsed.strict and any(row.disposition == MISSED for row in rows))

@@ -59,7 +59,7 @@ def updates(name: str, size: int) -> Callable[[], None]:
         worker = turn % WORKERS
         turn += 1
         rule.apply(weights, state, pushes[worker], Arrival(worker, WORKERS - 1, lr, WORKERS))
-        rule.weights_for(weights, state, worker, memories[worker])
+        rule.reply_weights(weights, state, worker, memories[worker])
 
     return update
 
@@ -102,9 +102,10 @@ def main() -> None:
             ratio = statistics.median(one / other for one, other in times)
             middle = 1e3 * statistics.median(one for one, _ in times)
             share = ratio / len(touched)
-            verdict = "" if share <= MOST_COPIES else "   above the goal"
+            disposition = "" if share <= MOST_COPIES else "   above the goal"
             print(
-                f"{name:<21}{size:>12,}{len(touched):>9}{middle:>9.2f}{ratio:>9.2f}{share:>10.2f}{verdict}", flush=True
+                f"{name:<21}{size:>12,}{len(touched):>9}{middle:>9.2f}{ratio:>9.2f}{share:>10.2f}{disposition}",
+                flush=True,
             )
 
 

@@ -48,9 +48,9 @@ class Served:
     def update(self, worker: int) -> None:
         slot, serial = self._slots[worker], self._serials[worker]
         outcome = self._server.handle(Push(worker, 0, serial, serial, 32, 0.5, slot.update, slot.state))
-        assert outcome.verdict is Disposition.TAKEN
+        assert outcome.disposition is Disposition.TAKEN
         for reply in outcome.replies:
-            self._server.updater.weights_for(reply.worker, self._slots[reply.worker].weights)
+            self._server.updater.reply_weights(reply.worker, self._slots[reply.worker].weights)
             self._serials[reply.worker] = reply.serial
 
 

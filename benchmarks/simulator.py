@@ -78,9 +78,9 @@ def row(name: str, values: list[float], by: pairs.Disturbance, **bar: float) -> 
     """Return the row of a figure without a peer."""
     found = pairs.estimate(values)
     ((kind, value),) = bar.items()
-    verdict, sign = pairs.judge(found, **bar), ">=" if kind == "at_least" else "<="
+    disposition, sign = pairs.judge(found, **bar), ">=" if kind == "at_least" else "<="
     taken = by.steal_percent, by.others_percent
-    return pairs.Row(name, found.median, None, found, f"{sign}{value:g}", verdict, *taken, len(values))
+    return pairs.Row(name, found.median, None, found, f"{sign}{value:g}", disposition, *taken, len(values))
 
 
 def show(one: pairs.Row, unit: str, besides: str = "") -> None:
@@ -88,7 +88,7 @@ def show(one: pairs.Row, unit: str, besides: str = "") -> None:
     low, high = one.found.low, one.found.high
     span = f"{low:,.0f} to {high:,.0f}" if low >= 1000 else f"{low:.3g} to {high:.3g}"
     median = f"{one.ours:,.0f}" if one.ours >= 1000 else f"{one.ours:.3g}"
-    print(f"{one.name:<33} {median:>8} {unit} ({span}), bar {one.bar}: {one.verdict}{besides}", flush=True)
+    print(f"{one.name:<33} {median:>8} {unit} ({span}), bar {one.bar}: {one.disposition}{besides}", flush=True)
 
 
 def events(number: int, pushes: int) -> list[pairs.Row]:

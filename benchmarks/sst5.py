@@ -68,10 +68,10 @@ def main() -> int:
             text = f"test {result['test_accuracy']:.2f} %, train {result['train_accuracy']:.2f} %"
             print(f"seed {seed}: {text}, {result['train_seconds']:.0f} s of training", flush=True)
     seen = pairs.estimate(found)
-    verdict = "not judged" if parsed.quick else pairs.judge(seen, at_least=BAR)
-    print(f"median {statistics.median(found):.2f} %, at least {BAR:g} % wanted: {verdict}")
+    disposition = "not judged" if parsed.quick else pairs.judge(seen, at_least=BAR)
+    print(f"median {statistics.median(found):.2f} %, at least {BAR:g} % wanted: {disposition}")
     taken = by.steal_percent, by.others_percent
-    row = pairs.Row("test accuracy, %", seen.median, majority, seen, f">= {BAR:g}", verdict, *taken, len(found))
+    row = pairs.Row("test accuracy, %", seen.median, majority, seen, f">= {BAR:g}", disposition, *taken, len(found))
     return pairs.close(parsed, "sst5", [row])
 
 

@@ -87,7 +87,7 @@ def taken(run: Path, num_workers: int) -> list[Steps]:
     records, _ = read_arrivals(run / "arrivals.log", RunFolder.open(run).config())
     workers: list[Steps] = [[] for _ in range(num_workers)]
     for record in records:
-        if record.kind == "push" and record.verdict is Disposition.TAKEN:
+        if record.kind == "push" and record.disposition is Disposition.TAKEN:
             workers[record.worker].append((record.now, record.samples))
     return workers
 

@@ -58,8 +58,8 @@ class Disturbance(pairs.Disturbance):
     """Disturbance by other programs; live and ended descendants of this process do not count."""
 
     def _seconds(self) -> tuple[float, float, float, float]:  # type: ignore[override]
-        stolen, busy, total, own = super()._seconds()
-        return stolen, busy, total, own + sum(map(processor_seconds, descendants(os.getpid())))
+        stolen, busy, total, local_state = super()._seconds()
+        return stolen, busy, total, local_state + sum(map(processor_seconds, descendants(os.getpid())))
 
 
 def descendants(pid: int) -> set[int]:
@@ -146,10 +146,10 @@ def report(stage: Stage, rows: list[pairs.Row]) -> None:
     for side, shares in stage.shares.items():
         if shares:
             found = pairs.estimate([100 * share for share in shares])
-            verdict = "" if side == "alone" else f"  bar <={100 * MOST_SHARE:g} %: "
-            verdict += "" if side == "alone" else pairs.judge(found, at_most=100 * MOST_SHARE)
+            disposition = "" if side == "alone" else f"  bar <={100 * MOST_SHARE:g} %: "
+            disposition += "" if side == "alone" else pairs.judge(found, at_most=100 * MOST_SHARE)
             span = f"{found.least:.2f}..{found.most:.2f}"
-            print(f"watch server, {side:<9} {found.median:5.2f} % of a core, {span}{verdict}")
+            print(f"watch server, {side:<9} {found.median:5.2f} % of a core, {span}{disposition}")
     if stage.drawing:
         print(f"Chromium itself, drawing: {100 * statistics.median(stage.drawing):.1f} % of a core")
     if stage.events:

@@ -39,7 +39,7 @@ class Bowl:
     layout, state_size = pack([("weights", (SIZE,), True)]), 0
 
     def __init__(self, worker: int) -> None:
-        self.own: State = {}
+        self.local_state: State = {}
         self._bottom, self._steepness = BOTTOMS[worker], STEEPNESS[worker]
 
     def initial(self) -> Tensor:
@@ -83,7 +83,7 @@ class Watched:
             row = [version + 1, f"{self.agenda.now:.0f} s", f"{distance:.3f}", stale, " ".join(workers), now]
             self.rows.append([str(entry) for entry in row])
         for reply in replies:
-            self.server.hand_out(reply, self.memories[reply.worker])
+            self.server.send_weights(reply, self.memories[reply.worker])
             self.send(reply)
 
 

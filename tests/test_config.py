@@ -28,7 +28,7 @@ configs = st.builds(
     steps=st.none() | st.integers(1, 2**62),
     seed=st.integers(0, 2**63 - 1),
     delay=st.none() | st.lists(printable, max_size=3),
-    name=st.none() | printable,
+    name=st.none() | st.from_regex(r"[a-z0-9.-]{1,12}", fullmatch=True).filter(lambda name: name.strip(".")),
 )
 
 

@@ -147,7 +147,7 @@ def texts_of_the_source() -> list[list[str]]:
     return [parts for parts in found if any(len(part) >= LEAST_LETTERS for part in parts)]
 
 
-def places_of(parts: list[str], message: str) -> list[range]:
+def max_workers_of(parts: list[str], message: str) -> list[range]:
     """Where all parts of a text stand in the message, one after the other; nowhere if one is missing."""
     found, at = [], 0
     for part in parts:
@@ -161,7 +161,7 @@ def places_of(parts: list[str], message: str) -> list[range]:
 
 def share_said(message: str, texts: list[list[str]]) -> float:
     """How much of the message stands in the source."""
-    ranges = [place for parts in texts for place in places_of(parts, message)]
+    ranges = [place for parts in texts for place in max_workers_of(parts, message)]
     return len({at for place in ranges for at in place}) / len(message)
 
 

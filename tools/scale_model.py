@@ -155,10 +155,10 @@ def crashes(cell: Cell, horizon: float) -> tuple[Fault, ...]:
         return ()
     generator, span = rng(SEED, "crashes", cell.workers), CRASH_EVERY / cell.workers
     number = int(horizon / span)
-    places, whom = generator.random(number).tolist(), generator.integers(cell.workers, size=number).tolist()
+    max_workers, whom = generator.random(number).tolist(), generator.integers(cell.workers, size=number).tolist()
     return tuple(
         Fault("crash", (count + place) * span, worker, restart_after=RESTART_AFTER, noticed_after=NOTICED_AFTER)
-        for count, (place, worker) in enumerate(zip(places, whom, strict=True))
+        for count, (place, worker) in enumerate(zip(max_workers, whom, strict=True))
     )
 
 

@@ -75,7 +75,7 @@ def read_timeline(path: Path) -> Timeline:
         replied = began - exchange
         arrived, version = last.get(worker, (0.0, 0))
         given = version if replied - arrived < SLACK else bisect_right(updates, replied + SLACK)
-        counted = record.verdict == Disposition.TAKEN
+        counted = record.disposition == Disposition.TAKEN
         pushes.append(Push(worker, began, ended, record.now, steps[worker], taken // number - given, counted))
         taken += counted
         last[worker] = record.now, taken // number
@@ -92,7 +92,7 @@ def _exchange(config: RunConfig, ring: bool) -> float:
 
 def _updates(records: list[Record], config: RunConfig) -> list[float]:
     """Return the time of each update: every accepted push, or the last of every round."""
-    taken = [record.now for record in records if record.kind == "push" and record.verdict == Disposition.TAKEN]
+    taken = [record.now for record in records if record.kind == "push" and record.disposition == Disposition.TAKEN]
     number = strategy_of(config).pushes_per_update(config.workers or 1)
     return taken[number - 1 :: number]
 

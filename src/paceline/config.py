@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UserError, unknown_name
-from paceline.interfaces import MOST_WORKERS
+from paceline.interfaces import MAX_WORKERS
 
 Check = Callable[[str, Any], None]
 
@@ -32,7 +32,7 @@ _not_negative = _check(lambda value: math.isfinite(value) and value >= 0, "must 
 _sensible = _check(lambda value: 1e-6 <= value <= 1e9, "must be a number from 0.000001 to 1000000000")
 _fraction = _check(lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
 _at_least_one = _check(lambda value: value >= 1, "must be at least 1")
-_at_most = _check(lambda value: value <= MOST_WORKERS, f"must be at most {MOST_WORKERS}")
+_at_most = _check(lambda value: value <= MAX_WORKERS, f"must be at most {MAX_WORKERS}")
 _seed = _check(lambda value: 0 <= value < 2**63, "must be between 0 and 2^63 - 1")
 _percent = _check(lambda value: 0.0 < value <= 100.0, "is in percent, above 0 and at most 100")
 _betas = _check(
@@ -282,7 +282,7 @@ class RunConfig:
                 check(spec.name.replace("_", "-"), value)
 
 
-def places_of(config: RunConfig) -> int:
+def max_workers_of(config: RunConfig) -> int:
     """How many workers a run has room for: worker numbers are below it, and rules keep a row for each."""
     return config.max_workers or config.workers or 1
 
@@ -292,8 +292,7 @@ def is_simulated(config: RunConfig) -> bool:
     return config.speeds is not None or config.like is not None
 
 
-SCHEMA = 2
-"""Version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before."""
+SCHEMA = 2  # version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before.
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 

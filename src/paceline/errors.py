@@ -19,8 +19,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-MOST_NAMED = 30
-"""Names that are all listed beside the nearest; of more, the nearest are enough."""
+MAX_NAMED = 30  # names that are all listed beside the nearest; of more, the nearest are enough
 
 
 class PacelineError(Exception):
@@ -92,7 +91,7 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     names = sorted(known)
     near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
     offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else ""
-    known_ones = f"Known: {', '.join(names)}" if not near or len(names) <= MOST_NAMED else ""
+    known_ones = f"Known: {', '.join(names)}" if not near or len(names) <= MAX_NAMED else ""
     return UserError(f"unknown {kind} '{asked}': {' '.join(filter(None, (offer, known_ones)))}")
 
 

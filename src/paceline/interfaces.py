@@ -123,7 +123,7 @@ class Task(Protocol):
     """The place of each parameter in that vector."""
     state_size: int
     """The number of floats sent with each push besides the gradient (running statistics)."""
-    own: State
+    local_state: State
     """State that stays in the worker between pushes (an inner optimizer's state). Changed in place, often empty."""
 
     def initial(self) -> Tensor:
@@ -157,7 +157,7 @@ class Rule(Protocol):
     """How an update changes the weights: in place, elementwise over [..., P], without branching on an arrival's values.
 
     State tensors have the leading axes of the weights, so the state of run r of many is
-    `{k: t[r] for k, t in state.items()}`. `join`, `leave` and `lapse` name a worker of one run and get such a state.
+    `{k: t[r] for k, t in state.items()}`. `join`, `leave` and `expire` name a worker of one run and get such a state.
     """
 
     @property
@@ -177,7 +177,7 @@ class Rule(Protocol):
         """Remove `worker`: set its rows to zero and subtract them from sums over all workers."""
         ...
 
-    def lapse(self, state: State, worker: int) -> None:
+    def expire(self, state: State, worker: int) -> None:
         """Discard the worker's cached gradient because it has gone silent. It stays a member and may push again."""
         ...
 
@@ -185,7 +185,7 @@ class Rule(Protocol):
         """Make one update from `update` (a gradient, a mean of several, or a drift), which is only read."""
         ...
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         """Write the weights of the worker's next step to `out`, once per reply: a copy, unless the rule looks ahead."""
         ...
 
@@ -276,5 +276,5 @@ class Policy(Protocol):
         ...
 
 
-MOST_WORKERS = 65_535
+MAX_WORKERS = 65_535
 """The log stores a worker's number in two bytes."""

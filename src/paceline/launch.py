@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.assembly.preflight import require_device
 from paceline.config import RunConfig, is_simulated
-from paceline.data.datasets import Location, locate_data, settle_data
+from paceline.data.datasets import Location, locate_data, resolve_dataset
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.reports.console import Console
@@ -48,10 +48,10 @@ def train(
     if rank is not None:
         from paceline.runtimes.ring.rank import train_as_rank
 
-        config, location = settle_data(config)
+        config, location = resolve_dataset(config)
         return train_as_rank(config, rank, location, console.report)
     with _fork_server(config) as forks:  # it imports torch while this process finds the data
-        config, location = settle_data(config)
+        config, location = resolve_dataset(config)
         folder = RunFolder.create(config)
         with holding(folder):
             return folder, _run(config, folder, location, forks, console.report, 0, faults)

@@ -316,7 +316,7 @@ def test_own_quotas_are_passes_over_the_own_shard() -> None:
     work = divide_work(LABELS, config)
     assert [len(shard) for shard in work.shards] == [25, 75]
     assert work.quotas == [3 * 4, 3 * 10]
-    assert work.budget.own
+    assert work.budget.per_worker
     assert work.budget.samples == 300
 
 

@@ -21,8 +21,8 @@ def divided(**settings: Any) -> tuple[RunConfig, WorkAssignment]:
     return config, divide_work(LABELS, config)
 
 
-def one_pass(config: RunConfig, work: WorkAssignment, worker: int, deal: DataAssignment | None) -> list[int]:
-    batches = work.batches(worker, config, deal)
+def one_pass(config: RunConfig, work: WorkAssignment, worker: int, assignment: DataAssignment | None) -> list[int]:
+    batches = work.batches(worker, config, assignment)
     return [int(i) for number in range(batches.per_epoch) for i in batches.indices(number)]
 
 
@@ -30,8 +30,8 @@ def one_pass(config: RunConfig, work: WorkAssignment, worker: int, deal: DataAss
 @pytest.mark.parametrize("members", [(2,), (0, 2), (1, 4, 5), (0, 1, 2, 3, 4, 5)])
 def test_in_every_deal_each_sample_has_one_owner_and_is_seen_once_a_pass(split: str, members: tuple[int, ...]) -> None:
     config, work = divided(split=split, validation=0.1)
-    deal = DataAssignment(1 + len(members), members)
-    seen = [index for worker in members for index in one_pass(config, work, worker, deal)]
+    assignment = DataAssignment(1 + len(members), members)
+    seen = [index for worker in members for index in one_pass(config, work, worker, assignment)]
     assert sorted(seen) == work.train.tolist()
 
 

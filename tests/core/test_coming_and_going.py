@@ -23,8 +23,8 @@ TRAINING = Training(LONG, Schedule(1.0))
 class Cluster:
     """A server of one weight, and what each worker was told last."""
 
-    def __init__(self, policy: Policy, num_workers: int = 2, places: int | None = None, quota: int | None = None):
-        self.server = Server(torch.zeros(1), Plain(Sgd()), policy, TRAINING, Roster(num_workers, places))
+    def __init__(self, policy: Policy, num_workers: int = 2, max_workers: int | None = None, quota: int | None = None):
+        self.server = Server(torch.zeros(1), Plain(Sgd()), policy, TRAINING, Roster(num_workers, max_workers))
         self.told: dict[int, Reply] = {}
         self.quota = quota
         for worker in range(num_workers):
@@ -47,7 +47,7 @@ class Cluster:
 
 def over(outcome: Outcome) -> dict[int, bool]:
     """Who is answered, and whether it is over for them."""
-    return {reply.worker: reply.over for reply in outcome.replies}
+    return {reply.worker: reply.finished for reply in outcome.replies}
 
 
 @pytest.mark.parametrize("policy", [Async(), StaleSynchronous(0), StaleSynchronous(3), DropStale(2)])
@@ -55,8 +55,8 @@ def test_a_drained_worker_is_told_that_it_is_over_when_its_push_counts(policy: P
     cluster = Cluster(policy)
     assert cluster.handle(Drain(0)) == Outcome(Disposition.TAKEN)
     outcome = cluster.push(0)
-    assert outcome.verdict == Disposition.TAKEN and over(outcome) == {0: True}
-    assert (cluster.server.version, cluster.server.num_live, cluster.server.over) == (1, 1, False)
+    assert outcome.disposition == Disposition.TAKEN and over(outcome) == {0: True}
+    assert (cluster.server.version, cluster.server.num_live, cluster.server.finished) == (1, 1, False)
     cluster.handle(Leave(0, 0))
     assert over(cluster.push(1)) == {1: False} and over(cluster.push(1)) == {1: False}
     assert cluster.server.weights.item() == -3.0 and cluster.server.dropped == 0
@@ -88,18 +88,18 @@ def test_a_push_that_is_dropped_is_not_asked_for_again() -> None:
     cluster.push(0)
     cluster.handle(Drain(1))
     outcome = cluster.push(1)
-    assert outcome.verdict == Disposition.DROPPED and over(outcome) == {1: True}
+    assert outcome.disposition == Disposition.DROPPED and over(outcome) == {1: True}
 
 
 def test_only_who_is_at_work_can_be_drained_and_only_once() -> None:
     cluster = Cluster(Async())
-    assert [cluster.handle(Drain(worker)).verdict for worker in (0, 0, 5)] == [Disposition.TAKEN] + 2 * [
+    assert [cluster.handle(Drain(worker)).disposition for worker in (0, 0, 5)] == [Disposition.TAKEN] + 2 * [
         Disposition.REJECTED
     ]
     cluster.push(0)
-    assert cluster.handle(Drain(0)).verdict == Disposition.REJECTED
+    assert cluster.handle(Drain(0)).disposition == Disposition.REJECTED
     cluster.handle(Leave(1, 0))
-    assert cluster.handle(Drain(1)).verdict == Disposition.REJECTED
+    assert cluster.handle(Drain(1)).disposition == Disposition.REJECTED
 
 
 def test_who_was_lost_before_it_was_told_is_told_when_it_comes_back_and_then_may_come_again() -> None:
@@ -124,9 +124,9 @@ def test_a_run_whose_last_worker_is_drained_is_not_over_and_nobody_drained_is_aw
     for worker in (0, 1):
         cluster.handle(Drain(worker))
         cluster.push(worker)
-    assert not cluster.server.over and cluster.server.num_live == 0
+    assert not cluster.server.finished and cluster.server.num_live == 0
     cluster.handle(Resume())
-    assert cluster.server.started and not cluster.server.over
+    assert cluster.server.started and not cluster.server.finished
     assert over(cluster.join(1, 1)) == {1: False}
 
 
@@ -135,28 +135,28 @@ def test_who_has_its_quota_ends_the_run_though_another_was_drained() -> None:
     cluster.handle(Drain(0))
     cluster.push(0)
     cluster.push(1)
-    assert not cluster.server.over
-    assert over(cluster.push(1)) == {1: True} and cluster.server.over
+    assert not cluster.server.finished
+    assert over(cluster.push(1)) == {1: True} and cluster.server.finished
 
 
 def test_every_change_of_who_is_at_work_deals_anew_and_everybody_hears_of_it_with_its_next_answer() -> None:
-    cluster = Cluster(Async(), places=4)
-    assert cluster.told[0].deal is None and cluster.push(0).replies[0].deal is None
+    cluster = Cluster(Async(), max_workers=4)
+    assert cluster.told[0].assignment is None and cluster.push(0).replies[0].assignment is None
     cluster.join(2)
-    assert cluster.told[2].deal == DataAssignment(1, (0, 1, 2))
-    assert cluster.told[1].deal is None  # it is still computing on what it was told
+    assert cluster.told[2].assignment == DataAssignment(1, (0, 1, 2))
+    assert cluster.told[1].assignment is None  # it is still computing on what it was told
     cluster.push(1)
-    assert (cluster.told[1].deal, cluster.told[1].batch) == (DataAssignment(1, (0, 1, 2)), 0)
+    assert (cluster.told[1].assignment, cluster.told[1].batch) == (DataAssignment(1, (0, 1, 2)), 0)
     cluster.push(1)
-    assert (cluster.told[1].deal, cluster.told[1].batch) == (DataAssignment(1, (0, 1, 2)), 1)
+    assert (cluster.told[1].assignment, cluster.told[1].batch) == (DataAssignment(1, (0, 1, 2)), 1)
     cluster.handle(Drain(0))
     cluster.push(2)
-    assert cluster.told[2].deal == DataAssignment(2, (1, 2))
+    assert cluster.told[2].assignment == DataAssignment(2, (1, 2))
     cluster.push(0)
     cluster.handle(Leave(0, 0))
     cluster.handle(Leave(2, 0))
     cluster.join(2, 1)  # back before anybody was answered: nothing has changed, and its batch is dealt again
-    assert cluster.told[2].deal == DataAssignment(2, (1, 2)) and cluster.told[2].batch == 0
+    assert cluster.told[2].assignment == DataAssignment(2, (1, 2)) and cluster.told[2].batch == 0
 
 
 def test_who_never_came_has_no_part_from_the_start() -> None:
@@ -164,23 +164,23 @@ def test_who_never_came_has_no_part_from_the_start() -> None:
     server.handle(Join(0, 0))
     server.handle(Join(2, 0))
     told = server.handle(Leave(1, 0)).replies
-    assert [reply.deal for reply in told] == 2 * [DataAssignment(1, (0, 2))]
+    assert [reply.assignment for reply in told] == 2 * [DataAssignment(1, (0, 2))]
 
 
 def test_without_room_for_others_nothing_is_dealt_anew() -> None:
     cluster = Cluster(Async(), 2)
     cluster.handle(Leave(1, 0))
-    assert cluster.push(0).replies[0].deal is None
-    assert cluster.join(2).verdict == Disposition.REJECTED
+    assert cluster.push(0).replies[0].assignment is None
+    assert cluster.join(2).disposition == Disposition.REJECTED
 
 
 def test_there_is_room_for_so_many() -> None:
-    cluster = Cluster(Async(), 2, places=3)
-    assert cluster.join(2).verdict == Disposition.TAKEN and cluster.join(3).verdict == Disposition.REJECTED
+    cluster = Cluster(Async(), 2, max_workers=3)
+    assert cluster.join(2).disposition == Disposition.TAKEN and cluster.join(3).disposition == Disposition.REJECTED
 
 
 def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:
-    cluster = Cluster(Barrier(at_the_door=True), 2, places=3)
+    cluster = Cluster(Barrier(at_the_door=True), 2, max_workers=3)
     cluster.push(0)
     assert over(cluster.join(2)) == {}
     assert over(cluster.push(1)) == {0: False, 1: False, 2: False}
@@ -190,7 +190,7 @@ def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:
 
 
 def test_a_newcomer_begins_alone_where_everybody_else_is_gone() -> None:
-    cluster = Cluster(Barrier(at_the_door=True), 1, places=2)
+    cluster = Cluster(Barrier(at_the_door=True), 1, max_workers=2)
     cluster.push(0)
     cluster.join(1)
     assert over(cluster.handle(Leave(0, 0))) == {1: False}
@@ -205,7 +205,7 @@ def test_a_fixed_run_lets_who_returns_into_the_round_it_meets() -> None:
 
 
 def test_deals_and_drains_survive_a_checkpoint() -> None:
-    cluster = Cluster(Async(), places=4)
+    cluster = Cluster(Async(), max_workers=4)
     cluster.join(3)
     cluster.push(1)
     cluster.push(1)
@@ -217,11 +217,11 @@ def test_deals_and_drains_survive_a_checkpoint() -> None:
     assert again.last_answer(1) == before and before.batch == 1
     told = Push(1, 0, before.serial, before.serial, 1, 0.5, torch.ones(1), torch.empty(0))
     assert again.handle(told) == cluster.handle(told)
-    assert cluster.told[1].deal == DataAssignment(2, (1, 3))
+    assert cluster.told[1].assignment == DataAssignment(2, (1, 3))
 
 
 def test_a_rule_with_a_row_a_worker_has_one_for_newcomers_and_forgets_who_was_drained() -> None:
-    rule = Cached(Sgd(), places=3)
+    rule = Cached(Sgd(), max_workers=3)
     server = Server(torch.zeros(1), rule, Async(), TRAINING, Roster(1, 3))
     server.handle(Join(0, 0))
     server.handle(Join(2, 0))

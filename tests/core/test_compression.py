@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core.buffers import BufferSizes, WorkerBuffers, load_own, own_nbytes
+from paceline.core.buffers import BufferSizes, WorkerBuffers, load_local_state, local_state_nbytes
 from paceline.core.compression import Codecs
 from paceline.core.messages import Disposition, Join, Leave, Push, Reply
 from paceline.core.optimizers import Sgd
@@ -35,7 +35,7 @@ class Slopes:
     layout, state_size = LAYOUT, 0
 
     def __init__(self, poison: int | None = None) -> None:
-        self.own: State = {}
+        self.local_state: State = {}
         self.seen: list[Tensor] = []
         self._poison = poison
 
@@ -79,7 +79,7 @@ class Exchange:
         self.server = Server(Slopes().initial(), rule, policy or Async(), training, roster, exchange)
         self.used, self.poison = used, poison
         self.tasks: dict[int, Slopes] = {}
-        self.seats: dict[int, LocalWorker] = {}
+        self.instances: dict[int, LocalWorker] = {}
         self._incarnations = [0] * workers
         for worker in range(workers):
             self.join(worker)
@@ -88,26 +88,26 @@ class Exchange:
         self.tasks[worker] = task = Slopes(self.poison)
         join = Join(worker, self._incarnations[worker])
         self._incarnations[worker] += 1
-        self.seats[worker] = LocalWorker(task, task, join, codecs=self.used)
+        self.instances[worker] = LocalWorker(task, task, join, codecs=self.used)
         self.deliver(self.server.handle(join).replies)
 
     def leave(self, worker: int) -> None:
-        self.deliver(self.server.handle(Leave(worker, self.seats.pop(worker).join.incarnation)).replies)
+        self.deliver(self.server.handle(Leave(worker, self.instances.pop(worker).join.incarnation)).replies)
 
     def deliver(self, replies: tuple[Reply, ...]) -> None:
         for reply in replies:
-            self.server.hand_out(reply, self.seats[reply.worker].memory)
-            self.seats[reply.worker].pending = reply
+            self.server.send_weights(reply, self.instances[reply.worker].memory)
+            self.instances[reply.worker].pending = reply
 
     def compute(self, worker: int) -> Push:
-        push = self.seats[worker].push()
+        push = self.instances[worker].push()
         assert push is not None
         return push
 
     def push(self, worker: int) -> Disposition:
         outcome = self.server.handle(self.compute(worker))
         self.deliver(outcome.replies)
-        return outcome.verdict
+        return outcome.disposition
 
 
 @settings(max_examples=60)
@@ -129,11 +129,11 @@ def test_after_any_replies_a_worker_has_what_the_server_thinks_it_has(name: str,
 def test_replies_bring_a_worker_to_weights_that_stand_still(name: str) -> None:
     exchange = Exchange(codecs(None, name), workers=1)
     exchange.push(0)
-    wanted, memory = exchange.server.weights, exchange.seats[0].memory
+    wanted, memory = exchange.server.weights, exchange.instances[0].memory
     assert exchange.server.differences is not None
     distances = []
     for serial in range(2, 402):
-        exchange.server.hand_out(Reply(0, 0, serial, 1, 1), memory)
+        exchange.server.send_weights(Reply(0, 0, serial, 1, 1), memory)
         distances.append((exchange.server.differences.held[0] - wanted).abs().amax().item())
     assert distances[-1] < 1e-3 * max(distances[0], 0.1), distances[::40]
 
@@ -150,10 +150,10 @@ def test_the_first_reply_after_each_join_is_all_weights_and_the_bytes_are_counte
         assert push.update.dtype == torch.uint8
         pushed += push.update.numel()
         exchange.deliver(exchange.server.handle(push).replies)
-        pulled += exchange.seats[worker].memory.num_pulled
+        pulled += exchange.instances[worker].memory.num_pulled
     exchange.leave(0)
     exchange.join(0)
-    assert torch.equal(exchange.seats[0].memory.weights, exchange.server.weights)
+    assert torch.equal(exchange.instances[0].memory.weights, exchange.server.weights)
     assert (exchange.server.bytes_pushed, exchange.server.bytes_pulled) == (pushed, 3 * dense + pulled)
     assert used.push is not None and 0 < pushed <= 3 * used.push.capacity < 3 * dense
 
@@ -210,7 +210,7 @@ def test_a_gradient_with_a_nan_ends_the_run_and_is_not_applied(name: str, policy
     for worker in (0, 1):
         assert exchange.push(worker) == Disposition.TAKEN
     before = exchange.server.weights.clone()
-    verdicts = [exchange.push(worker) for worker in (0, 1) if not exchange.server.over]
+    verdicts = [exchange.push(worker) for worker in (0, 1) if not exchange.server.finished]
     assert verdicts[-1] in (Disposition.REJECTED, Disposition.TAKEN)
     assert exchange.server.divergence is not None
     assert torch.equal(exchange.server.weights, before)
@@ -224,18 +224,18 @@ def test_bytes_that_are_no_push_are_the_workers_fault_and_change_nothing() -> No
         exchange.server.handle(push._replace(update=push.update[:-1]))
     assert server_facts(exchange.server) == facts
     assert torch.equal(exchange.server.weights, weights)
-    assert exchange.server.handle(push).verdict == Disposition.TAKEN
+    assert exchange.server.handle(push).disposition == Disposition.TAKEN
 
 
 def test_the_state_of_the_last_push_taken_can_be_read_while_the_next_is_made() -> None:
-    memory = WorkerBuffers.private(BufferSizes(4, own=12))
-    own = {"a": torch.tensor([1, 2], dtype=torch.int32), "b": torch.tensor(0.5)}
-    assert own_nbytes(own) == 12
+    memory = WorkerBuffers.private(BufferSizes(4, local_state=12))
+    local_state = {"a": torch.tensor([1, 2], dtype=torch.int32), "b": torch.tensor(0.5)}
+    assert local_state_nbytes(local_state) == 12
     for seq in range(5):
-        own["a"] += 1
-        memory.keep(own, seq)
+        local_state["a"] += 1
+        memory.save_state(local_state, seq)
         if seq:
             found = {"a": torch.zeros(2, dtype=torch.int32), "b": torch.tensor(0.0)}
-            load_own(found, memory.kept(seq - 1))
+            load_local_state(found, memory.saved_state(seq - 1))
             assert found["a"].tolist() == [1 + seq, 2 + seq]
             assert found["b"].item() == 0.5

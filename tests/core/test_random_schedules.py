@@ -107,7 +107,7 @@ def test_async_answers_every_push_at_once(num_workers: int, schedule: list[int])
     cluster.play(schedule)
     assert cluster.held_back() == []
     for happened in cluster.history:
-        if isinstance(happened.message, Push) and happened.outcome.verdict == Disposition.TAKEN:
+        if isinstance(happened.message, Push) and happened.outcome.disposition == Disposition.TAKEN:
             assert [reply.worker for reply in happened.outcome.replies] == [happened.message.worker]
             assert [update.alone for update in happened.updates] == [happened.message.worker]
 
@@ -137,7 +137,7 @@ def test_batches_are_applied_in_order_and_a_dropped_one_is_dealt_again(
         assert batches == list(range(len(batches)))
     dealt: dict[tuple[int, int, int], int] = {}
     for happened in cluster.history:
-        if happened.outcome.verdict == Disposition.DROPPED:
+        if happened.outcome.disposition == Disposition.DROPPED:
             (reply,) = happened.outcome.replies
             push = happened.message
             assert isinstance(push, Push)
@@ -158,15 +158,15 @@ def test_a_repeated_push_is_answered_with_the_last_reply_and_changes_nothing(
             continue
         before = cluster.server.weights.clone(), cluster.server.version, cluster.server.samples
         outcome = cluster.repeat(worker)
-        assert outcome.verdict == Disposition.REPEATED
+        assert outcome.disposition == Disposition.REPEATED
         assert torch.equal(cluster.server.weights, before[0])
         assert (cluster.server.version, cluster.server.samples) == before[1:]
-        waiting = toy.pending is None and not toy.over
+        waiting = toy.pending is None and not toy.finished
         assert len(outcome.replies) == (0 if waiting else 1)
-        if toy.pending is not None and not cluster.server.over:
+        if toy.pending is not None and not cluster.server.finished:
             assert outcome.replies == (toy.pending,)
-        if toy.over:
-            assert outcome.replies[0].over
+        if toy.finished:
+            assert outcome.replies[0].finished
 
 
 @pytest.mark.long
@@ -183,7 +183,7 @@ def test_a_dead_incarnation_is_rejected_and_changes_nothing(policy: str, num_wor
     for ghost in cluster.ghosts:
         if ghost.pending is not None or ghost.last is not None:
             outcome = cluster.haunt(ghost)
-            assert (outcome.verdict, outcome.replies) == (Disposition.REJECTED, ())
+            assert (outcome.disposition, outcome.replies) == (Disposition.REJECTED, ())
     assert torch.equal(cluster.server.weights, weights)
     assert cluster.server.version == version
     assert members == {worker: (m.accepted, m.seq, m.pushes) for worker, m in cluster.server.members.items()}
@@ -197,7 +197,7 @@ def test_a_shared_budget_ends_within_one_update_and_everybody_is_told(
     cluster = started(policy, num_workers, shared(samples))
     cluster.play(schedule)
     cluster.drain()
-    assert cluster.server.over
+    assert cluster.server.finished
     assert samples <= cluster.server.samples < samples + num_workers * MOST_SAMPLES
     before_last = cluster.server.samples - sum(
         samples_of(worker, cluster.batches[worker][-1]) for worker in cluster.rule.updates[-1].workers
@@ -223,7 +223,7 @@ quota_lists = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 def test_own_quotas_give_each_worker_exactly_its_number_of_applied_pushes(
     policy: str, quotas: list[int], schedule: list[int]
 ) -> None:
-    cluster = started(policy, len(quotas), Budget(10, epoch_samples=40, own=True), quotas)
+    cluster = started(policy, len(quotas), Budget(10, epoch_samples=40, per_worker=True), quotas)
     cluster.play(schedule, churn=False)
     cluster.drain()
     assert {worker: len(batches) for worker, batches in cluster.batches.items()} == dict(enumerate(quotas))
@@ -235,9 +235,9 @@ def test_own_quotas_give_each_worker_exactly_its_number_of_applied_pushes(
 def test_a_lost_worker_goes_on_with_the_rest_of_its_quota_unless_all_others_have_finished_without_it(
     policy: str, quotas: list[int], schedule: list[int]
 ) -> None:
-    cluster = started(policy, len(quotas), Budget(10, epoch_samples=40, own=True), quotas)
+    cluster = started(policy, len(quotas), Budget(10, epoch_samples=40, per_worker=True), quotas)
     cluster.play(schedule)
-    over_already = cluster.server.over
+    over_already = cluster.server.finished
     unfinished = {w for w in range(len(quotas)) if len(cluster.batches.get(w, [])) < quotas[w]}
     if over_already:
         gone = {happened.message.worker for happened in cluster.history if isinstance(happened.message, Leave)}
@@ -253,28 +253,28 @@ def test_a_lost_worker_goes_on_with_the_rest_of_its_quota_unless_all_others_have
 def test_a_run_of_own_quotas_is_over_when_the_last_worker_has_finished(
     policy: str, quotas: list[int], schedule: list[int]
 ) -> None:
-    cluster = started(policy, len(quotas), Budget(10, epoch_samples=40, own=True), quotas)
+    cluster = started(policy, len(quotas), Budget(10, epoch_samples=40, per_worker=True), quotas)
     cluster.play(schedule, churn=False)
-    assert cluster.server.over == all(toy.over for toy in cluster.live.values())
+    assert cluster.server.finished == all(toy.finished for toy in cluster.live.values())
     cluster.drain()
-    assert cluster.server.over
+    assert cluster.server.finished
 
 
-@given(policy=policies, num_workers=sizes, first=schedules, then=schedules, own=st.booleans())
+@given(policy=policies, num_workers=sizes, first=schedules, then=schedules, local_state=st.booleans())
 def test_a_server_restored_from_its_facts_goes_on_identically(
-    policy: str, num_workers: int, first: list[int], then: list[int], own: bool
+    policy: str, num_workers: int, first: list[int], then: list[int], local_state: bool
 ) -> None:
-    budget = Budget(90, epoch_samples=40, own=own)
-    cluster = started(policy, num_workers, budget, [9] * num_workers if own else None)
+    budget = Budget(90, epoch_samples=40, per_worker=local_state)
+    cluster = started(policy, num_workers, budget, [9] * num_workers if local_state else None)
     cluster.play(first)
-    while not cluster.server.can_be_cut:
+    while not cluster.server.can_checkpoint:
         cluster.push(cluster.ready()[0])
     cluster.fork()
     cluster.play(then)  # every call compares the replies and the weights of the two, bit for bit
     cluster.drain()
     assert cluster.twin is not None
-    assert cluster.twin.over == cluster.server.over
-    if cluster.server.can_be_cut:
+    assert cluster.twin.finished == cluster.server.finished
+    if cluster.server.can_checkpoint:
         assert server_facts(cluster.twin) == server_facts(cluster.server)
 
 
@@ -289,7 +289,10 @@ def test_every_rule_knows_who_is_here_and_goes_on_identically_from_its_saved_sta
         rule=f"{rule}:3" if RULES[rule].letter else rule, average="none", momentum=0.5, outer_momentum=0.5
     )
     cluster = ToyCluster(
-        bound, num_workers, LONG, make_rule=lambda places: make_rule(config, pack([("a", (places,), True)]), places)
+        bound,
+        num_workers,
+        LONG,
+        make_rule=lambda max_workers: make_rule(config, pack([("a", (max_workers,), True)]), max_workers),
     )
     for worker in range(num_workers):
         cluster.join(worker)

@@ -15,19 +15,19 @@ fractions = st.floats(0.0, 1.0)
 
 def test_a_shared_budget_is_spent_by_samples() -> None:
     budget = Budget(samples=100, epoch_samples=50)
-    assert [budget.spent(samples, version=10**6) for samples in (0, 99, 100, 132)] == [False, False, True, True]
+    assert [budget.exhausted(samples, version=10**6) for samples in (0, 99, 100, 132)] == [False, False, True, True]
     assert [budget.fraction(samples, version=7) for samples in (0, 25, 100, 132)] == [0.0, 0.25, 1.0, 1.0]
 
 
 def test_steps_are_spent_by_versions() -> None:
     budget = Budget(samples=100, epoch_samples=50, steps=8)
-    assert [budget.spent(10**6, version) for version in (0, 7, 8)] == [False, False, True]
+    assert [budget.exhausted(10**6, version) for version in (0, 7, 8)] == [False, False, True]
     assert [budget.fraction(10**6, version) for version in (0, 2, 8, 9)] == [0.0, 0.25, 1.0, 1.0]
 
 
 def test_an_own_budget_is_never_spent_by_samples_but_still_scales_the_schedule() -> None:
-    budget = Budget(samples=100, epoch_samples=50, own=True)
-    assert not budget.spent(10**6, 10**6)
+    budget = Budget(samples=100, epoch_samples=50, per_worker=True)
+    assert not budget.exhausted(10**6, 10**6)
     assert budget.fraction(50, 3) == 0.5
 
 

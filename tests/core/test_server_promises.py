@@ -38,7 +38,7 @@ def test_a_push_with_a_nan_or_an_infinity_is_never_applied_and_its_worker_is_nam
     server = server_of(Async(), 2)
     server.handle(push(0, [1.0, 1.0, 1.0, 1.0]))
     outcome = server.handle(push(1, [0.0, broken, 0.0, 0.0], loss=7.0))
-    assert outcome.verdict == Disposition.REJECTED
+    assert outcome.disposition == Disposition.REJECTED
     assert server.weights.tolist() == [0.5] * 4
     assert server.version == 1
     assert server.samples == 1
@@ -50,10 +50,10 @@ def test_a_push_with_a_nan_or_an_infinity_is_never_applied_and_its_worker_is_nam
 def test_a_diverged_run_is_over_for_everybody(broken: float) -> None:
     server = server_of(Async(), 2)
     told = server.handle(push(0, [broken] * 4)).replies
-    assert [(reply.worker, reply.over) for reply in told] == [(0, True)]
+    assert [(reply.worker, reply.finished) for reply in told] == [(0, True)]
     late = server.handle(push(1, [1.0] * 4))
-    assert late.verdict == Disposition.LATE
-    assert late.replies[0].over
+    assert late.disposition == Disposition.LATE
+    assert late.replies[0].finished
     assert server.weights.tolist() == [1.0] * 4
 
 
@@ -76,7 +76,7 @@ def test_in_a_round_the_broken_worker_is_named_whoever_closes_it(order: tuple[in
     assert server.divergence.worker == 1
     assert server.weights.tolist() == [1.0] * 4
     assert server.version == 0
-    assert sorted((reply.worker, reply.over) for reply in replies) == [(0, True), (1, True), (2, True)]
+    assert sorted((reply.worker, reply.finished) for reply in replies) == [(0, True), (1, True), (2, True)]
 
 
 @pytest.mark.parametrize("policy", [Async, Barrier])
@@ -84,7 +84,7 @@ def test_a_huge_but_finite_gradient_whose_sum_overflows_is_applied(policy: type[
     huge = 3.0e38
     server = server_of(policy(), 2)
     for worker in (0, 1):
-        assert server.handle(push(worker, [huge, huge, 0.0, 0.0])).verdict == Disposition.TAKEN
+        assert server.handle(push(worker, [huge, huge, 0.0, 0.0])).disposition == Disposition.TAKEN
         assert math.isinf(torch.tensor([huge, huge]).sum().item())
     assert server.divergence is None
     assert server.version == (2 if policy is Async else 1)
@@ -95,9 +95,9 @@ def test_a_broken_push_that_is_dropped_as_stale_does_not_end_the_run() -> None:
     server = server_of(Barrier(spare=1), 2)
     server.handle(push(0, [1.0] * 4))
     assert server.version == 1
-    assert server.handle(push(1, [math.nan] * 4)).verdict == Disposition.DROPPED
+    assert server.handle(push(1, [math.nan] * 4)).disposition == Disposition.DROPPED
     assert server.divergence is None
-    assert not server.over
+    assert not server.finished
 
 
 def test_the_mean_of_a_round_is_weighted_by_samples() -> None:
@@ -123,8 +123,8 @@ def test_the_mean_of_a_round_is_the_same_bits_in_whatever_order_the_pushes_come(
 
 def test_a_push_from_a_reply_that_was_never_given_is_rejected() -> None:
     server = server_of(Async(), 1)
-    assert server.handle(push(0, [1.0] * 4, seq=5)).verdict == Disposition.REJECTED
-    assert server.handle(push(3, [1.0] * 4)).verdict == Disposition.REJECTED
+    assert server.handle(push(0, [1.0] * 4, seq=5)).disposition == Disposition.REJECTED
+    assert server.handle(push(3, [1.0] * 4)).disposition == Disposition.REJECTED
     assert server.weights.tolist() == [1.0] * 4
 
 
@@ -132,7 +132,7 @@ def test_one_reply_is_worth_one_push() -> None:
     server = server_of(Barrier(), 2)
     server.handle(push(0, [1.0] * 4))
     second = Push(0, 0, 1, 0, 1, 1.0, torch.full((4,), 9.0), EMPTY)
-    assert server.handle(second).verdict == Disposition.REJECTED
+    assert server.handle(second).disposition == Disposition.REJECTED
     server.handle(push(1, [1.0] * 4))
     assert server.weights.tolist() == [0.5] * 4
 
@@ -141,22 +141,22 @@ def test_a_live_incarnation_is_not_replaced_by_a_second_join() -> None:
     server = server_of(Async(), 2)
     for incarnation in (0, 1):
         outcome = server.handle(Join(0, incarnation))
-        assert (outcome.verdict, outcome.replies) == (Disposition.REJECTED, ())
-    assert server.handle(push(0, [1.0] * 4)).verdict == Disposition.TAKEN
+        assert (outcome.disposition, outcome.replies) == (Disposition.REJECTED, ())
+    assert server.handle(push(0, [1.0] * 4)).disposition == Disposition.TAKEN
 
 
 def test_an_old_incarnation_cannot_come_back() -> None:
     server = server_of(Async(), 2)
     server.handle(Leave(0, 0))
-    assert server.handle(Join(0, 0)).verdict == Disposition.REJECTED
-    assert server.handle(Join(0, 1)).verdict == Disposition.TAKEN
+    assert server.handle(Join(0, 0)).disposition == Disposition.REJECTED
+    assert server.handle(Join(0, 1)).disposition == Disposition.TAKEN
 
 
 def test_the_leave_of_an_old_incarnation_does_not_remove_the_new_one() -> None:
     server = server_of(Async(), 2)
     server.handle(Leave(0, 0))
     server.handle(Join(0, 1))
-    assert server.handle(Leave(0, 0)).verdict == Disposition.REJECTED
+    assert server.handle(Leave(0, 0)).disposition == Disposition.REJECTED
     assert server.num_live == 2
 
 
@@ -167,8 +167,8 @@ def test_a_stop_tells_everybody_who_waits_and_the_others_at_their_next_push(poli
     cluster.handle(Stop())
     assert cluster.held_back() == []
     for worker in cluster.ready():
-        assert cluster.push(worker).verdict == Disposition.LATE
-    assert all(toy.over for toy in cluster.live.values())
+        assert cluster.push(worker).disposition == Disposition.LATE
+    assert all(toy.finished for toy in cluster.live.values())
 
 
 def test_a_push_held_when_the_run_is_stopped_is_counted_as_dropped() -> None:
@@ -190,9 +190,9 @@ def test_a_push_held_when_the_run_is_resumed_is_counted_as_dropped() -> None:
 def test_a_stop_before_the_start_ends_the_run_for_those_who_came_and_those_who_come_later() -> None:
     cluster = ToyCluster("async", 3, LONG)
     cluster.join(0)
-    assert [reply.over for reply in cluster.handle(Stop()).replies] == [True]
-    assert [reply.over for reply in cluster.join(1).replies] == [True]
-    assert [reply.over for reply in cluster.join(2).replies] == [True]
+    assert [reply.finished for reply in cluster.handle(Stop()).replies] == [True]
+    assert [reply.finished for reply in cluster.join(1).replies] == [True]
+    assert [reply.finished for reply in cluster.join(2).replies] == [True]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -225,10 +225,10 @@ def test_a_run_whose_budget_is_spent_is_still_over_when_it_is_resumed(policy: st
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_run_whose_quotas_are_all_met_is_still_over_when_it_is_resumed(policy: str) -> None:
-    cluster = started(policy, 2, Budget(20, epoch_samples=20, own=True), quotas=[3, 4])
+    cluster = started(policy, 2, Budget(20, epoch_samples=20, per_worker=True), quotas=[3, 4])
     cluster.drain()
     cluster.handle(Resume())
-    assert cluster.server.over
+    assert cluster.server.finished
 
 
 def test_a_leave_heard_of_before_the_resume_does_not_open_the_new_starting_line() -> None:
@@ -242,7 +242,7 @@ def test_a_leave_heard_of_before_the_resume_does_not_open_the_new_starting_line(
 def test_a_cut_is_refused_while_a_push_is_held() -> None:
     cluster = started("sync", 2, LONG)
     cluster.push(0)
-    assert not cluster.server.can_be_cut
+    assert not cluster.server.can_checkpoint
     with pytest.raises(AssertionError, match="no push is held"):
         server_facts(cluster.server)
 
@@ -258,7 +258,7 @@ def test_the_learning_rate_follows_the_samples_applied() -> None:
         server.handle(Push(0, 0, seq, seq, 10, 0.0, torch.ones(1), EMPTY))
         steps.append(before - weights.item())
     assert steps == [1.0, 0.5, 0.25]
-    assert server.over
+    assert server.finished
 
 
 def test_staleness_is_the_versions_since_the_reply_a_push_was_computed_from() -> None:

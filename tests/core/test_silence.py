@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.core.membership import MUCH_LONGER, Member
+from paceline.core.membership import SILENCE_FACTOR, Member
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Async
 from paceline.core.rules.cached import Cached
@@ -19,11 +19,11 @@ from paceline.interfaces import Rule
 from tests.support.toy_cluster import Ledger, ToyCluster
 
 RULES: dict[str, Callable[[int], Rule]] = {
-    "cached": lambda places: Cached(Sgd(), places),
-    "foresight-cached": lambda places: ForesightCached(0.9, places),
-    "foresight": lambda places: Foresight(0.9, places),
+    "cached": lambda max_workers: Cached(Sgd(), max_workers),
+    "foresight-cached": lambda max_workers: ForesightCached(0.9, max_workers),
+    "foresight": lambda max_workers: Foresight(0.9, max_workers),
 }
-SILENT_AFTER = int(MUCH_LONGER * 3)
+SILENT_AFTER = int(SILENCE_FACTOR * 3)
 
 
 def cluster(rule: str) -> ToyCluster:
@@ -67,11 +67,11 @@ def test_a_steady_worker_is_slow_and_not_silent() -> None:
 
 def test_one_pause_teaches_little_and_a_new_pace_is_learned() -> None:
     member = Member(0, None, usual=3.0)
-    member.heard(1000)
+    member.record_push(1000)
     assert member.usual == pytest.approx(3.6)
     for version in range(2000, 50_000, 1000):
         member.version = version - 1000
-        member.heard(version)
+        member.record_push(version)
     assert member.usual > 900.0
 
 
@@ -80,7 +80,7 @@ def test_who_is_held_back_or_gone_is_not_silent() -> None:
     assert not Member(0, None, waiting=False).fell_silent(60, 3)
     assert not Member(0, None, waiting=True).fell_silent(61, 3)
     assert not Member(0, None, waiting=False, live=False).fell_silent(61, 3)
-    assert not Member(0, None, waiting=False, dismissed=True).fell_silent(61, 3)
+    assert not Member(0, None, waiting=False, released=True).fell_silent(61, 3)
     assert not Member(0, None, waiting=False, silent=True).fell_silent(61, 3)  # told already
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.assembly.core import make_model
-from paceline.assembly.run import make_join, make_seat, make_server, work_of
+from paceline.assembly.run import make_join, make_server, make_worker, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply
@@ -31,10 +31,10 @@ def sync_config(workers: int, batch_size: int = 8, shard_weights: list[float] | 
     )  # fmt: skip
 
 
-def deliver(server: Server, seats: dict[int, LocalWorker], replies: tuple[Reply, ...]) -> None:
+def deliver(server: Server, instances: dict[int, LocalWorker], replies: tuple[Reply, ...]) -> None:
     for reply in replies:
-        server.updater.weights_for(reply.worker, seats[reply.worker].memory.weights)
-        seats[reply.worker].pending = reply
+        server.updater.reply_weights(reply.worker, instances[reply.worker].memory.weights)
+        instances[reply.worker].pending = reply
 
 
 def train_in_sync(config: RunConfig, dataset: Dataset, rounds: int) -> dict[str, Tensor]:
@@ -42,17 +42,17 @@ def train_in_sync(config: RunConfig, dataset: Dataset, rounds: int) -> dict[str,
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    seats: dict[int, LocalWorker] = {}
+    instances: dict[int, LocalWorker] = {}
     for worker in range(config.workers or 1):
         join = make_join(config, work, worker, 0)
-        seats[worker] = make_seat(config, make_task(config, dataset), work, join)
-        deliver(server, seats, server.handle(join).replies)
+        instances[worker] = make_worker(config, make_task(config, dataset), work, join)
+        deliver(server, instances, server.handle(join).replies)
     for number in range(rounds):
-        order = sorted(seats, key=lambda worker: (worker + number) % len(seats))
-        pushes = [seats[worker].push() for worker in order]
+        order = sorted(instances, key=lambda worker: (worker + number) % len(instances))
+        pushes = [instances[worker].push() for worker in order]
         for push in pushes:
             assert push is not None
-            deliver(server, seats, server.handle(push).replies)
+            deliver(server, instances, server.handle(push).replies)
     assert server.version == rounds
     return task.flat.state_dict(server.weights, None)
 

@@ -74,10 +74,10 @@ def test_workers_are_killed_restarted_stopped_and_slowed_and_the_run_can_be_repl
     assert joined_and_left[:3] == [("join", 0), ("leave", 0), ("join", 1)]
     assert next(record.now for record in its if record.kind == "leave") > 0.19
     assert any(
-        record.kind == "push" and record.incarnation == 1 and record.verdict == Disposition.TAKEN for record in its
+        record.kind == "push" and record.incarnation == 1 and record.disposition == Disposition.TAKEN for record in its
     )
 
-    order = [record.worker for record in records if record.kind == "push" and record.verdict == Disposition.TAKEN]
+    order = [record.worker for record in records if record.kind == "push" and record.disposition == Disposition.TAKEN]
     its_places = [-1, *(place for place, worker in enumerate(order) if worker == 0)]
     missed = max(after - before - 1 for before, after in itertools.pairwise(its_places))
     assert result["staleness"]["max"] >= missed > 0, "who stood still computed from old weights"

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
-from paceline.transports.frames import MOST_APPLY, FrameKind, fields_frame, header
+from paceline.transports.frames import MAX_APPLY, FrameKind, fields_frame, header
 from tests.support.cluster_commands import address_of, serve, workers
 from tests.support.commands import result_of, run, wait_for_records
 
@@ -55,7 +55,7 @@ class Attacker:
         said = ClientHandshake(token).answer(challenge)
         connection.sendall(said)
         connection.recv(PROOF_NBYTES, socket.MSG_WAITALL)
-        return said + fields_frame(FrameKind.APPLY, {"observer": True}, MOST_APPLY)
+        return said + fields_frame(FrameKind.APPLY, {"observer": True}, MAX_APPLY)
 
     def noise(self, connection: socket.socket) -> None:
         connection.sendall(self.order.randbytes(self.order.randrange(1, 300)))

@@ -26,12 +26,12 @@ def recorded(record: Record, strategy: str = "async") -> RecordedRun:
     run.join_all()
     for _ in range(2):
         run.push_at_random(5)
-        while not run.server.can_be_cut:
+        while not run.server.can_checkpoint:
             run.push_at_random(1)
-        sent = {worker: seat.memory for worker, seat in run.seats.items()}
+        sent = {worker: instance.memory for worker, instance in run.instances.items()}
         write_checkpoint(run.folder.checkpoints, take_checkpoint(run.server, sent, run.host.log.nbytes, 1.5))
     run.push_at_random(4)
-    while not run.server.can_be_cut:
+    while not run.server.can_checkpoint:
         run.push_at_random(1)
     run.close()
     return run
@@ -86,7 +86,7 @@ def test_a_reopened_log_goes_on_where_it_was(record: Record) -> None:
     run = recorded(record)
     before, _ = read_arrivals(run.folder.arrivals_file, run.config)
     log = ArrivalLog(run.folder.arrivals_file, run.config)
-    log.append(Resume(), run.server.handle(Resume()).verdict, 2.5)
+    log.append(Resume(), run.server.handle(Resume()).disposition, 2.5)
     log.close()
     after, _ = read_arrivals(run.folder.arrivals_file, run.config)
     assert after[:-1] == before
@@ -110,7 +110,7 @@ def test_rebuilding_from_the_newest_checkpoint_gives_back_every_acknowledged_pus
 ) -> None:
     run = recorded(record, strategy)
     server = run.new_server()
-    rebuilt = rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuilt = rebuild(server, run.make_worker, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
     assert rebuilt.resume == Resume()
     assert rebuilt.now == read_arrivals(run.folder.arrivals_file, run.config)[0][-1].now
@@ -121,7 +121,7 @@ def test_rebuilding_cuts_a_torn_record_off_and_says_so(record: Record) -> None:
     path, notes = run.folder.arrivals_file, []
     length = path.stat().st_size
     path.write_bytes(path.read_bytes() + b"\x02torn")
-    rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
+    rebuild(run.new_server(), run.make_worker, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
     assert path.stat().st_size == length
     assert any("torn record" in note for note in notes)
 
@@ -169,7 +169,7 @@ def test_a_corrupted_newest_checkpoint_falls_back_to_the_older_one(record: Recor
     assert len(complaints) == 1
     assert newer.name in complaints[0]
     server = run.new_server()
-    rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuild(server, run.make_worker, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
 
 
@@ -178,7 +178,7 @@ def test_with_no_readable_checkpoint_the_log_alone_is_enough(record: Record) -> 
     for path in run.folder.checkpoints.iterdir():
         write_rubbish(path / "facts.json")
     server = run.new_server()
-    rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuild(server, run.make_worker, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
 
 
@@ -210,7 +210,7 @@ def test_a_cut_is_a_copy(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(3)
-    checkpoint = take_checkpoint(run.server, {w: seat.memory for w, seat in run.seats.items()}, 0, 0.0)
+    checkpoint = take_checkpoint(run.server, {w: instance.memory for w, instance in run.instances.items()}, 0, 0.0)
     before = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
     run.run_to_the_end()
     assert all(torch.equal(checkpoint.tensors[name], tensor) for name, tensor in before.items())

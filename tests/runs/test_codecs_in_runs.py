@@ -28,23 +28,27 @@ STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 
 def checkpoint_now(run: RecordedRun) -> Checkpoint:
-    memories = {worker: seat.memory for worker, seat in run.seats.items()}
+    memories = {worker: instance.memory for worker, instance in run.instances.items()}
     return take_checkpoint(run.server, memories, run.host.log.nbytes, run.host.clock.now())
 
 
 def deliver_out_of_step(run: RecordedRun, checkpoints: list[Checkpoint], seed: int) -> None:
     """Pushes are computed and delivered at different times, with cuts in between, until the run is over."""
     order, under_way = random.Random(seed), dict[int, Push]()
-    while not run.server.over:
-        idle = [worker for worker, seat in run.seats.items() if seat.pending is not None and worker not in under_way]
+    while not run.server.finished:
+        idle = [
+            worker
+            for worker, instance in run.instances.items()
+            if instance.pending is not None and worker not in under_way
+        ]
         if under_way and (not idle or order.random() < 0.5):
             run.host.handle(under_way.pop(order.choice(sorted(under_way))))
         else:
             worker = order.choice(idle)
-            push = run.seats[worker].push()
+            push = run.instances[worker].push()
             assert push is not None
             under_way[worker] = push
-        if run.server.can_be_cut and not run.server.over:
+        if run.server.can_checkpoint and not run.server.finished:
             checkpoints.append(checkpoint_now(run))
     run.close()
 
@@ -81,9 +85,9 @@ def test_a_cut_without_the_codecs_memory_would_not_do(record: Record) -> None:
     checkpoints: list[Checkpoint] = []
     deliver_out_of_step(run, checkpoints, seed=1)
     checkpoint = checkpoints[len(checkpoints) // 2]
-    own = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("own.")}
-    assert own
-    for tensor in own.values():
+    local_state = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("local_state.")}
+    assert local_state
+    for tensor in local_state.values():
         tensor.zero_()
     tail = run.replay(checkpoint=checkpoint)
     tail.feed(read_arrivals(run.folder.arrivals_file, run.config, checkpoint.log_offset)[0])

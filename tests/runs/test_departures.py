@@ -32,7 +32,7 @@ def made(record: Record, **settings: Any) -> RecordedRun:
     run = record(**{"strategy": "async", "workers": 2, "epochs": 1.0, **settings})
     run.join_all()
     run.push_at_random(6)
-    if len(run.seats) > 1:
+    if len(run.instances) > 1:
         run.leave(1)
         run.push_at_random(3)
         run.join(1)
@@ -113,7 +113,7 @@ def test_another_verdict_ends_the_replay_there(record: Record) -> None:
     run = made(record)
     recording = open_recording(run.folder.path)
     number = pushes(recording)[5]
-    outcome = replayed(run, changed(recording, number, verdict=arrivals.Disposition.DROPPED))
+    outcome = replayed(run, changed(recording, number, disposition=arrivals.Disposition.DROPPED))
     assert outcome["identical"] is False
     found = outcome["first_departure"]
     assert (found["update"], found["what"], found["recorded"], found["replayed"]) == (5, "verdict", "DROPPED", "TAKEN")
@@ -133,7 +133,7 @@ def test_a_checkpoint_on_the_way_is_compared_where_it_was_taken(record: Record) 
     run.join_all()
     run.push_at_random(9)
     checkpoint = take_checkpoint(
-        run.server, {w: seat.memory for w, seat in run.seats.items()}, run.host.log.nbytes, 1.0
+        run.server, {w: instance.memory for w, instance in run.instances.items()}, run.host.log.nbytes, 1.0
     )
     write_checkpoint(run.folder.checkpoints, checkpoint)
     run.push_at_random(10_000)
@@ -166,7 +166,7 @@ def test_a_resumed_run_says_when_its_pushes_come_out_otherwise(record: Record, m
     run.close()
     monkeypatch.setattr("torch.manual_seed", lambda seed: torch.default_generator.manual_seed(seed + 1))
     notes: list[str] = []
-    rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
+    rebuild(run.new_server(), run.make_worker, run.task, run.config, run.folder, lambda row: notes.append(row["text"]))
     assert "recomputed pushes differ from the logged ones on this machine (first: worker " in notes[-1]
 
 
@@ -200,7 +200,7 @@ def test_until_saves_the_weights_the_run_had_at_that_update(record: Record, tmp_
     run = record(strategy=strategy, workers=1 if strategy == "classic" else 3, epochs=1.0)
     run.join_all()
     seen = {0: weights_sha256(trained_tensors(run.server, run.task))}
-    while not run.server.over:
+    while not run.server.finished:
         run.push_at_random(1)
         if run.server.version not in seen:
             seen[run.server.version] = weights_sha256(trained_tensors(run.server, run.task))

@@ -202,7 +202,7 @@ def test_a_full_disk_at_the_log_ends_the_run_with_one_line_and_no_half_record(re
         run.push(0)
     assert "at update 4: make room, then 'paceline resume" in str(caught.value)
     assert run.folder.arrivals_file.stat().st_size == size
-    assert run.seats[0].pending is None, "a push that is not in the log must not be answered"
+    assert run.instances[0].pending is None, "a push that is not in the log must not be answered"
     run.resume()
     assert run.server.version == 3  # the fourth push was never acknowledged
 
@@ -217,7 +217,7 @@ def test_a_disk_that_fails_to_sync_ends_a_durable_run(record: Record, monkeypatc
     monkeypatch.setattr(os, "fdatasync", broken)
     with pytest.raises(UserError, match=r"writing failed \(Input/output error\)"):
         run.push(0)
-    assert run.seats[0].pending is None, "a push that is not on disk must not be answered"
+    assert run.instances[0].pending is None, "a push that is not on disk must not be answered"
 
 
 def test_a_half_written_checkpoint_of_a_killed_run_is_in_nobodys_way(record: Record, tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_a_resumed_run_knows_its_deals_and_who_was_drained(record: Record) -> No
     comings_and_goings(run)
     run.close()
     again = run.new_server()
-    rebuild(again, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuild(again, run.make_worker, run.task, run.config, run.folder, ignore)
     assert_same(again, run.server)
     again.handle(Resume())
-    assert again.awaited == [1]  # worker 0 was sent away, and 2 came by itself
+    assert again.pending_workers == [1]  # worker 0 was sent away, and 2 came by itself
 
 
 def test_the_clock_of_a_run_whose_workers_were_all_drained_runs_when_one_comes_again(record: Record) -> None:
@@ -77,11 +77,11 @@ def test_the_clock_of_a_run_whose_workers_were_all_drained_runs_when_one_comes_a
     run.leave(0)
     run.host.clock.halt()  # as when it was resumed
     run.host.handle(Resume())
-    assert run.server.started and not run.server.over
+    assert run.server.started and not run.server.finished
     stood_at = run.host.clock.now()
     assert run.host.clock.now() == stood_at
     run.join(0)
-    assert run.host.clock.now() > stood_at and run.seats[0].pending is not None
+    assert run.host.clock.now() > stood_at and run.instances[0].pending is not None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -121,7 +121,7 @@ def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record
             run.host.look_for_requests()
     assert answers == [{7: "it is not a worker of this run; these are: 0, 1"}]
     run.push(1)
-    assert run.server.members[1].dismissed and not list(run.folder.requests.iterdir())
+    assert run.server.members[1].released and not list(run.folder.requests.iterdir())
     kinds = [row["kind"] for row in read_events(run.folder.events_file)]
     assert "worker_draining" in kinds
     run.leave(1)

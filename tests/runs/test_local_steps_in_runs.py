@@ -56,14 +56,14 @@ def test_a_run_goes_on_where_it_was_from_a_checkpoint_or_around_a_ring_from_the_
     run = record(1, strategy=strategy, workers=2, epochs=40.0, path=path)
     run.join_all()
     run.push_at_random(6)
-    while not run.server.can_be_cut:
+    while not run.server.can_checkpoint:
         run.push_at_random(1)
     write_checkpoint(run.folder.checkpoints, checkpoint_now(run))
     run.push_at_random(5)
-    while not run.server.can_be_cut:
+    while not run.server.can_checkpoint:
         run.push_at_random(1)
     run.close()
     server, notes = run.new_server(), list[dict[str, str]]()
-    rebuild(server, run.make_seat, small_task(), run.config, run.folder, notes.append)
+    rebuild(server, run.make_worker, small_task(), run.config, run.folder, notes.append)
     assert_same(server, run.server)
     assert ("since the start" if path == "ring" else "since checkpoint") in notes[-1]["text"]

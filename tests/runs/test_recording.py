@@ -113,7 +113,7 @@ def test_a_log_cut_before_a_checkpoint_is_told_by_the_checkpoint(record: Record)
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(8)
-    sent = {worker: seat.memory for worker, seat in run.seats.items()}
+    sent = {worker: instance.memory for worker, instance in run.instances.items()}
     write_checkpoint(run.folder.checkpoints, take_checkpoint(run.server, sent, run.host.log.nbytes, 1.0))
     run.close()
     path = run.folder.arrivals_file

@@ -55,7 +55,7 @@ def test_a_replay_from_every_cut_of_a_run_ends_in_the_same_place(record: Record,
     run = record(**settings)
     run.join_all()
     checkpoints = []
-    while not run.server.over:
+    while not run.server.finished:
         checkpoints.append(checkpoint_now(run))
         run.push_at_random(1)
     run.run_to_the_end()
@@ -83,9 +83,9 @@ def test_a_run_of_the_inline_runtime_replays(record: Record) -> None:
     replies: deque[Reply] = deque()
     run = record(runtime=LocalRuntime(replies.append), strategy="async", workers=3)
     joins = [Join(worker, 0, None, 1) for worker in range(3)]
-    run_inline(run.host, replies, [run.make_seat(join) for join in joins], lambda: None)
+    run_inline(run.host, replies, [run.make_worker(join) for join in joins], lambda: None)
     run.close()
-    assert run.server.over
+    assert run.server.finished
     assert max(run.server.staleness) == 2
     again = run.replay()
     again.feed(records_of(run))
@@ -101,19 +101,19 @@ def test_a_stopped_run_replays_up_to_the_stop(record: Record) -> None:
     again = run.replay()
     again.feed(records_of(run))
     assert torch.equal(again.server.weights, run.server.weights)
-    assert again.server.over
+    assert again.server.finished
 
 
 def test_a_log_with_a_repeated_push_replays(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()
-    pushed = run.seats[0].push()
+    pushed = run.instances[0].push()
     assert pushed is not None
     run.host.handle(pushed)
     run.push(1)
     run.host.handle(pushed)
     run.run_to_the_end()
-    assert [record.verdict for record in records_of(run)].count(Disposition.REPEATED) == 1
+    assert [record.disposition for record in records_of(run)].count(Disposition.REPEATED) == 1
     again = run.replay()
     again.feed(records_of(run))
     assert_same(again.server, run.server)
@@ -134,14 +134,14 @@ def test_a_log_with_pushes_of_a_dead_incarnation_replays(record: Record) -> None
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(4)
-    ghost = run.seats[0].push()
+    ghost = run.instances[0].push()
     assert ghost is not None
     run.leave(0)
     run.host.handle(ghost)
     run.join(0)
     run.host.handle(ghost)
     run.run_to_the_end()
-    assert [record.verdict for record in records_of(run)].count(Disposition.REJECTED) == 2
+    assert [record.disposition for record in records_of(run)].count(Disposition.REJECTED) == 2
     again = run.replay()
     again.feed(records_of(run))
     assert_same(again.server, run.server)
@@ -150,19 +150,19 @@ def test_a_log_with_pushes_of_a_dead_incarnation_replays(record: Record) -> None
 def test_a_repeated_push_is_answered_with_the_weights_its_reply_names(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()
-    pushed = run.seats[0].push()
+    pushed = run.instances[0].push()
     assert pushed is not None
     run.host.handle(pushed)
-    reply = run.seats[0].pending
+    reply = run.instances[0].pending
     assert reply is not None
-    sent = run.seats[0].memory.weights.clone()
+    sent = run.instances[0].memory.weights.clone()
     run.push(1)
-    run.seats[0].pending = None
+    run.instances[0].pending = None
     run.host.handle(pushed)
-    repeated = run.seats[0].pending
+    repeated = run.instances[0].pending
     assert repeated is not None
     assert (repeated.serial, repeated.version) == (reply.serial, reply.version)
-    assert torch.equal(run.seats[0].memory.weights, sent)
+    assert torch.equal(run.instances[0].memory.weights, sent)
     run.close()
 
 
@@ -173,8 +173,8 @@ def test_any_flipped_verdict_is_reported(record: Record, strategy: str) -> None:
     run.run_to_the_end()
     records = records_of(run)
     for number, record in enumerate(records):
-        flipped = Disposition.DROPPED if record.verdict == Disposition.TAKEN else Disposition.TAKEN
-        changed = [*records[:number], dataclasses.replace(record, verdict=flipped), *records[number + 1 :]]
+        flipped = Disposition.DROPPED if record.disposition == Disposition.TAKEN else Disposition.TAKEN
+        changed = [*records[:number], dataclasses.replace(record, disposition=flipped), *records[number + 1 :]]
         with pytest.raises(RunFailed, match=f"differs from the log at record {number} "):
             run.replay().feed(changed)
 

@@ -104,7 +104,7 @@ def test_a_run_whose_checkpoint_is_of_another_rule_is_refused_naming_both(record
     run.push_at_random(6)
     write_checkpoint(run.folder.checkpoints, checkpoint_now(other))
     with pytest.raises(UserError) as error:
-        rebuild(run.new_server(), run.make_seat, run.task, run.config, run.folder, ignore)
+        rebuild(run.new_server(), run.make_worker, run.task, run.config, run.folder, ignore)
     text = str(error.value)
     assert "made by rule dana (averaged) (" in text and "this run uses rule foresight-cached (" in text
     assert "velocities [2, " in text and "cache [2, " in text and "\n" not in text

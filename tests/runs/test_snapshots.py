@@ -54,7 +54,7 @@ def test_each_snapshot_is_what_a_replay_has_there(record: Record, strategy: str)
 def test_one_is_due_when_samples_first_reach_it(record: Record, per_epoch: float) -> None:
     run = recorded(record, "async", per_epoch, epochs=2.0)
     reached = [0]
-    while not run.server.over:
+    while not run.server.finished:
         run.push_at_random(1)
         reached.append(run.server.samples)
     run.close()
@@ -77,7 +77,7 @@ def test_a_resumed_run_makes_what_a_crash_came_too_early_for(
 ) -> None:
     run = recorded(record, strategy)
     run.push_at_random(12)
-    while not run.server.can_be_cut:
+    while not run.server.can_checkpoint:
         run.push_at_random(1)
     run.host.checkpoint()
     cut_at = run.server.version
@@ -93,7 +93,7 @@ def test_a_resumed_run_makes_what_a_crash_came_too_early_for(
         shutil.rmtree(run.folder.checkpoints)
         (run.folder.snapshots / "index.json").unlink()
     server = run.new_server()
-    rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuild(server, run.make_worker, run.task, run.config, run.folder, ignore)
     assert_same(server, run.server)
     assert contents(run) == before
 
@@ -106,7 +106,7 @@ def test_the_end_of_a_stopped_run_is_kept_until_it_goes_on(record: Record) -> No
     versions = [entry.version for entry in read_index(run.folder)]
     assert versions == [0, run.server.version] and read_index(run.folder)[-1].extra
     server = run.new_server()
-    rebuild(server, run.make_seat, run.task, run.config, run.folder, ignore)
+    rebuild(server, run.make_worker, run.task, run.config, run.folder, ignore)
     server.handle(Resume())
     assert [entry.version for entry in read_index(run.folder)] == [0]
     assert [path.name for path in run.folder.snapshots.glob("*.safetensors")] == ["000000000000.safetensors"]

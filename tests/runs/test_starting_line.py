@@ -32,11 +32,11 @@ def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Re
     with barrier_of(run) as (barrier, said):
         barrier.give_up_lost(100.0)
         barrier.give_up_lost(100.0 + 2 * CEILING_SECONDS)
-        assert run.server.awaited == [0, 1], "while nobody is here nobody waits in vain"
+        assert run.server.pending_workers == [0, 1], "while nobody is here nobody waits in vain"
         run.join(0)
         barrier.give_up_lost(300.0)
         barrier.give_up_lost(299.0 + CEILING_SECONDS)
-        assert run.server.awaited == [1]
+        assert run.server.pending_workers == [1]
         barrier.give_up_lost(301.0 + CEILING_SECONDS)
         assert run.server.started and run.server.num_live == 1
         assert said == ["worker 1 did not come back within 60 s: the run goes on without it"]
@@ -55,4 +55,4 @@ def test_a_new_run_waits_for_all_that_it_was_promised(record: Record) -> None:
     with barrier_of(run) as (barrier, said):
         for now in (1.0, 1000.0):
             barrier.give_up_lost(now)
-    assert run.server.awaited == [1] and not said
+    assert run.server.pending_workers == [1] and not said

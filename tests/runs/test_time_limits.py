@@ -28,7 +28,7 @@ class Ticking:
         for _ in range(times):
             run.push_at_random(1)
             self.now += 1.0
-            run.host.look_at_the_clock()
+            run.host.check_time_limit()
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])

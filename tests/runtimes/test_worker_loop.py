@@ -27,7 +27,7 @@ class CountingTask:
     layout, state_size = pack([("line", (2,), True)]), 0
 
     def __init__(self) -> None:
-        self.own: State = {}
+        self.local_state: State = {}
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._gradient = gradient
@@ -83,7 +83,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-@pytest.mark.parametrize("last", [reply(2, over=True), None], ids=["over", "server gone"])
+@pytest.mark.parametrize("last", [reply(2, finished=True), None], ids=["over", "server gone"])
 def test_a_worker_pushes_once_per_reply_until_the_last(last: Reply | None) -> None:
     transport = Scripted([reply(0), reply(1), last])
     loop = loop_of(replace(CONFIG, delay=None))
@@ -98,7 +98,7 @@ def test_a_worker_without_a_server_pushes_nothing() -> None:
 
 
 def test_a_worker_sleeps_for_its_own_delay_once_per_local_step(slept: list[float]) -> None:
-    transport = Scripted([reply(0), reply(1, steps=4, lr=0.1), reply(2, over=True)])
+    transport = Scripted([reply(0), reply(1, steps=4, lr=0.1), reply(2, finished=True)])
     loop_of(CONFIG).run(transport, {})
     assert slept == [3.0, 12.0]
     assert transport.losses == [10.0, 4.0]

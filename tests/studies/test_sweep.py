@@ -21,7 +21,7 @@ from paceline.settings.resolve import resolve
 from paceline.simulation.lab.run import LabResult, run_rows
 from paceline.studies import batch_runs as many_runs
 from paceline.studies.sweep_file import SweepGrid, read_grid, run_name
-from paceline.studies.sweep_table import gather, verdict
+from paceline.studies.sweep_table import disposition, gather
 
 SETTINGS = """
 [run]
@@ -219,15 +219,15 @@ def test_the_best_is_one_of_which_no_run_diverged() -> None:
     found = [result(90.0, 0.1), result(None, None, "diverged"), result(70.0, 0.5), result(74.0, 0.4)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
     assert [setting.values["lr"] for setting in swept.settings] == [0.2, 0.1]
-    assert verdict(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy"
+    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy"
     lost = gather(grid_of(lr=[0.1]), [result(None, None, "diverged")])
-    assert verdict(lost).startswith("no best setting")
+    assert disposition(lost).startswith("no best setting")
 
 
 def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named() -> None:
     found = [result(None, 0.5), result(None, 0.7), result(None, 0.55), result(None, 0.75)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
-    assert verdict(swept) == "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
+    assert disposition(swept) == "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
 
 
 def test_the_page_about_studies_shows_the_example() -> None:

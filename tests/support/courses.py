@@ -32,28 +32,28 @@ class Turn:
 
 @dataclass(frozen=True)
 class Course:
-    places: int
+    max_workers: int
     turns: tuple[Turn, ...]
 
 
-def course(seed: int, places: int | None = None, length: int | None = None) -> Course:
+def course(seed: int, max_workers: int | None = None, length: int | None = None) -> Course:
     """Uneven arrivals: some workers push several times as often as others, and a few come and go."""
     chance = Random(seed)
-    places = places or chance.randint(1, 4)
-    pace = [chance.choice([1.0, 1.0, 4.0]) for _ in range(places)]
-    live, turns = set(range(places)), []
+    max_workers = max_workers or chance.randint(1, 4)
+    pace = [chance.choice([1.0, 1.0, 4.0]) for _ in range(max_workers)]
+    live, turns = set(range(max_workers)), []
     for _ in range(length or chance.randint(1, 40)):
         leave = join = None
         if len(live) > 1 and chance.random() < 0.12:
             leave = chance.choice(sorted(live))
             live.discard(leave)
-        missing = sorted(set(range(places)) - live - {leave})
+        missing = sorted(set(range(max_workers)) - live - {leave})
         if missing and chance.random() < 0.5:
             join = chance.choice(missing)
             live.add(join)
         here = sorted(live)
         turns.append(Turn(chance.choices(here, [pace[worker] for worker in here])[0], leave, join))
-    return Course(places, tuple(turns))
+    return Course(max_workers, tuple(turns))
 
 
 courses = st.integers(0, 2**32).map(course)
@@ -88,10 +88,10 @@ class Slow(Protocol):
 class Ledger:
     """Who is here, and at which version each was answered; the same for both."""
 
-    def __init__(self, places: int) -> None:
-        self.live = set(range(places))
+    def __init__(self, max_workers: int) -> None:
+        self.live = set(range(max_workers))
         self.version = 0
-        self._answered = dict.fromkeys(range(places), 0)
+        self._answered = dict.fromkeys(range(max_workers), 0)
 
     def leave(self, worker: int) -> None:
         self.live.discard(worker)
@@ -106,8 +106,8 @@ class Ledger:
 
 def walk_slowly(slow: Slow, along: Course) -> list[list[float]]:
     """The weights after each push."""
-    ledger = Ledger(along.places)
-    memories = {worker: slow.sent(worker) for worker in range(along.places)}
+    ledger = Ledger(along.max_workers)
+    memories = {worker: slow.sent(worker) for worker in range(along.max_workers)}
     found = []
     for turn in along.turns:
         if turn.leave is not None:
@@ -130,18 +130,18 @@ class Walk:
 
     def __init__(self, rule: Rule, along: Course, state: State | None = None) -> None:
         self.rule, self.course = rule, along
-        self.ledger = Ledger(along.places)
+        self.ledger = Ledger(along.max_workers)
         self.weights = torch.tensor(START)
         self.state = rule.start(self.weights)
-        self.memories = [torch.zeros(SIZE) for _ in range(along.places)]
-        for worker in range(along.places):
+        self.memories = [torch.zeros(SIZE) for _ in range(along.max_workers)]
+        for worker in range(along.max_workers):
             rule.join(self.state, worker)
-        for worker in range(along.places):
+        for worker in range(along.max_workers):
             self._answer(worker)
 
     def _answer(self, worker: int) -> None:
         self.ledger.answer(worker)
-        self.rule.weights_for(self.weights, self.state, worker, self.memories[worker])
+        self.rule.reply_weights(self.weights, self.state, worker, self.memories[worker])
 
     def turn(self, turn: Turn) -> None:
         if turn.leave is not None:
@@ -175,11 +175,11 @@ def require_the_oracles_way(rule: Rule, slow: Slow, along: Course) -> None:
 
 def walk_together(rule: Rule, several: Sequence[Course]) -> Tensor:
     """The weights after each push, [pushes, runs, SIZE], of runs side by side: one apply for all, leaves one by one."""
-    runs, places = len(several), several[0].places
+    runs, max_workers = len(several), several[0].max_workers
     weights = torch.tensor([START] * runs)
     state = rule.start(weights)
-    memories = weights.unsqueeze(1).repeat(1, places, 1)
-    ledgers = [Ledger(places) for _ in several]
+    memories = weights.unsqueeze(1).repeat(1, max_workers, 1)
+    ledgers = [Ledger(max_workers) for _ in several]
     everyone = torch.arange(runs)
     found = []
     for turns in zip(*(along.turns for along in several), strict=True):
@@ -191,7 +191,7 @@ def walk_together(rule: Rule, several: Sequence[Course]) -> Tensor:
             if turn.join is not None:
                 ledgers[run].answer(turn.join)
                 rule.join(row, turn.join)
-                rule.weights_for(weights[run], row, turn.join, memories[run, turn.join])
+                rule.reply_weights(weights[run], row, turn.join, memories[run, turn.join])
         workers = torch.tensor([turn.push for turn in turns])
         rows = [gradient_at(turn.push, memories[run, turn.push].tolist()) for run, turn in enumerate(turns)]
         staleness = [[ledger.staleness(turn.push)] for ledger, turn in zip(ledgers, turns, strict=True)]
@@ -200,7 +200,7 @@ def walk_together(rule: Rule, several: Sequence[Course]) -> Tensor:
         arrival = Arrival(workers, torch.tensor(staleness, dtype=torch.int32), lr, live)
         rule.apply(weights, state, torch.tensor(rows), arrival)
         out = torch.zeros(runs, SIZE)
-        rule.weights_for(weights, state, workers, out)
+        rule.reply_weights(weights, state, workers, out)
         memories[everyone, workers] = out
         for ledger, turn in zip(ledgers, turns, strict=True):
             ledger.version += 1

@@ -28,11 +28,13 @@ def push(worker: int, seq: int, loss: float = 1.0, samples: int = 32) -> Push:
     return Push(worker, 0, seq, seq, samples, loss, NOTHING, NOTHING)
 
 
-def log_inputs(folder: RunFolder, inputs: list[tuple[Input, float]], verdict: Disposition = Disposition.TAKEN) -> None:
+def log_inputs(
+    folder: RunFolder, inputs: list[tuple[Input, float]], disposition: Disposition = Disposition.TAKEN
+) -> None:
     """Append (input, now) pairs to the log."""
     log = ArrivalLog(folder.arrivals_file, folder.config())
     for message, now in inputs:
-        log.append(message, verdict, now)
+        log.append(message, disposition, now)
     log.close()
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.assembly.run import make_join, make_seat, make_server, work_of
+from paceline.assembly.run import make_join, make_server, make_worker, work_of
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Leave, Reply
 from paceline.core.server import Server, server_facts
@@ -75,7 +75,7 @@ class RecordedRun:
 
     config: RunConfig
     seed: int = 0
-    seats: dict[int, LocalWorker] = field(default_factory=dict)
+    instances: dict[int, LocalWorker] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
     runtime: Runtime | None = None
@@ -92,14 +92,14 @@ class RecordedRun:
         self._order = random.Random(self.seed)
         self.incarnations = dict.fromkeys(range(self.config.workers or 1), 0)
 
-    def make_seat(self, join: Join) -> LocalWorker:
-        return make_seat(self.config, small_task(), self.work, join)
+    def make_worker(self, join: Join) -> LocalWorker:
+        return make_worker(self.config, small_task(), self.work, join)
 
     def join(self, worker: int) -> None:
         join = make_join(self.config, self.work, worker, self.incarnations[worker])
         self.incarnations[worker] += 1
-        self.seats[worker] = self.make_seat(join)
-        self.host.memories[worker] = self.seats[worker].memory
+        self.instances[worker] = self.make_worker(join)
+        self.host.memories[worker] = self.instances[worker].memory
         self.host.handle(join)
 
     def join_all(self) -> None:
@@ -107,29 +107,29 @@ class RecordedRun:
             self.join(worker)
 
     def leave(self, worker: int) -> None:
-        seat = self.seats.pop(worker)
-        self.host.handle(Leave(worker, seat.join.incarnation))
+        instance = self.instances.pop(worker)
+        self.host.handle(Leave(worker, instance.join.incarnation))
 
     def push(self, worker: int) -> None:
-        push = self.seats[worker].push()
+        push = self.instances[worker].push()
         if push is not None:
             self.host.handle(push)
 
     def deliver(self, reply: Reply) -> None:
-        if reply.worker in self.seats:  # else it has left meanwhile
-            self.seats[reply.worker].pending = reply
+        if reply.worker in self.instances:  # else it has left meanwhile
+            self.instances[reply.worker].pending = reply
 
     def push_at_random(self, times: int) -> None:
         """So many pushes by whoever is ready, or fewer when the run ends before."""
         for _ in range(times):
-            ready = [worker for worker, seat in self.seats.items() if seat.pending is not None]
+            ready = [worker for worker, instance in self.instances.items() if instance.pending is not None]
             if not ready:
                 return
             self.push(self._order.choice(ready))
 
     def run_to_the_end(self) -> None:
         self.push_at_random(10_000)
-        assert self.server.over
+        assert self.server.finished
         self.close()
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class RecordedRun:
 
     def checkpoint(self) -> None:
         """A checkpoint at the next moment that allows one, on disk when this returns."""
-        while not self.server.can_be_cut:
+        while not self.server.can_checkpoint:
             self.push_at_random(1)
         self.host.checkpoint_now()
 
@@ -148,13 +148,13 @@ class RecordedRun:
         """As after a SIGKILL: another server and host over what lies in the folder, and nobody there yet."""
         self.close()
         self.config = dataclasses.replace(self.config, **upkeep)
-        self.server, self.seats = self.new_server(), {}
+        self.server, self.instances = self.new_server(), {}
         pieces = self.config, self.folder, self.rows.append
-        rebuilt = rebuild(self.server, self.make_seat, self.task, *pieces)
+        rebuilt = rebuild(self.server, self.make_worker, self.task, *pieces)
         assert self.runtime is not None
         self.host = Host(self.server, self.task, self.work, *pieces, self.runtime, rebuilt.now)
         self.closed = False
-        self.host.go_on(rebuilt)
+        self.host.resume_from(rebuilt)
         return rebuilt
 
     @property
@@ -167,7 +167,7 @@ class RecordedRun:
         return make_server(self.config, small_task(), self.work)
 
     def replay(self, **arguments: Any) -> Replay:
-        return Replay(self.new_server(), self.make_seat, **arguments)
+        return Replay(self.new_server(), self.make_worker, **arguments)
 
 
 def assert_same(found: Server, expected: Server) -> None:
@@ -190,9 +190,9 @@ def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:
 
 def checkpoint_now(run: RecordedRun) -> Checkpoint:
     """A cut at the next moment that allows one, as the host takes it."""
-    while not run.server.can_be_cut:
+    while not run.server.can_checkpoint:
         run.push_at_random(1)
-    sent = {w: run.seats[w].memory for w, m in run.server.members.items() if m.live and not m.done}
+    sent = {w: run.instances[w].memory for w, m in run.server.members.items() if m.live and not m.inactive}
     return take_checkpoint(run.server, sent, run.host.log.nbytes, run.host.clock.now())
 
 

@@ -42,7 +42,7 @@ class Slopes:
     layout, state_size = LAYOUT, 3
 
     def __init__(self) -> None:
-        self.own: State = {"sum": torch.zeros(5)}
+        self.local_state: State = {"sum": torch.zeros(5)}
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._gradient, self._state = weights, gradient, state
@@ -55,7 +55,7 @@ class Slopes:
         for name, part in LAYOUT.views(self._gradient).items():
             part.copy_(torch.randn(part.shape, generator=generator)).add_(LAYOUT.views(self._weights)[name])
         self._state.add_(1.0)
-        self.own["sum"].add_(self._gradient[:5])
+        self.local_state["sum"].add_(self._gradient[:5])
         return float(self._gradient[0])
 
 
@@ -150,15 +150,15 @@ class Star:
         elif isinstance(message, Hello):
             self.handle(message.join, door)
         elif isinstance(message, Push):
-            if door.own_seq == message.seq:
+            if door.state_seq == message.seq:
                 assert door.slot is not None
-                self.kept[message.seq] = door.slot.kept(message.seq).clone()
+                self.kept[message.seq] = door.slot.saved_state(message.seq).clone()
             self.handle(message, door)
         elif isinstance(message, ReportedFigures):
             self.figures.append(message)
 
     def handle(self, message: Join | Push, door: TcpPeer) -> None:
-        door.wants_own = self.want_own
+        door.wants_state = self.want_own
         answer(self.server, message, door, self.verdicts)
 
 
@@ -168,11 +168,11 @@ def answer(
     """What a host does with one message."""
     outcome = server.handle(message)
     if verdicts is not None:
-        verdicts.append(outcome.verdict)
+        verdicts.append(outcome.disposition)
     for reply in outcome.replies:
         assert peer.slot is not None
-        if outcome.verdict != Disposition.REPEATED:
-            server.hand_out(reply, peer.slot)
+        if outcome.disposition != Disposition.REPEATED:
+            server.send_weights(reply, peer.slot)
         peer.answer(reply)
 
 
@@ -181,7 +181,7 @@ class Told:
 
     def __init__(self) -> None:
         self.rows: list[tuple[Reply, Tensor, int, Tensor]] = []
-        self.own: list[Tensor] = []
+        self.local_state: list[Tensor] = []
 
     def note(self, reply: Reply, memory: WorkerBuffers) -> None:
         count = memory.num_pulled
@@ -198,24 +198,24 @@ class Told:
 def work(transport: Transport, used: Codecs, make_memory: Callable[[BufferSizes], Any] | None = None) -> Told:
     """A worker's loop, as in its process."""
     task, told = Slopes(), Told()
-    seat = LocalWorker(task, task, Join(0, 0), codecs=used, make_memory=make_memory)
-    memory: Any = seat.memory
-    reply = transport.hello(seat.join, memory, {"model": "slopes"})
+    instance = LocalWorker(task, task, Join(0, 0), codecs=used, make_memory=make_memory)
+    memory: Any = instance.memory
+    reply = transport.hello(instance.join, memory, {"model": "slopes"})
     while reply is not None:
         told.note(reply, memory)
-        if reply.over:
+        if reply.finished:
             break
-        seat.pending = reply
-        push = seat.push()
+        instance.pending = reply
+        push = instance.push()
         assert push is not None
-        told.own.append(memory.kept(push.seq).clone())
+        told.local_state.append(memory.saved_state(push.seq).clone())
         reply = transport.exchange(push, TIMING)
     return told
 
 
 def own_size(used: Codecs) -> int:
     """Bytes of a worker's own state."""
-    return WorkerCompression(used, 0, Slopes()).sizes.own
+    return WorkerCompression(used, 0, Slopes()).sizes.local_state
 
 
 class Wire:

@@ -83,7 +83,7 @@ class Toy:
     worker: int
     incarnation: int
     pending: Reply | None = None
-    over: bool = False
+    finished: bool = False
     last: Push | None = None
 
     def next_push(self, size: int) -> Push:
@@ -122,7 +122,7 @@ class ToyCluster:
     history: list[Happened] = field(default_factory=list)
     batches: dict[int, list[int]] = field(default_factory=dict)
     twin: Server | None = None
-    make_rule: Callable[[int], Rule] = lambda places: Plain(Sgd(0.5))
+    make_rule: Callable[[int], Rule] = lambda max_workers: Plain(Sgd(0.5))
 
     def __post_init__(self) -> None:
         self.rule = Ledger(self.make_rule(self.num_workers))
@@ -145,7 +145,7 @@ class ToyCluster:
             assert self.twin.handle(message) == outcome
             assert torch.equal(self.twin.weights, self.server.weights)
             assert torch.equal(self.twin.evaluated, self.server.evaluated)
-        if outcome.verdict != Disposition.REPEATED:
+        if outcome.disposition != Disposition.REPEATED:
             self._hand_out(outcome.replies)
         updates = tuple(self.rule.updates[known:])
         assert self.server.version == version + len(updates)
@@ -153,8 +153,8 @@ class ToyCluster:
             for worker in update.workers:
                 self.batches.setdefault(worker, []).append(self._batch_of[worker])
         for reply in outcome.replies:
-            self._deliver(reply, outcome.verdict)
-        working = frozenset(worker for worker, toy in self.live.items() if not toy.over)
+            self._deliver(reply, outcome.disposition)
+        working = frozenset(worker for worker, toy in self.live.items() if not toy.finished)
         self.history.append(Happened(message, outcome, updates, working))
         return outcome
 
@@ -162,22 +162,22 @@ class ToyCluster:
         """What each is sent, by both servers."""
         for reply in replies:
             sent = torch.full((self.num_workers,), torch.nan)
-            self.server.updater.weights_for(reply.worker, sent)
+            self.server.updater.reply_weights(reply.worker, sent)
             assert torch.isfinite(sent).all()
             if self.twin is not None:
                 again = torch.empty_like(sent)
-                self.twin.updater.weights_for(reply.worker, again)
+                self.twin.updater.reply_weights(reply.worker, again)
                 assert torch.equal(again, sent)
 
-    def _deliver(self, reply: Reply, verdict: Disposition) -> None:
+    def _deliver(self, reply: Reply, disposition: Disposition) -> None:
         toy = self.live[reply.worker]
         assert reply.incarnation == toy.incarnation
-        if verdict == Disposition.REPEATED:
+        if disposition == Disposition.REPEATED:
             return
-        assert toy.pending is None and not toy.over, f"worker {reply.worker} was answered twice"
+        assert toy.pending is None and not toy.finished, f"worker {reply.worker} was answered twice"
         assert reply.version == self.server.version, "a reply must carry the newest weights"
-        if reply.over:
-            toy.over = True
+        if reply.finished:
+            toy.finished = True
         else:
             toy.pending = reply
 
@@ -223,7 +223,7 @@ class ToyCluster:
 
     def held_back(self) -> list[int]:
         """Live workers that wait for an answer."""
-        return sorted(worker for worker, toy in self.live.items() if toy.pending is None and not toy.over)
+        return sorted(worker for worker, toy in self.live.items() if toy.pending is None and not toy.finished)
 
     def missing(self) -> list[int]:
         return [worker for worker in range(self.num_workers) if worker not in self.live]
@@ -250,7 +250,7 @@ class ToyCluster:
         for worker in self.missing():
             self.join(worker)
         turn = 0
-        while not all(toy.over for toy in self.live.values()):
+        while not all(toy.finished for toy in self.live.values()):
             ready = self.ready()
             assert ready, f"deadlock: {self.held_back()} wait and nobody has anything to compute"
             self.push(ready[turn % len(ready)])
@@ -259,7 +259,7 @@ class ToyCluster:
 
     def pushes(self, *verdicts: Disposition) -> list[Push]:
         """All pushes that came to one of these verdicts."""
-        return [h.message for h in self.history if isinstance(h.message, Push) and h.outcome.verdict in verdicts]
+        return [h.message for h in self.history if isinstance(h.message, Push) and h.outcome.disposition in verdicts]
 
 
 def started(policy: str, num_workers: int, budget: Budget, quotas: Sequence[int] | None = None) -> ToyCluster:

@@ -124,7 +124,9 @@ def test_larger_images_are_cut_at_random_in_training_and_in_the_middle_in_evalua
     assert torch.equal(task.transform(images), normalise(images[:, :, 2:30, 2:30]))
     cut = task.augment(images, 9)
     windows = [all_windows(image, 28, 28) for image in images]
-    assert all(any(torch.equal(w, c) for w in own.values()) for own, c in zip(windows, cut, strict=True))
+    assert all(
+        any(torch.equal(w, c) for w in local_state.values()) for local_state, c in zip(windows, cut, strict=True)
+    )
     assert torch.equal(task.transform(cut), normalise(cut))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.assembly.run import make_seat, make_server, work_of
+from paceline.assembly.run import make_server, make_worker, work_of
 from paceline.cli.main import main
 from paceline.core.messages import Join, Reply
 from paceline.core.worker import LocalWorker
@@ -21,16 +21,21 @@ def pushes_of(tmp_path: Path, staged: bool, **settings: Any) -> list[torch.Tenso
     task = small_task()
     work = work_of(task, config)
     server, join = make_server(config, task, work), Join(0, 0)
-    seat: LocalWorker = make_seat(config, small_task(), work, join, staged=staged)
+    instance: LocalWorker = make_worker(config, small_task(), work, join, staged=staged)
     replies: list[Reply] = list(server.handle(join).replies)
     found = []
     for _ in range(6):
         for reply in replies:
-            server.hand_out(reply, seat.memory)
-        seat.pending = replies[-1]
-        push = seat.push()
+            server.send_weights(reply, instance.memory)
+        instance.pending = replies[-1]
+        push = instance.push()
         assert push is not None
-        found += [push.update.clone(), push.state.clone(), torch.tensor(push.loss), seat.memory.kept(push.seq).clone()]
+        found += [
+            push.update.clone(),
+            push.state.clone(),
+            torch.tensor(push.loss),
+            instance.memory.saved_state(push.seq).clone(),
+        ]
         replies = list(server.handle(push).replies)
     return [*found, server.weights]
 

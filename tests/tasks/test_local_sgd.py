@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.assembly.core import make_model
-from paceline.assembly.run import make_join, make_seat, make_server, make_steps, work_of
+from paceline.assembly.run import make_join, make_server, make_steps, make_worker, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.messages import Reply, SetLocalSteps
@@ -36,22 +36,22 @@ class InRounds:
         self.task = make_task(config, dataset)
         self.work = work_of(self.task, config)
         self.server: Server = make_server(config, self.task, self.work)
-        self.seats: dict[int, LocalWorker] = {}
+        self.instances: dict[int, LocalWorker] = {}
         self.replies: list[Reply] = []
         for worker in range(config.workers or 1):
             join = make_join(config, self.work, worker, 0)
-            self.seats[worker] = make_seat(config, make_task(config, dataset), self.work, join)
+            self.instances[worker] = make_worker(config, make_task(config, dataset), self.work, join)
             self._deliver(self.server.handle(join).replies)
 
     def _deliver(self, replies: tuple[Reply, ...]) -> None:
         for reply in replies:
             self.replies.append(reply)
-            self.server.hand_out(reply, self.seats[reply.worker].memory)
-            self.seats[reply.worker].pending = reply
+            self.server.send_weights(reply, self.instances[reply.worker].memory)
+            self.instances[reply.worker].pending = reply
 
     def rounds(self, number: int) -> Tensor:
         for _ in range(number):
-            pushes = [seat.push() for seat in self.seats.values()]
+            pushes = [instance.push() for instance in self.instances.values()]
             for push in pushes:
                 assert push is not None
                 self._deliver(self.server.handle(push).replies)
@@ -77,10 +77,10 @@ def by_hand(
     assert task.transform is not None
     for round_ in range(rounds):
         counts = []
-        for model, optimizer, own in zip(models, inner, batches, strict=True):
+        for model, optimizer, local_state in zip(models, inner, batches, strict=True):
             model.load_state_dict(main.state_dict())
             optimizer.param_groups[0]["lr"] = lrs[round_] if lrs is not None else lr
-            rows = [torch.from_numpy(own.indices(round_ * steps + step)) for step in range(steps)]
+            rows = [torch.from_numpy(local_state.indices(round_ * steps + step)) for step in range(steps)]
             counts.append(sum(map(len, rows)))
             for some in rows:
                 optimizer.zero_grad()
@@ -145,10 +145,10 @@ def test_what_was_sent_stays_as_it_was_and_own_state_changes_in_place(make_datas
     config, dataset = local_config("diloco:2", momentum=0.9), make_dataset(40)
     task = make_task(config, dataset)
     computing, loader = make_steps(config, task, work_of(task, config), 0)
-    assert set(computing.own) == {"velocity"} and not task.own
+    assert set(computing.local_state) == {"velocity"} and not task.local_state
     weights, drift = task.initial(), torch.zeros(task.layout.size)
     computing.bind(weights, drift, torch.zeros(task.state_size))
-    before, velocity = weights.clone(), computing.own["velocity"]
+    before, velocity = weights.clone(), computing.local_state["velocity"]
     stretch = LocalBatches(loader, 0, 2, LR)
     computing.gradient(stretch)
     assert stretch.samples == 16
@@ -158,19 +158,19 @@ def test_what_was_sent_stays_as_it_was_and_own_state_changes_in_place(make_datas
     assert not torch.equal(drift, first), "the momentum of the first push is still there"
     velocity.zero_()
     computing.gradient(LocalBatches(loader, 0, 2, LR))
-    assert torch.equal(drift, first) and torch.equal(velocity, kept), "a push is a function of what `own` holds"
+    assert torch.equal(drift, first) and torch.equal(velocity, kept), "a push is a function of what `local_state` holds"
 
 
 def test_the_last_steps_of_a_quota_are_fewer(make_dataset: MakeDataset) -> None:
     config = local_config("local:3", epoch_mode="own", epochs=1.0, batch_size=10)
     found = InRounds(config, make_dataset(80))  # 4 batches each
     found.rounds(2)
-    assert [(reply.batch, reply.steps, reply.over) for reply in found.replies if reply.worker == 0] == [
+    assert [(reply.batch, reply.steps, reply.finished) for reply in found.replies if reply.worker == 0] == [
         (0, 3, False),
         (3, 1, False),
         (4, 0, True),
     ]
-    assert found.server.samples == 80 and found.server.over
+    assert found.server.samples == 80 and found.server.finished
 
 
 def test_a_worker_told_to_make_fewer_steps_counts_for_fewer_samples(make_dataset: MakeDataset) -> None:

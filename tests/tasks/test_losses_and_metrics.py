@@ -131,10 +131,14 @@ def test_several_labels_a_sample_and_targets_inside_the_inputs() -> None:
         def forward(self, x: Tensor, labels: Tensor) -> SimpleNamespace:
             return SimpleNamespace(loss=F.binary_cross_entropy_with_logits(self.layer(x), labels))
 
-    own = SupervisedTask(Own(), lambda outputs, _: outputs.loss, ({"x": x, "labels": y}, None))
-    own.bind(own.initial(), torch.zeros(own.layout.size), torch.zeros(0))
-    assert own.gradient(Batch({"x": x, "labels": y}, None, 40, 1)) > 0.0
-    assert own.evaluate(own.initial(), None, own.train).total == 40 == identity_of(own)["num_samples"]
+    local_state = SupervisedTask(Own(), lambda outputs, _: outputs.loss, ({"x": x, "labels": y}, None))
+    local_state.bind(local_state.initial(), torch.zeros(local_state.layout.size), torch.zeros(0))
+    assert local_state.gradient(Batch({"x": x, "labels": y}, None, 40, 1)) > 0.0
+    assert (
+        local_state.evaluate(local_state.initial(), None, local_state.train).total
+        == 40
+        == identity_of(local_state)["num_samples"]
+    )
 
 
 def test_whole_numbers_that_are_no_classes_are_not_counted() -> None:

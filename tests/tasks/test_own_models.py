@@ -88,7 +88,7 @@ def test_a_loop_of_ones_own_trains_as_a_plain_one(name: str, handed: bool) -> No
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step() if handed else session.step()
-    assert len(seen) == 18 and session.over and len(loader) == 6
+    assert len(seen) == 18 and session.finished and len(loader) == 6
     assert_alike(model.state_dict(), trained_plainly(seeded(plain), seen))
 
 

@@ -162,7 +162,7 @@ def test_a_body_that_is_no_object_is_refused(text: bytes) -> None:
 
 def test_a_reason_of_any_length_fits_its_frame() -> None:
     frame = refusal_frame("ü" * 10_000)
-    _, nbytes = parse_header(frame[:HEADER_NBYTES], {FrameKind.REFUSED: frames.MOST_REFUSED})
+    _, nbytes = parse_header(frame[:HEADER_NBYTES], {FrameKind.REFUSED: frames.MAX_REFUSED})
     assert json.loads(frame[HEADER_NBYTES:])["reason"].startswith("üü") and nbytes == len(frame) - HEADER_NBYTES
 
 

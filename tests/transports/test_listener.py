@@ -16,7 +16,7 @@ from paceline.core.compression import DENSE
 from paceline.errors import UserError
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
-from paceline.transports.frames import MOST_APPLY, VERSION, FrameKind, fields_frame, header
+from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, fields_frame, header
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from tests.support.small_star import TOKEN, Star, Wire, work
@@ -74,7 +74,7 @@ def test_who_proves_and_applies_is_an_applicant() -> None:
     with Hall() as hall:
         visitor = hall.knock()
         hall.prove(visitor)
-        visitor.sendall(fields_frame(FrameKind.APPLY, {"who": "a worker"}, MOST_APPLY))
+        visitor.sendall(fields_frame(FrameKind.APPLY, {"who": "a worker"}, MAX_APPLY))
         (applicant,) = hall.serve()
         assert applicant.fields == {"who": "a worker"}
         assert applicant.peer == f"127.0.0.1:{visitor.getsockname()[1]}"
@@ -184,7 +184,7 @@ def test_noise_is_turned_away(noise: bytes) -> None:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (header(FrameKind.APPLY, MOST_APPLY + 1), "at most 65536"),
+        (header(FrameKind.APPLY, MAX_APPLY + 1), "at most 65536"),
         (header(FrameKind.PUSH, 10), "instead of apply"),
         (header(FrameKind.APPLY, 2) + b"[]", "not a JSON object"),
     ],

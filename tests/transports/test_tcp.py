@@ -67,7 +67,7 @@ def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[T
 
     thread = threading.Thread(target=serve)
     thread.start()
-    worker = SharedMemoryClient(theirs, places=server.places)
+    worker = SharedMemoryClient(theirs, max_workers=server.max_workers)
     told = work(worker, used, SharedBuffers.create)
     worker.close()
     thread.join(10)
@@ -106,8 +106,8 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
         assert star.doors[0].timing == TIMING
         assert star.server.worker_states[0].tolist() == [float(UPDATES)] * 3
         assert list(star.kept) == [0, 1, 2, 3]
-        assert all(torch.equal(star.kept[seq], told.own[seq]) for seq in star.kept)
-        assert len(told.own[0]) == own_size(used) > 0
+        assert all(torch.equal(star.kept[seq], told.local_state[seq]) for seq in star.kept)
+        assert len(told.local_state[0]) == own_size(used) > 0
 
 
 class Restless(Server):
@@ -115,7 +115,7 @@ class Restless(Server):
 
     def handle(self, message: Input) -> Outcome:
         outcome = super().handle(message)
-        if isinstance(message, Push) and outcome.verdict != Disposition.REPEATED and not self.over:
+        if isinstance(message, Push) and outcome.disposition != Disposition.REPEATED and not self.finished:
             other = self.pushes % 3 + 1
             super().handle(Leave(1, 0) if other == 3 else Join(other, 0))
         return outcome
@@ -129,8 +129,8 @@ def restless() -> Restless:
 @pytest.mark.parametrize("cuts", [[], [("down", 900), ("down", 700)], [("up", 1500), ("down", 800), ("up", 900)]])
 def test_deals_cross_the_wire_and_are_told_again_where_it_broke(cuts: list[tuple[str, int]]) -> None:
     expected, weights = through_shared_memory(DENSE, restless())
-    deals = [reply.deal for reply, *_ in expected.rows]
-    assert deals[:2] == [None, None] and deals[-1] is not None and len(set(deals)) > 2
+    assignments = [reply.assignment for reply, *_ in expected.rows]
+    assert assignments[:2] == [None, None] and assignments[-1] is not None and len(set(assignments)) > 2
     star = Star(DENSE, UPDATES)
     star.server = restless()
     with star, Wire(star.listener.address, cuts) as wire:
@@ -223,7 +223,7 @@ def test_a_worker_that_is_sent_away_knows_why() -> None:
         door.close()
 
 
-PARTS = {"pulled": torch.empty(0, dtype=torch.uint8), "own": torch.empty(0, dtype=torch.uint8)}
+PARTS = {"pulled": torch.empty(0, dtype=torch.uint8), "local_state": torch.empty(0, dtype=torch.uint8)}
 
 
 def test_beats_are_heard_while_computing_and_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +297,8 @@ SIZES = BufferSizes(8, 2, None, None, 0)
 BODY = bytes(range(40))
 
 
-def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, own: int = 0) -> bytes:
-    head = PUSH_HEAD.pack(seq, seq, 2, update, state, own, 0.5, *TIMING)
+def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, local_state: int = 0) -> bytes:
+    head = PUSH_HEAD.pack(seq, seq, 2, update, state, local_state, 0.5, *TIMING)
     pad = padding(len(body))
     return header(FrameKind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
 
@@ -337,8 +337,8 @@ def test_a_repeated_push_leaves_the_memory_that_is_held_as_it_is() -> None:
         push_bytes(0, BODY + b"x" * 9),
         push_bytes(0, BODY[:-8]),
         push_bytes(0, update=31, state=9),
-        push_bytes(0, update=1 << 63, state=1 << 63, own=40),
-        push_bytes(0, own=8),
+        push_bytes(0, update=1 << 63, state=1 << 63, local_state=40),
+        push_bytes(0, local_state=8),
         header(FrameKind.PUSH, 10),
         header(FrameKind.PUSH, 1 << 40),
         header(FrameKind.BEAT, 1),

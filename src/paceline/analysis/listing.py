@@ -24,11 +24,9 @@ FIGURES = (
 )
 ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics")
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
-KEYS = (*ABOUT, *SETTINGS, *FIGURES)
-"""The keys of a row, which `--where` and `--sort` accept."""
+KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
 TAIL_BYTES = 1 << 16
-DESCENDING = re.compile("accuracy|per_second|changed|fraction")
-"""Fields that sort in descending order by default."""
+DESCENDING = re.compile("accuracy|per_second|changed|fraction")  # fields that sort in descending order by default
 
 
 def runs_in(path: Path) -> list[Row]:

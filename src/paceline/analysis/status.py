@@ -12,11 +12,9 @@ from paceline.config import is_simulated
 from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
 
-PARTS = ("computing", "sending", "waiting", "server")
-"""The parts of a worker's time, as the `workers` events name them."""
+PARTS = ("computing", "sending", "waiting", "server")  # the parts of a worker's time, as the `workers` events name them
 COLUMNS = ("worker", "state", "steps", "pushes", "staleness", "ago")
-WINDOW_SECONDS = 30.0
-"""Length of the latest events that the status of a running run covers."""
+WINDOW_SECONDS = 30.0  # length of the latest events that the status of a running run covers
 TAIL_BYTES = 1 << 20
 ENDED = ("finished", "stopped", "diverged")
 UNDER_WAY = ("starting", "running", "evaluating")
@@ -28,22 +26,16 @@ class WorkerStatus:
     """Status of one worker; None means not measured."""
 
     worker: int
-    state: str
-    """live, held (by the server), draining, paused, lost, awaited or done."""
-    shares: dict[str, float] = field(default_factory=dict)
-    """Shares of its time, by part."""
+    state: str  # live, held (by the server), draining, paused, lost, awaited or done
+    shares: dict[str, float] = field(default_factory=dict)  # shares of its time, by part
     step_seconds: float | None = None
-    sending_seconds: float | None = None
-    """Seconds per push."""
-    steps: int = 0
-    """Number of steps behind the shares and seconds."""
+    sending_seconds: float | None = None  # seconds per push
+    steps: int = 0  # number of steps behind the shares and seconds
     pushes: int | None = None
     staleness: float | None = None
-    ago: float | None = None
-    """Seconds since its last message."""
+    ago: float | None = None  # seconds since its last message
     silent: float | None = None
-    normal: float | None = None
-    """For a paused worker: seconds of silence on its turn, and how many are normal."""
+    normal: float | None = None  # for a paused worker: seconds of silence on its turn, and how many are normal
 
 
 @dataclass(frozen=True)
@@ -54,32 +46,22 @@ class RunStatus:
     strategy: str
     model: str
     num_workers: int
-    status: str
-    """starting, running, evaluating or killed; or that of the result: finished, stopped, diverged."""
+    status: str  # starting, running, evaluating or killed; or that of the result: finished, stopped, diverged
     reason: str | None = None
     simulated: bool = False
     updates: int = 0
-    fraction: float | None = None
-    """Share of the budget."""
-    rate: float | None = None
-    """Samples per second."""
-    seconds: float = 0.0
-    """Seconds of training, by the run's clock."""
+    fraction: float | None = None  # share of the budget
+    rate: float | None = None  # samples per second
+    seconds: float = 0.0  # seconds of training, by the run's clock
     seconds_left: float | None = None
-    quiet_seconds: float | None = None
-    """Seconds since the last write, while it runs."""
-    deals: int = 0
-    """Number of times the data was reassigned because the set of workers changed."""
-    span: float | None = None
-    """Seconds of training that the workers' figures cover; None: all since the server started."""
+    quiet_seconds: float | None = None  # seconds since the last write, while it runs
+    deals: int = 0  # number of times the data was reassigned because the set of workers changed
+    span: float | None = None  # seconds of training that the workers' figures cover; None: all since the server started
     workers: tuple[WorkerStatus, ...] = ()
     samples: int = 0
-    loss: float | None = None
-    """Mean over the latest pushes."""
-    staleness: float | None = None
-    """Mean over all pushes so far."""
-    test_accuracy: float | None = None
-    """Latest evaluation, in percent."""
+    loss: float | None = None  # mean over the latest pushes
+    staleness: float | None = None  # mean over all pushes so far
+    test_accuracy: float | None = None  # latest evaluation, in percent
 
 
 class RunSnapshot(NamedTuple):

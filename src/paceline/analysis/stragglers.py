@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from paceline.analysis.status import WorkerStatus
 
-SLOW_THRESHOLD = 1.5
-"""A worker is slow if it takes this many times the median of the others."""
+SLOW_THRESHOLD = 1.5  # A worker is slow if it takes this many times the median of the others
 MIN_STEPS = 3
 GONE = ("paused", "lost")
-MIN_LINK_SHARE = 0.1
-"""A link is reported if its excess over the others is at least this share of the worker's time."""
+MIN_LINK_SHARE = 0.1  # A link is reported if its excess over the others is at least this share of the worker's time
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,8 @@ class Straggler:
 
     worker: int
     cause: str
-    seconds: float | None = None
-    """Seconds of its step, of sending a push, or of its silence."""
-    usual: float | None = None
-    """The median of the others, or what is normal for itself."""
+    seconds: float | None = None  # seconds of its step, of sending a push, or of its silence
+    usual: float | None = None  # the median of the others, or what is normal for itself
 
     @property
     def times(self) -> float | None:

@@ -42,8 +42,7 @@ class EventFollower:
 
     def __init__(self, path: Path) -> None:
         self.path, self.rows = path, 0
-        self.broken: list[int] = []
-        """Numbers of unreadable rows, from 1."""
+        self.broken: list[int] = []  # numbers of unreadable rows, from 1
         self._lines = LineReader(path)
 
     def read(self) -> list[dict[str, Any]]:
@@ -108,8 +107,7 @@ class ArrivalFollower:
         self.path = path
         self.damaged: str | None = None
         self.torn = 0
-        self.undone: list[tuple[int, int]] = []
-        """Index ranges of undone records."""
+        self.undone: list[tuple[int, int]] = []  # index ranges of undone records
         self._header = self._offset = 0
         self._foreign = False
 

@@ -34,10 +34,8 @@ class Span(NamedTuple):
     kind: str
     begin: float
     end: float
-    push: int | None = None
-    """Index of its push in the log, from 0."""
-    fate: str | None = None
-    """For the last span of a push: taken, dropped, rejected, repeated or late."""
+    push: int | None = None  # index of its push in the log, from 0
+    fate: str | None = None  # for the last span of a push: taken, dropped, rejected, repeated or late
 
 
 class TimelineUpdate(NamedTuple):
@@ -54,8 +52,7 @@ class _WorkerTrack:
 
     activity: str
     since: float
-    push: int | None = None
-    """The last push it sent."""
+    push: int | None = None  # the last push it sent
 
 
 @dataclass
@@ -130,8 +127,7 @@ class Timeline:
         self._tracks: dict[int, _WorkerTrack] = {}
         self._unapplied: dict[int, int] = {}
         self.num_pushes = 0
-        self.num_mismatched = 0
-        """Pushes for which the log and the replayed server disagree."""
+        self.num_mismatched = 0  # pushes for which the log and the replayed server disagree
         self.ended = 0.0
 
     def follow(self, records: Iterable[Record]) -> Iterator[Span | TimelineUpdate]:
@@ -152,18 +148,18 @@ class Timeline:
 
     def _push(self, record: Record) -> Iterator[Span]:
         number, self.num_pushes = self.num_pushes, self.num_pushes + 1
-        fate = record.verdict.name.lower()
+        fate = record.disposition.name.lower()
         track = self._tracks.get(record.worker)
         if track is not None and track.activity == "computing":
             yield from self._parts(record.worker, track.since, record.now, number, fate)
             self._tracks[record.worker] = _WorkerTrack("waiting", record.now, number)
-        if record.verdict not in (Disposition.TAKEN, Disposition.DROPPED):
+        if record.disposition not in (Disposition.TAKEN, Disposition.DROPPED):
             return
         push = Push(record.worker, record.incarnation, record.seq, record.reply, record.samples, record.loss, *_EMPTY)
-        if record.verdict == Disposition.TAKEN:
+        if record.disposition == Disposition.TAKEN:
             self._unapplied[record.worker] = number
         outcome = self._server.handle(push)
-        if outcome.verdict != record.verdict:
+        if outcome.disposition != record.disposition:
             self.num_mismatched += 1
             self._tracks[record.worker] = _WorkerTrack("computing", record.now)
             self._unapplied.pop(record.worker, None)
@@ -183,12 +179,12 @@ class Timeline:
     def _message(self, record: Record) -> Iterator[Span]:
         worker, now = record.worker, record.now
         outcome = self._server.handle(record.message)
-        if record.kind == "join" and outcome.verdict == Disposition.TAKEN:
+        if record.kind == "join" and outcome.disposition == Disposition.TAKEN:
             before = self._tracks.get(worker)
             if before is not None and before.activity == "dead" and now > before.since:
                 yield Span(worker, "dead", before.since, now)
             self._tracks[worker] = _WorkerTrack("waiting", now)
-        elif record.kind == "leave" and outcome.verdict == Disposition.TAKEN:
+        elif record.kind == "leave" and outcome.disposition == Disposition.TAKEN:
             yield from self._leave(worker, now)
         elif record.kind == "resume":
             for number in list(self._tracks):
@@ -210,7 +206,7 @@ class Timeline:
         elif now > track.since and track.push is not None:
             yield Span(worker, "waiting", track.since, now, track.push)
         member = self._server.members.get(worker)
-        if member is not None and not member.done:
+        if member is not None and not member.inactive:
             self._tracks[worker] = _WorkerTrack("dead", now)
 
     def _deliver(self, outcome: Outcome, now: float) -> Iterator[Span]:
@@ -220,7 +216,7 @@ class Timeline:
                 continue
             if track.activity == "waiting" and now > track.since:
                 yield Span(reply.worker, "waiting", track.since, now, track.push)
-            self._tracks[reply.worker] = _WorkerTrack("done" if reply.over else "computing", now)
+            self._tracks[reply.worker] = _WorkerTrack("done" if reply.finished else "computing", now)
 
 
 _EMPTY = (NOTHING, NOTHING)

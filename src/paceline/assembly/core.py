@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
 from paceline.settings.resolve import MODELS, lr_scale, schedule_of
 from paceline.settings.rules import build_rule, rule_of
@@ -55,15 +55,17 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 
-def make_rule(config: RunConfig, layout: Layout, places: int | None = None, skew: float | None = None) -> Rule:
-    """The update rule, with rows for `places` workers (the config's, unless said) where it keeps some."""
+def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None, skew: float | None = None) -> Rule:
+    """The update rule, with rows for `max_workers` workers (the config's, unless said) where it keeps some."""
 
     def prepared() -> GradientTransform:
         from paceline.core.optimizers import GradientTransform
 
         return GradientTransform(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
 
-    return build_rule(config, places or places_of(config), lambda: make_optimizer(config, layout), prepared, skew)
+    return build_rule(
+        config, max_workers or max_workers_of(config), lambda: make_optimizer(config, layout), prepared, skew
+    )
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:

@@ -10,7 +10,7 @@ from paceline.interfaces import Layout
 from paceline.settings.strategies import on_ring, strategy_of
 from paceline.system.cpu import cores
 
-WORTH_SHARING = 1 << 19
+SHARING_THRESHOLD = 1 << 19
 """Floats from which on a pass over the weights is faster on several cores than waking them costs."""
 
 
@@ -20,12 +20,11 @@ def server_threads(config: RunConfig, layout: Layout) -> int:
     In a ring nobody waits meanwhile: each worker makes the update by itself.
     """
     in_rounds = strategy_of(config).in_rounds
-    waiting = in_rounds and not on_ring(config) and layout.size >= WORTH_SHARING
+    waiting = in_rounds and not on_ring(config) and layout.size >= SHARING_THRESHOLD
     return cores() if waiting else 1
 
 
-POLLS = 800
-"""About two milliseconds: longer than a round of workers that are alike lets one of them wait."""
+POLLS = 800  # about two milliseconds: longer than a round of workers that are alike lets one of them wait
 
 
 def polls_before_sleep(config: RunConfig) -> int:

@@ -66,7 +66,7 @@ def startup_warnings(config: RunConfig, location: Location | None, skew: float |
     return lines + advice(config)
 
 
-def facts_of(config: RunConfig, location: Location | None) -> dict[str, Any]:
+def provenance(config: RunConfig, location: Location | None) -> dict[str, Any]:
     """The origin of data and code, for the result."""
     return {
         "data_origin": location.origin if location is not None else f"task {config.task}",

@@ -10,7 +10,7 @@ import torch
 from paceline.assembly.core import make_model, make_optimizer, make_policy, make_rule, make_training
 from paceline.assembly.task import class_labels
 from paceline.assembly.work import WorkAssignment, divide_work
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.core.buffers import BufferSizes, MakeMemory
 from paceline.core.compression import Codecs, WorkerCompression
 from paceline.core.messages import DataAssignment, Join
@@ -47,7 +47,7 @@ def make_server(
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
         if config.pull_codec is not None:
-            held = 4 * task.layout.size * places_of(config)
+            held = 4 * task.layout.size * max_workers_of(config)
             require_memory(held, "table of what each worker has, for --pull-codec,", "memory")
     return Server(
         task.initial(),
@@ -99,7 +99,7 @@ def make_join(config: RunConfig, work: WorkAssignment, worker: int, incarnation:
     return Join(worker, incarnation, work.quotas[worker], config.threads or 1)
 
 
-def make_seat(
+def make_worker(
     config: RunConfig,
     task: SupervisedTask,
     work: WorkAssignment,
@@ -114,16 +114,16 @@ def make_seat(
     steps, loader = make_steps(config, task, work, join.worker)
     device = device_of(task.train)
 
-    def redeal(deal: DataAssignment) -> Loader:
-        return task.loader(work.batches(join.worker, config, deal), config.seed, join.worker)
+    def reassign(assignment: DataAssignment) -> Loader:
+        return task.loader(work.batches(join.worker, config, assignment), config.seed, join.worker)
 
     codecs = codecs_of(config, task.layout)
     if staged:
-        seat = LocalWorker(HostStagedTask(steps, device), loader, join, None, codecs, make_memory, redeal)
+        instance = LocalWorker(HostStagedTask(steps, device), loader, join, None, codecs, make_memory, reassign)
     else:
-        seat = LocalWorker(steps, loader, join, device, codecs, make_memory, redeal)
+        instance = LocalWorker(steps, loader, join, device, codecs, make_memory, reassign)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
-    return seat
+    return instance
 
 
 def sizes_of(config: RunConfig, task: SupervisedTask, work: WorkAssignment) -> BufferSizes:

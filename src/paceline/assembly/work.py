@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.core.messages import DataAssignment
 from paceline.core.schedules import Budget
 from paceline.data.partition import hold_out, hold_out_fold, partition
@@ -26,21 +26,19 @@ class WorkAssignment:
     train: np.ndarray[Any, Any]
     quotas: list[int | None]
     budget: Budget
-    skew: float
-    """The mean distance of the workers' label histograms from that of all data, from 0 to almost 1."""
-    labels: np.ndarray[Any, Any]
-    """The labels of the samples to train on."""
+    skew: float  # the mean distance of the workers' label histograms from that of all data, from 0 to almost 1
+    labels: np.ndarray[Any, Any]  # the labels of the samples to train on
     _parts: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
 
-    def batches(self, worker: int, config: RunConfig, deal: DataAssignment | None = None) -> Batches:
+    def batches(self, worker: int, config: RunConfig, assignment: DataAssignment | None = None) -> Batches:
         """The batches of one worker, by the first division or by the one since workers joined or left.
 
         A worker that joins late has no shard before that: it warms up on the shard of another worker.
         """
-        if deal is None:
+        if assignment is None:
             return Batches(self.shards[worker % len(self.shards)], config.batch_size, config.seed, worker)
-        part = self.parts(len(deal.members), config)[deal.members.index(worker)]
-        return Batches(self.train[part], config.batch_size, config.seed, worker, deal.generation)
+        part = self.parts(len(assignment.members), config)[assignment.members.index(worker)]
+        return Batches(self.train[part], config.batch_size, config.seed, worker, assignment.generation)
 
     def parts(self, num_members: int, config: RunConfig) -> list[np.ndarray[Any, Any]]:
         """Divide the train set over this many members, and keep the last division: all workers ask for the same one."""
@@ -61,7 +59,7 @@ def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarra
 
 def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignment:
     """Split the train set over the workers, and set the budget."""
-    workers, places = config.workers or 1, places_of(config)
+    workers, places = config.workers or 1, max_workers_of(config)
     train, validation = held_out(labels, config)
     if config.batch_size > len(train):
         raise UserError(f"--batch-size {config.batch_size}: there are only {len(train)} samples; use a smaller batch")
@@ -81,7 +79,7 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignme
             counts = [max(counts)] * workers
         quotas: list[int | None] = list(counts)
         total = sum(b.samples_before(count) for b, count in zip(work, counts, strict=True))
-        budget = Budget(total, len(train), own=True)
+        budget = Budget(total, len(train), per_worker=True)
     else:
         quotas = [None] * places
         budget = Budget(max(1, round(config.epochs * len(train))), len(train), steps=config.steps)
@@ -94,7 +92,7 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignme
 def _require_parts(work: WorkAssignment, config: RunConfig) -> None:
     """Check that every worker has at least one batch, for each number of members; even parts only for the largest."""
     drawn = split_of(config).kind == "dirichlet"
-    for num_members in range(1 if drawn else places_of(config), places_of(config) + 1):
+    for num_members in range(1 if drawn else max_workers_of(config), max_workers_of(config) + 1):
         try:
             smallest = min(len(part) for part in work.parts(num_members, config))
         except UserError as error:

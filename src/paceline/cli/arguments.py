@@ -14,8 +14,7 @@ from paceline.config import FIELDS, RunConfig, read_toml
 from paceline.errors import UserError, unknown_name
 from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
-NARROW = 60
-"""Columns below which the help of a flag stands under it."""
+NARROW = 60  # columns below which the help of a flag stands under it
 
 
 class Parser(argparse.ArgumentParser):

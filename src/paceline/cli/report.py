@@ -135,7 +135,7 @@ LANDSCAPE_DESCRIPTION = """Draw the path of training on the loss landscape, in t
 Writes landscape.png, landscape.csv (the grid) and landscape.json (the paths, and how well the plane fits them)."""
 
 
-MOST_PLACES = 1001
+MAX_PLACES = 1001
 
 
 def landscape_verb(arguments: list[str]) -> int:
@@ -182,8 +182,8 @@ def landscape_verb(arguments: list[str]) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    if not 2 <= parsed.grid <= MOST_PLACES:
-        raise UserError(f"--grid {parsed.grid}: give a number of places from 2 to {MOST_PLACES}, as in --grid 41")
+    if not 2 <= parsed.grid <= MAX_PLACES:
+        raise UserError(f"--grid {parsed.grid}: give a number of places from 2 to {MAX_PLACES}, as in --grid 41")
     if not 0.0 <= parsed.margin <= 100.0:
         raise UserError(f"--margin {parsed.margin:g}: give a number from 0 to 100, as in --margin 0.25")
     if parsed.samples < 1:

@@ -28,8 +28,7 @@ The file has settings under [run] and lists of settings under [grid]; folds = 5 
 Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command continues;
 finished runs are not repeated."""
 
-REAL_TABLES = ("distml", "mxnet")
-"""Tables whose rows are trained on real processes; they have their own flags."""
+REAL_TABLES = ("distml", "mxnet")  # tables whose rows are trained on real processes; they have their own flags
 
 
 def reproduce_verb(arguments: list[str]) -> int:
@@ -111,7 +110,7 @@ def sweep_verb(arguments: list[str]) -> int:
         if why_not is not None:
             console.note(why_not)
     lines = [sweep_table.plain(swept, table_width()), "", *made, *([] if why_not else [f"{folder}/figure.png"])]
-    print("\n".join([*lines, sweep_table.verdict(swept)]), file=sys.stderr if parsed.json else sys.stdout)
+    print("\n".join([*lines, sweep_table.disposition(swept)]), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         best = rows[0] if swept.best is not None else None
         found = {"folder": str(folder), "score": swept.score, "settings": rows, "best": best}

@@ -13,11 +13,9 @@ from torch import Tensor
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, Primitive, State
 
-CHUNK = 1 << 18
-"""Floats that a CPU codec processes at a time, so that all its passes hit the cache; a power of two."""
+CHUNK = 1 << 18  # floats that a CPU codec processes at a time, so that all its passes hit the cache; a power of two
 MIN_CHUNK = 1 << 8
-MAX_MAGNITUDE = 2.0**100
-"""Above this a value counts as infinite, so that error feedback has room to add up."""
+MAX_MAGNITUDE = 2.0**100  # above this a value counts as infinite, so that error feedback has room to add up
 
 
 def is_encodable(update: Tensor) -> bool:

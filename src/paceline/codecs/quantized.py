@@ -14,8 +14,7 @@ from paceline.randomness import mix64, scramble
 BLOCK = MIN_CHUNK
 """Values that share one scale; chunks are whole blocks, and the last block of an update may be shorter."""
 STEPS = 127
-MIN_SCALE = 1e-30
-"""Scale of a block of zeros; smaller values stay in error feedback."""
+MIN_SCALE = 1e-30  # scale of a block of zeros; smaller values stay in error feedback
 
 
 class BlockQuantized(FlatCodec):

@@ -22,8 +22,7 @@ from paceline.interfaces import Codec
 class CodecSlice(ABC):
     """Extracts the part of a payload of codec `whole` that belongs to `span`, and decodes it."""
 
-    is_replicated = False
-    """Whether each server gets the whole payload."""
+    is_replicated = False  # whether each server gets the whole payload
 
     def __init__(self, whole: FlatCodec, span: slice) -> None:
         self._whole, self._span = whole, span

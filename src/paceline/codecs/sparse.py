@@ -12,8 +12,7 @@ from paceline.errors import ProtocolError
 from paceline.interfaces import Layout, State
 from paceline.randomness import mix64, scramble
 
-NUM_PROBES = 1 << 16
-"""Values sampled to estimate the threshold."""
+NUM_PROBES = 1 << 16  # values sampled to estimate the threshold
 ENTRY_NBYTES = 8
 MIN_MAGNITUDE = torch.finfo(torch.float32).smallest_normal
 """Smaller values are never sent: an update of zeros is an empty payload."""

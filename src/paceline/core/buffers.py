@@ -10,8 +10,7 @@ from torch import Tensor
 
 from paceline.interfaces import State
 
-COUNT_NBYTES = 8
-"""Size of the length field in front of an encoded reply."""
+COUNT_NBYTES = 8  # size of the length field in front of an encoded reply
 
 
 class BufferSizes(NamedTuple):
@@ -19,11 +18,9 @@ class BufferSizes(NamedTuple):
 
     weights: int
     state: int = 0
-    payload: int | None = None
-    """The largest encoded push; None if a push is the gradient itself."""
-    pulled: int | None = None
-    """The largest encoded reply; None if a reply is weights."""
-    own: int = 0
+    payload: int | None = None  # the largest encoded push; None if a push is the gradient itself
+    pulled: int | None = None  # the largest encoded reply; None if a reply is weights
+    local_state: int = 0
 
     def parts(self) -> dict[str, tuple[torch.dtype, int]]:
         """Type and length of every part, in memory order."""
@@ -33,7 +30,7 @@ class BufferSizes(NamedTuple):
             "update": update,
             "state": (torch.float32, self.state),
             "pulled": (torch.uint8, 0 if self.pulled is None else COUNT_NBYTES + self.pulled),
-            "own": (torch.uint8, 2 * self.own),
+            "local_state": (torch.uint8, 2 * self.local_state),
         }
 
 
@@ -50,9 +47,8 @@ class WorkerBuffers:
         self._reply = parts["pulled"]
         self.pulled = parts["pulled"][COUNT_NBYTES:]
         self._count = parts["pulled"][:COUNT_NBYTES].view(torch.int64)
-        self._own = parts["own"].view(2, sizes.own)
-        self.nbytes = 0
-        """Bytes of the last reply, set by the server."""
+        self._own = parts["local_state"].view(2, sizes.local_state)
+        self.nbytes = 0  # bytes of the last reply, set by the server
 
     @staticmethod
     def private(sizes: BufferSizes, device: torch.device | None = None, **given: Tensor) -> WorkerBuffers:
@@ -70,19 +66,21 @@ class WorkerBuffers:
 
         If pushes or replies are encoded, the shard gets separate buffers of `payload` and `pulled` bytes for them.
         """
-        state, own = self.sizes.state * with_rest, self.sizes.own * with_rest
+        state, local_state = self.sizes.state * with_rest, self.sizes.local_state * with_rest
         given = {"weights": self.weights[span]}
         if payload is None:
             given["update"] = self.update[span]
         if with_rest:
-            given |= {"state": self.state, "own": self._own.view(-1)}
-        return WorkerBuffers.private(BufferSizes(span.stop - span.start, state, payload, pulled, own), None, **given)
+            given |= {"state": self.state, "local_state": self._own.view(-1)}
+        return WorkerBuffers.private(
+            BufferSizes(span.stop - span.start, state, payload, pulled, local_state), None, **given
+        )
 
-    def widened(self, weights: Tensor, span: slice) -> WorkerBuffers:
+    def full_view(self, weights: Tensor, span: slice) -> WorkerBuffers:
         """Full-size buffers over `weights`; from now on this object's weights are the slice `span` of it."""
         self.weights = weights[span]
         sizes = self.sizes._replace(weights=weights.numel())
-        given = {"update": self.update, "state": self.state, "pulled": self._reply, "own": self._own.view(-1)}
+        given = {"update": self.update, "state": self.state, "pulled": self._reply, "local_state": self._own.view(-1)}
         return WorkerBuffers.private(sizes, None, weights=weights, **given)
 
     @property
@@ -94,11 +92,11 @@ class WorkerBuffers:
     def num_pulled(self, nbytes: int) -> None:
         self._count.fill_(nbytes)
 
-    def keep(self, own: State, seq: int) -> None:
+    def save_state(self, local_state: State, seq: int) -> None:
         """Save the worker's own state with push number `seq`."""
-        save_own(own, self._own[seq % 2])
+        save_local_state(local_state, self._own[seq % 2])
 
-    def kept(self, seq: int) -> Tensor:
+    def saved_state(self, seq: int) -> Tensor:
         """The bytes of the worker's own state that were saved with push number `seq`."""
         return self._own[seq % 2]
 
@@ -106,24 +104,26 @@ class WorkerBuffers:
 MakeMemory: TypeAlias = Callable[[BufferSizes], WorkerBuffers]
 
 
-def own_nbytes(own: State) -> int:
+def local_state_nbytes(local_state: State) -> int:
     """How many bytes a worker's own state takes."""
-    return sum(tensor.nbytes for tensor in own.values())
+    return sum(tensor.nbytes for tensor in local_state.values())
 
 
-def save_own(own: State, out: Tensor) -> None:
+def save_local_state(local_state: State, out: Tensor) -> None:
     """Write all tensors one after another, as bytes."""
     offset = 0
-    for tensor in own.values():
+    for tensor in local_state.values():
         out[offset : offset + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
         offset += tensor.nbytes
 
 
-def load_own(own: State, saved: Tensor) -> None:
-    """Load what `save_own` wrote, in place."""
-    assert saved.numel() == own_nbytes(own), f"{saved.numel()} bytes for an own state of {own_nbytes(own)}"
+def load_local_state(local_state: State, saved: Tensor) -> None:
+    """Load what `save_local_state` wrote, in place."""
+    assert saved.numel() == local_state_nbytes(local_state), (
+        f"{saved.numel()} bytes for an own state of {local_state_nbytes(local_state)}"
+    )
     offset = 0
-    for tensor in own.values():
+    for tensor in local_state.values():
         tensor.reshape(-1).view(torch.uint8).copy_(saved[offset : offset + tensor.nbytes])
         offset += tensor.nbytes
 

@@ -11,11 +11,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import BufferSizes, WorkerBuffers, own_nbytes
+from paceline.core.buffers import BufferSizes, WorkerBuffers, local_state_nbytes
 from paceline.interfaces import Codec, State, Task
 
-LEFT_OUT = "error"
-"""The name of the error-feedback buffer in a codec's memory."""
+LEFT_OUT = "error"  # the name of the error-feedback buffer in a codec's memory
 
 
 def _no_key(worker: int) -> int:
@@ -50,9 +49,14 @@ class WorkerCompression:
     def __init__(self, codecs: Codecs, worker: int, task: Task, device: torch.device | None = None) -> None:
         self.codecs, self._device = codecs, device
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
-        self.own: State = {**task.own, **{f"codec.{name}": tensor for name, tensor in self._left_out.items()}}
-        self.sizes = BufferSizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes(self.own))
-        self.encodes = codecs.push is not None or self.sizes.own > 0
+        self.local_state: State = {
+            **task.local_state,
+            **{f"codec.{name}": tensor for name, tensor in self._left_out.items()},
+        }
+        self.sizes = BufferSizes(
+            task.layout.size, task.state_size, *codecs.capacities, local_state_nbytes(self.local_state)
+        )
+        self.encodes = codecs.push is not None or self.sizes.local_state > 0
         """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
 
     def bind(self, memory: WorkerBuffers, task: Task) -> None:
@@ -79,8 +83,8 @@ class WorkerCompression:
         update = memory.update
         if codec is not None:
             update = update[: codec.encode(self._gradient, self._left_out, update)]
-        if memory.sizes.own:
-            memory.keep(self.own, seq)
+        if memory.sizes.local_state:
+            memory.save_state(self.local_state, seq)
         return update
 
 
@@ -116,8 +120,7 @@ class PushDecoder:
 class PredecodedPushes(PushDecoder):
     """Decoder for sharded servers: decodes a push on arrival, so that each shard can vote on whether it is finite."""
 
-    nbytes = 0
-    """Bytes of all slices of the push that the server takes next."""
+    nbytes = 0  # bytes of all slices of the push that the server takes next
 
     def open(self, payload: Tensor) -> Tensor:
         """Decode on arrival, into a free buffer."""
@@ -142,7 +145,7 @@ class DeltaEncoder:
         self.held: dict[int, Tensor] = {}
         self.states: dict[int, State] = {}
 
-    def keep_to(self, codec: Codec, span: slice) -> None:
+    def restrict_to(self, codec: Codec, span: slice) -> None:
         """Encode only this range from now on; `codec` is built for it."""
         self._codec, self._span = codec, span
         self._left_out = codec.start().get(LEFT_OUT)

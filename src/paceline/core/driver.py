@@ -22,5 +22,5 @@ class BareDriver:
     def answer(self, replies: tuple[Reply, ...]) -> None:
         """Send the replies of one input."""
         for reply in replies:
-            self.server.hand_out(reply, self.memories[reply.worker])
+            self.server.send_weights(reply, self.memories[reply.worker])
             self.send(reply)

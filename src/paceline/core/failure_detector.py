@@ -9,12 +9,9 @@ import math
 from collections import defaultdict, deque
 from statistics import median
 
-WINDOW = 32
-"""Silences remembered per worker; a new pace is learned once it fills half of them."""
-FEWEST = 5
-"""With fewer silences, the limit is at least `start`."""
-LEAST_SPREAD = 0.125
-"""The smallest spread assumed, as a share of the median, even if the pace is perfectly even."""
+WINDOW = 32  # silences remembered per worker; a new pace is learned once it fills half of them
+MIN_SILENCES = 5  # with fewer silences, the limit is at least `start`
+MIN_SPREAD = 0.125  # the smallest spread assumed, as a share of the median, even if the pace is perfectly even
 
 
 class SilenceModel:
@@ -27,20 +24,20 @@ class SilenceModel:
         self.silences: deque[float] = deque(maxlen=WINDOW)
         self.known_limit: float | None = None
 
-    def limit(self, deadlines: FailureDetector) -> float:
+    def limit(self, failure_detector: FailureDetector) -> float:
         """Seconds of silence that are normal for this worker."""
         if self.known_limit is None:
-            self.known_limit = self._learned(deadlines)
+            self.known_limit = self._learned(failure_detector)
         return self.known_limit
 
-    def _learned(self, deadlines: FailureDetector) -> float:
-        least = deadlines.start if len(self.silences) < FEWEST else deadlines.floor
+    def _learned(self, failure_detector: FailureDetector) -> float:
+        least = failure_detector.start if len(self.silences) < MIN_SILENCES else failure_detector.floor
         if not self.silences:
             return least
         middle = median(self.silences)
         spread = median(abs(silence - middle) for silence in self.silences)
-        usual = middle + deadlines.k * max(spread, LEAST_SPREAD * middle)
-        return min(max(usual, least), deadlines.ceiling)
+        usual = middle + failure_detector.k * max(spread, MIN_SPREAD * middle)
+        return min(max(usual, least), failure_detector.ceiling)
 
 
 class FailureDetector:
@@ -48,14 +45,14 @@ class FailureDetector:
 
     A worker with too few silences gets at least `start`. With the default k, twice the median is normal.
 
-    >>> deadlines = FailureDetector(start=10.0, floor=0.5, ceiling=60.0)
+    >>> failure_detector = FailureDetector(start=10.0, floor=0.5, ceiling=60.0)
     >>> for step in range(8):  # one step per second, each answered at once
-    ...     deadlines.asked(worker=0, now=step)
-    ...     deadlines.heard(worker=0, now=step + 1)
-    >>> deadlines.asked(worker=0, now=8)
-    >>> deadlines.limit(worker=0), deadlines.next_due()
+    ...     failure_detector.start_wait(worker=0, now=step)
+    ...     failure_detector.record_message(worker=0, now=step + 1)
+    >>> failure_detector.start_wait(worker=0, now=8)
+    >>> failure_detector.limit(worker=0), failure_detector.next_due()
     (2.0, 10.0)
-    >>> deadlines.due(now=9.9), deadlines.due(now=10.1)
+    >>> failure_detector.due(now=9.9), failure_detector.due(now=10.1)
     ([], [0])
     """
 
@@ -64,11 +61,11 @@ class FailureDetector:
         self.start, self.floor, self.ceiling, self.k = start, floor, ceiling, k
         self._workers: defaultdict[int, SilenceModel] = defaultdict(SilenceModel)
 
-    def asked(self, worker: int, now: float) -> None:
+    def start_wait(self, worker: int, now: float) -> None:
         """The server replied: the worker's turn begins."""
         self._workers[worker].since = now
 
-    def heard(self, worker: int, now: float) -> None:
+    def record_message(self, worker: int, now: float) -> None:
         """The worker pushed or joined: its turn ends, and its silence is learned."""
         patience = self._workers[worker]
         if patience.since is not None:
@@ -76,17 +73,17 @@ class FailureDetector:
             patience.known_limit = None
             patience.since = None
 
-    def beat(self, worker: int, now: float) -> None:
+    def heartbeat(self, worker: int, now: float) -> None:
         """The worker sent a heartbeat: its turn goes on, and its silence counts from now."""
         if self._workers[worker].since is not None:
-            self.heard(worker, now)
-            self.asked(worker, now)
+            self.record_message(worker, now)
+            self.start_wait(worker, now)
 
     def forget(self, worker: int) -> None:
         """The worker left; if it returns, it starts without a history."""
         self._workers.pop(worker, None)
 
-    def excuse(self, seconds: float) -> None:
+    def extend(self, seconds: float) -> None:
         """Do not count `seconds` in which the server did not listen because it evaluated or was stopped."""
         for patience in self._workers.values():
             if patience.since is not None:

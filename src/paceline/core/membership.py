@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.core.messages import DataAssignment
 
-MUCH_LONGER = 20.0
+SILENCE_FACTOR = 20.0
 """A worker is silent after this many usual intervals without a push; uneven steps alone never take so long."""
 SMOOTHING, OUTLIER = 0.1, 3.0
 """Of the running mean of a worker's interval: the weight of a new one, and its cap as a multiple of the mean.
@@ -24,42 +24,35 @@ class Member:
     quota: int | None
     live: bool = True
     waiting: bool = True
-    accepted: int = 0
-    """Batches whose pushes count. The quota is in batches, too."""
+    accepted: int = 0  # batches whose pushes count. The quota is in batches, too.
     seq: int = -1
     serial: int = -1
     version: int = 0
     pushes: int = 0
-    steps: int = 0
-    """Local steps that its last reply asked for; `lr` is their learning rate."""
+    steps: int = 0  # local steps that its last reply asked for; `lr` is their learning rate
     lr: float = 0.0
-    draining: bool = False
-    """The worker is to leave after the push that it is computing."""
-    dismissed: bool = False
-    """A reply has ended the work of this worker alone."""
-    threads: int = 0
-    """CPU threads it computes with, which some sums depend on; 0: unknown."""
-    usual: float = 0.0
-    """Running mean of the updates between a reply and its push; 0: the worker has not pushed yet."""
-    silent: bool = False
-    """The worker has not pushed for much longer than usual."""
+    draining: bool = False  # the worker is to leave after the push that it is computing
+    released: bool = False  # A reply has ended the work of this worker alone
+    threads: int = 0  # CPU threads it computes with, which some sums depend on; 0: unknown
+    usual: float = 0.0  # running mean of the updates between a reply and its push; 0: the worker has not pushed yet
+    silent: bool = False  # the worker has not pushed for much longer than usual
 
     @property
-    def spent(self) -> bool:
+    def quota_reached(self) -> bool:
         """Whether the worker has reached its quota."""
         return self.quota is not None and self.accepted >= self.quota
 
     @property
-    def done(self) -> bool:
+    def inactive(self) -> bool:
         """Whether the worker has no work left."""
-        return self.dismissed or self.spent
+        return self.released or self.quota_reached
 
-    def heard(self, version: int) -> None:
+    def record_push(self, version: int) -> None:
         """Learn from a push that arrives at `version` of the weights.
 
         >>> member = Member(0, None)
         >>> for version in (10, 20, 120):
-        ...     member.heard(version)
+        ...     member.record_push(version)
         ...     member.version = version
         >>> member.usual
         12.0
@@ -71,9 +64,9 @@ class Member:
 
     def fell_silent(self, version: int, num_live: int) -> bool:
         """Whether the worker has become silent since the last check; a stopped worker may still push later."""
-        if self.silent or self.waiting or self.done or not self.live:
+        if self.silent or self.waiting or self.inactive or not self.live:
             return False
-        self.silent = version - self.version > MUCH_LONGER * max(self.usual, num_live)
+        self.silent = version - self.version > SILENCE_FACTOR * max(self.usual, num_live)
         return self.silent
 
 
@@ -90,8 +83,8 @@ class DataAssignments:
     def look(self, at_work: tuple[int, ...]) -> None:
         """Assign the data to the workers `at_work`, if these have changed.
 
-        >>> deals = DataAssignments(2)
-        >>> deals.look((0, 1)), deals.look((1,)), deals.look((1, 2)), deals.now
+        >>> assignments = DataAssignments(2)
+        >>> assignments.look((0, 1)), assignments.look((1,)), assignments.look((1, 2)), assignments.now
         (None, None, None, DataAssignment(generation=2, members=(1, 2)))
         """
         if at_work and at_work != self.now.members:
@@ -113,10 +106,10 @@ class DataAssignments:
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Go on from what `facts` returned."""
-        self.now = _deal(facts["now"])
-        self._told = {worker: (_deal(deal), accepted) for worker, deal, accepted in facts["told"]}
+        self.now = _assignment(facts["now"])
+        self._told = {worker: (_assignment(assignment), accepted) for worker, assignment, accepted in facts["told"]}
 
 
-def _deal(values: Any) -> DataAssignment:
+def _assignment(values: Any) -> DataAssignment:
     generation, members = values
     return DataAssignment(generation, tuple(members))

@@ -100,7 +100,7 @@ class Reply(NamedTuple):
     """Tells a worker to compute batch `batch` on the weights of `version` in its memory, or that training is over.
 
     With `steps` above 0, the worker makes that many local steps at `lr`, from batch `batch` on, and pushes its drift.
-    `deal` assigns the data that batches are counted in; None: the config divides it.
+    `assignment` assigns the data that batches are counted in; None: the config divides it.
     """
 
     worker: int
@@ -108,10 +108,10 @@ class Reply(NamedTuple):
     serial: int
     version: int
     batch: int
-    over: bool = False
+    finished: bool = False
     steps: int = 0
     lr: float = 0.0
-    deal: DataAssignment | None = None
+    assignment: DataAssignment | None = None
 
 
 class Disposition(enum.IntEnum):
@@ -132,5 +132,5 @@ class Disposition(enum.IntEnum):
 class Outcome(NamedTuple):
     """What became of an input, and the replies to send, in order."""
 
-    verdict: Disposition
+    disposition: Disposition
     replies: tuple[Reply, ...] = ()

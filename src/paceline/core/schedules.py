@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Budget:
-    """When training ends: after `samples` samples, after `steps` updates, or (`own`) when every worker is done.
+    """When training ends: after `samples` samples, after `steps` updates, or (`per_worker`) when every worker is done.
 
-    With `own`, `samples` is the sum over all workers' passes and only scales the schedules.
+    With `per_worker`, `samples` is the sum over all workers' passes and only scales the schedules.
     """
 
     samples: int
     epoch_samples: int
     steps: int | None = None
-    own: bool = False
+    per_worker: bool = False
 
-    def spent(self, samples: int, version: int) -> bool:
-        """Whether the budget is used up. An `own` budget never is: it ends by the workers' quotas."""
+    def exhausted(self, samples: int, version: int) -> bool:
+        """Whether the budget is used up. An `per_worker` budget never is: it ends by the workers' quotas."""
         if self.steps is not None:
             return version >= self.steps
-        return not self.own and samples >= self.samples
+        return not self.per_worker and samples >= self.samples
 
     def fraction(self, samples: int, version: int) -> float:
         """How much of training is done, from 0 to 1."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from paceline.core.messages import SetLocalSteps
 from paceline.core.server import Server
 
-SMOOTHING = 0.3
-"""Weight of the newest push in a worker's mean seconds per step."""
-WORTH_TELLING = 0.1
-"""The number of a worker changes only if it differs by more than this share."""
+SMOOTHING = 0.3  # weight of the newest push in a worker's mean seconds per step
+CHANGE_THRESHOLD = 0.1  # the number of a worker changes only if it differs by more than this share
 
 
 class StepBalancer:
@@ -27,8 +25,8 @@ class StepBalancer:
             return None
         before = self._seconds.get(worker, seconds)
         self._seconds[worker] = before + SMOOTHING * (seconds - before)
-        known = [w for w, m in server.members.items() if m.live and not m.done and w in self._seconds]
+        known = [w for w, m in server.members.items() if m.live and not m.inactive and w in self._seconds]
         fastest = min((self._seconds[w] for w in known), default=self._seconds[worker])
         wanted = max(1, round(server.inside.steps * fastest / self._seconds[worker]))
         now = server.steps.get(worker, server.inside.steps)
-        return SetLocalSteps(worker, wanted) if abs(wanted - now) > WORTH_TELLING * now else None
+        return SetLocalSteps(worker, wanted) if abs(wanted - now) > CHANGE_THRESHOLD * now else None

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import MakeMemory, WorkerBuffers, load_own
+from paceline.core.buffers import MakeMemory, WorkerBuffers, load_local_state
 from paceline.core.compression import DENSE, Codecs, WorkerCompression
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
@@ -44,20 +44,20 @@ def work(
     end: WorkerCompression,
     gradient: Tensor,
     state: Tensor,
-    redeal: Redeal | None = None,
+    reassign: Redeal | None = None,
 ) -> Generator[Join | Push, Reply, None]:
     """Join, then push the gradient of each batch that a reply names, until a reply says that it is over.
 
     `end`, `gradient`, `state` and `task` are bound to the same memory. The driver writes the weights of a reply into
     that memory before it sends the reply.
     """
-    reply, deal = (yield join), None
-    while not reply.over:
+    reply, assignment = (yield join), None
+    while not reply.finished:
         if end.codecs.pull is not None:
             end.receive()
-        if reply.deal != deal and redeal is not None:
-            assert reply.deal is not None, "after its first assignment, a run always has one"
-            deal, loader = reply.deal, redeal(reply.deal)
+        if reply.assignment != assignment and reassign is not None:
+            assert reply.assignment is not None, "after its first assignment, a run always has one"
+            assignment, loader = reply.assignment, reassign(reply.assignment)
         first, steps = reply.batch, reply.steps
         batch = LocalBatches(loader, first, steps, reply.lr) if steps else loader.batch(first)
         loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
@@ -77,7 +77,7 @@ class LocalWorker:
         device: torch.device | None = None,
         codecs: Codecs = DENSE,
         make_memory: MakeMemory | None = None,
-        redeal: Redeal | None = None,
+        reassign: Redeal | None = None,
     ) -> None:
         self.join = join
         self._end = WorkerCompression(codecs, join.worker, task, device)
@@ -85,12 +85,12 @@ class LocalWorker:
         self.memory = WorkerBuffers.private(sizes, device) if make_memory is None else make_memory(sizes)
         self._end.bind(self.memory, task)
         self.pending: Reply | None = None
-        self._generator = work(task, loader, join, self._end, self.memory.update, self.memory.state, redeal)
+        self._generator = work(task, loader, join, self._end, self.memory.update, self.memory.state, reassign)
         next(self._generator)
 
-    def recall(self, own: Tensor) -> None:
+    def load_state(self, local_state: Tensor) -> None:
         """Load the worker's own state from these bytes."""
-        load_own(self._end.own, own)
+        load_local_state(self._end.local_state, local_state)
 
     def push(self) -> Push | None:
         """Act on the pending reply; return the next push, or None if the reply said that it is over."""

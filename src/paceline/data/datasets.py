@@ -29,8 +29,8 @@ __all__ = [
     "locate",
     "locate_data",
     "remedy",
+    "resolve_dataset",
     "search_places",
-    "settle_data",
 ]
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
@@ -154,7 +154,7 @@ def locate_data(config: RunConfig) -> Location | None:
     return replace(location, reading=DecodingOptions(config.max_length, config.image_size))
 
 
-def settle_data(config: RunConfig) -> tuple[RunConfig, Location | None]:
+def resolve_dataset(config: RunConfig) -> tuple[RunConfig, Location | None]:
     """Locate the data set of a new run. If the sample stands in for it, name the sample in the config and the location.
 
     Otherwise a later look-up, when the complete data set has been fetched, would find other data.

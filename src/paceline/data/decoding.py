@@ -25,8 +25,7 @@ from paceline.data.idx import Empty
 from paceline.errors import DataError, RunFailed, UserError
 from paceline.system.cpu import cores
 
-CHUNK = 32
-"""Images per request to a decoder process."""
+CHUNK = 32  # images per request to a decoder process
 PROCESSES_THRESHOLD = 4 * CHUNK
 MAX_NAMED = 3
 _MAX_PIXELS = 1 << 28

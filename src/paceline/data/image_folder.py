@@ -15,8 +15,7 @@ from paceline.errors import DataError
 SUFFIXES = (".jpeg", ".jpg", ".png")
 REMEDY = "give --data-dir a folder of your own with train/CLASS/*.JPEG and val/CLASS/*.JPEG (docs/data.md)"
 """ImageNet requires each user to accept its terms, so it cannot be downloaded here."""
-TEST_SHARE = 0.1
-"""Share of each class that becomes the test set if the folder has no val/."""
+TEST_SHARE = 0.1  # share of each class that becomes the test set if the folder has no val/
 
 _FOLDERS = ("", "imagenet", "ImageNet", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _MAX_PROBED_FOLDERS = 20

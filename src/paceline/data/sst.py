@@ -23,10 +23,8 @@ SIZES = {"train.txt": 8_544, "dev.txt": 1_101, "test.txt": 2_210}
 ARCHIVE = "trainDevTestTrees_PTB.zip"
 NUM_CLASSES = 5
 PADDING, UNKNOWN = 0, 1
-MAX_VOCABULARY = 30_522
-"""Rows in the transformer's embedding, including PADDING and UNKNOWN."""
-MAX_LENGTH = 256
-"""Positions in the transformer, in words of a sentence."""
+MAX_VOCABULARY = 30_522  # rows in the transformer's embedding, including PADDING and UNKNOWN
+MAX_LENGTH = 256  # positions in the transformer, in words of a sentence
 MIN_COUNT = 2
 
 ZIP_ERRORS = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)

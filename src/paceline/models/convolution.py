@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUP_SIZE = 16
-"""Channels per group in group norm; it divides the widths of all nets here."""
+GROUP_SIZE = 16  # channels per group in group norm; it divides the widths of all nets here
 
 Norm = Callable[[int], nn.Module]
 

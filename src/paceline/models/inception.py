@@ -44,8 +44,7 @@ INCEPTION_BN = (
     BranchWidths("5a", 352, 192, 320, 160, 224, "avg", 128),
     BranchWidths("5b", 352, 192, 320, 192, 224, "max", 128),
 )
-HALVE = 0
-"""Marks a block that halves the image, in place of the width of its missing 1x1 branch."""
+HALVE = 0  # marks a block that halves the image, in place of the width of its missing 1x1 branch
 INCEPTION_28_SMALL = (
     (32, 32),
     (32, 48),

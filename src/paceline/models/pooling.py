@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ONEDNN_THRESHOLD = 1 << 16
-"""Number of elements from which oneDNN is faster, including the conversion of its tensors."""
+ONEDNN_THRESHOLD = 1 << 16  # number of elements from which oneDNN is faster, including the conversion of its tensors
 
 
 def max_pool_2x2(images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C, H/2, W/2]

@@ -16,8 +16,7 @@ from paceline.runs.arrival_log import PUSH_KIND
 
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
 SCORES = ("samples", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
-TAKEN = 0
-"""Verdict of an accepted push."""
+TAKEN = 0  # verdict of an accepted push
 MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160
 """Events listed one by one, at the start and at the end; those between are counted."""
 
@@ -31,8 +30,7 @@ class Aggregates:
         self.progress = TimeSeries(*PROGRESS)
         self.scores = TimeSeries(*SCORES)
         self.lanes = WorkerLanes(places)
-        self.latest: deque[dict[str, Any]] = deque(maxlen=64)
-        """Progress rows of the current server."""
+        self.latest: deque[dict[str, Any]] = deque(maxlen=64)  # progress rows of the current server
         self.started = False
         self.last_kind: str | None = None
         self.now = 0.0

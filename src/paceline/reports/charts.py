@@ -15,8 +15,7 @@ COLOURS = ("#404040", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8
 CROSSES = ("x", "X", "+", "1", "2", "3", "4", "|")
 MARKERS = ("o", "D", "s", "^", "v", "P", "*", "h")
 DASHES = ("-", "--", "-.", ":")
-OUTLIER_POINTS = 20.0
-"""Accuracies this many points below the lower quartile are drawn at the edge, with their value."""
+OUTLIER_POINTS = 20.0  # accuracies this many points below the lower quartile are drawn at the edge, with their value
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from paceline.runs.arrival_log import LogContents, scan_log
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 
-WORKERS = 2
-"""Process id of the workers in the trace, and thread id of the first worker; the server is 1."""
+WORKERS = 2  # process id of the workers in the trace, and thread id of the first worker; the server is 1
 
 
 SERVER = {"pid": 1, "tid": 1}
@@ -212,8 +211,7 @@ class ChromeTrace:
         self._records = self._log.effective_records
         inside = [record for record in self._records if part.begin <= record.now <= part.end]
         pushes = sum(record.kind == "push" for record in inside)
-        self._group_size = -(-pushes // part.max_pushes)
-        """Pushes per span."""
+        self._group_size = -(-pushes // part.max_pushes)  # pushes per span
         if self._group_size > 1:
             self.notes.append(
                 f"{pushes:,} pushes are too many to draw one by one: each span covers {self._group_size}, without "

@@ -17,10 +17,8 @@ PLAIN_SECONDS = 10.0
 LINES_PER_DOUBLING = 20
 """Plain progress lines until now, at most; then as many again each time the elapsed time doubles."""
 FRAME_SECONDS = 0.1
-NARROW = 64
-"""Columns below which the bar is dropped and only the figures are shown."""
-MAX_CLASSES = 20
-"""Classes listed one by one; the result has all."""
+NARROW = 64  # columns below which the bar is dropped and only the figures are shown
+MAX_CLASSES = 20  # classes listed one by one; the result has all
 
 
 class Console:
@@ -28,8 +26,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         stream = stream or sys.stderr
-        self.stopping: str | None = None
-        """Reason of a requested stop; the run may still finish by itself first."""
+        self.stopping: str | None = None  # reason of a requested stop; the run may still finish by itself first
         self._quiet = quiet or stream is None  # a closed standard error is None
         self._stream = stream
         self._bar: Progress | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
-from paceline.config import RunConfig, is_simulated, places_of, to_dict
+from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
 from paceline.errors import UserError
 from paceline.reports.aggregates import SCORES, Aggregates
 from paceline.reports.sentences import class_names, closing, outcome_sentence
@@ -22,8 +22,7 @@ from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
 from paceline.runs.folder import RunFolder
 
-MAX_BARS = 48
-"""Bars of a histogram."""
+MAX_BARS = 48  # bars of a histogram
 FIGURES = (
     "samples",
     "updates",
@@ -50,7 +49,7 @@ class RunReader:
         self._result: dict[str, Any] | None = None
         self._events = EventFollower(self.folder.events_file)
         self._arrivals = ArrivalFollower(self.folder.arrivals_file)
-        self._aggregates = Aggregates(places_of(self._config) if self._config is not None else 1)
+        self._aggregates = Aggregates(max_workers_of(self._config) if self._config is not None else 1)
         self._states: dict[str, tuple[int, ...]] = {}
         self._status: str | None = None
 

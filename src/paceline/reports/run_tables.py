@@ -10,8 +10,7 @@ from paceline.analysis.listing import SETTINGS, Row, is_number
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold
 
-MAX_DIFFERENCES = 6
-"""Settings with a column; the others are listed below the table."""
+MAX_DIFFERENCES = 6  # settings with a column; the others are listed below the table
 IGNORED_SETTINGS = (
     "data_dir",
     "track",

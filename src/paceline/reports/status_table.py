@@ -9,8 +9,7 @@ from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold
 
-MAX_WORKERS = 32
-"""Workers shown; `--json` has all."""
+MAX_WORKERS = 32  # workers shown; `--json` has all
 MAX_NAMED = 8
 QUIET_SECONDS = 15.0
 

@@ -37,8 +37,7 @@ class Column(NamedTuple):
     drop_order: int
 
 
-MIN_LETTERS = 8
-"""Letters kept of a shortened name."""
+MIN_LETTERS = 8  # letters kept of a shortened name
 
 
 def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False) -> str:

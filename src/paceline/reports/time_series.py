@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_SPANS = 400
-MIN_SPAN_SECONDS = 2.0**-20
-"""Initial length of a span; it doubles when a run needs more than MAX_SPANS."""
+MIN_SPAN_SECONDS = 2.0**-20  # initial length of a span; it doubles when a run needs more than MAX_SPANS
 DIGITS = 5
 Column = NDArray[np.float64]
 
@@ -21,8 +20,7 @@ class TimeSeries:
     def __init__(self, *names: str, most: int = MAX_SPANS) -> None:
         self.names, self._most, self._seconds = names, most, MIN_SPAN_SECONDS
         self.count = np.zeros(most)
-        self.ends = np.full(most, -np.inf)
-        """Time of the last value in each span."""
+        self.ends = np.full(most, -np.inf)  # time of the last value in each span
         shape = (len(names), most)
         self._counts, self._sums = np.zeros(shape), np.zeros(shape)
         self._least, self._greatest = np.full(shape, np.inf), np.full(shape, -np.inf)

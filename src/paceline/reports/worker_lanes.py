@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from paceline.analysis.status import PARTS
 
 MAX_LANES = 48
-MAX_SEGMENTS = 1600
-"""Over all lanes."""
-MAX_STAYS = 64
-"""Per worker."""
+MAX_SEGMENTS = 1600  # over all lanes
+MAX_STAYS = 64  # per worker
 AWAY = ("lost", "awaited")
 Row = tuple[int, float, NDArray[np.float64], NDArray[np.float64]]
 

@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import UPKEEP, RunConfig, places_of, to_toml
+from paceline.config import UPKEEP, RunConfig, max_workers_of, to_toml
 from paceline.core.messages import (
     Disposition,
     Drain,
@@ -33,8 +33,7 @@ _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 _JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE = 1, 2, 3, 4, 5, 6, 7, 8
 _NO_QUOTA = 0xFFFFFFFF
-PUSH_KIND, RESUME_KIND = _PUSH, _RESUME
-"""Record kinds as the first byte of a record stores them."""
+PUSH_KIND, RESUME_KIND = _PUSH, _RESUME  # record kinds as the first byte of a record stores them
 MAGIC = b"paceline arrivals 1 "
 
 
@@ -50,7 +49,7 @@ class Record:
     samples: int
     loss: float
     now: float
-    verdict: Disposition
+    disposition: Disposition
 
     @property
     def message(self) -> Join | Leave | SetLocalSteps | SetLrFactor | Drain | Stop | Resume:
@@ -87,27 +86,27 @@ class ArrivalLog:
         if not self.nbytes:
             self.nbytes += os.write(self._fd, MAGIC + fingerprint(config).encode() + b"\n")
 
-    def append(self, message: Input, verdict: Disposition, now: float) -> None:
+    def append(self, message: Input, disposition: Disposition, now: float) -> None:
         """Append one record and hand it to the operating system before returning."""
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
-                fields = (_PUSH, verdict, worker, incarnation, seq, reply, samples, loss, now)
+                fields = (_PUSH, disposition, worker, incarnation, seq, reply, samples, loss, now)
             case Join(worker, incarnation, quota, threads):
                 amount = _NO_QUOTA if quota is None else quota
-                fields = (_JOIN, verdict, worker, incarnation, amount, threads, 0, 0.0, now)
+                fields = (_JOIN, disposition, worker, incarnation, amount, threads, 0, 0.0, now)
             case Leave(worker, incarnation):
-                fields = (_LEAVE, verdict, worker, incarnation, 0, 0, 0, 0.0, now)
+                fields = (_LEAVE, disposition, worker, incarnation, 0, 0, 0, 0.0, now)
             case SetLocalSteps(worker, steps):
-                fields = (_STEPS, verdict, worker, 0, steps, 0, 0, 0.0, now)
+                fields = (_STEPS, disposition, worker, 0, steps, 0, 0, 0.0, now)
             case SetLrFactor(worker, factor):
                 halves = struct.unpack("<II", struct.pack("<d", factor))
-                fields = (_RATE, verdict, worker, 0, *halves, 0, 0.0, now)
+                fields = (_RATE, disposition, worker, 0, *halves, 0, 0.0, now)
             case Drain(worker):
-                fields = (_DRAIN, verdict, worker, 0, 0, 0, 0, 0.0, now)
+                fields = (_DRAIN, disposition, worker, 0, 0, 0, 0, 0.0, now)
             case Stop():
-                fields = (_STOP, verdict, 0, 0, 0, 0, 0, 0.0, now)
+                fields = (_STOP, disposition, 0, 0, 0, 0, 0, 0.0, now)
             case Resume(undone, lost):
-                fields = (_RESUME, verdict, 0, 0, undone, lost, 0, 0.0, now)
+                fields = (_RESUME, disposition, 0, 0, undone, lost, 0, 0.0, now)
         record = _RECORD.pack(*fields)
         written = os.write(self._fd, record + _CHECK.pack(zlib.crc32(record)))
         if written != RECORD_BYTES:
@@ -128,8 +127,7 @@ _KINDS |= {_DRAIN: "drain", _RATE: "rate"}
 _VERDICTS = frozenset(Disposition)
 
 
-SEARCH_NBYTES = 1 << 16
-"""How far after a damaged byte to search for records at shifted offsets."""
+SEARCH_NBYTES = 1 << 16  # how far after a damaged byte to search for records at shifted offsets
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,7 @@ class LogContents:
     records: list[Record]
     begins: int
     ends: int
-    torn: int
-    """Bytes after the last intact record."""
+    torn: int  # bytes after the last intact record
     behind: list[Record]
     """Intact records among these bytes: none after a crash, some if the file was damaged in the middle."""
 
@@ -251,10 +248,10 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
 
 def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:
     """Parse a record with a valid checksum; refuse an unknown kind (another version) or worker (another run)."""
-    kind, verdict, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
-    if kind not in _KINDS or verdict not in _VERDICTS:
-        what = f"kind {kind}" if kind not in _KINDS else f"verdict {verdict}"
+    kind, disposition, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
+    if kind not in _KINDS or disposition not in _VERDICTS:
+        what = f"kind {kind}" if kind not in _KINDS else f"verdict {disposition}"
         raise UserError(f"{path} holds a record of unknown {what} at byte {offset}: another version wrote it")
-    if worker >= places_of(config):
-        raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {places_of(config)}")
-    return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Disposition(verdict))
+    if worker >= max_workers_of(config):
+        raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {max_workers_of(config)}")
+    return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Disposition(disposition))

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-MAX_WAITING = 4
-"""Queued jobs, each with a copy of the weights, before `submit` blocks on a slow disk."""
+MAX_WAITING = 4  # queued jobs, each with a copy of the weights, before `submit` blocks on a slow disk
 
 
 class BackgroundWriter:

@@ -98,7 +98,7 @@ def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[s
     tensors = {"weights": server.weights}
     tensors |= {f"rule.{name}": tensor for name, tensor in server.rule_state.items()}
     for worker, member in server.members.items():
-        if member.live and not member.done:
+        if member.live and not member.inactive:
             tensors |= _of_worker(server, worker, memories[worker], member.seq)
     return tensors | {f"state.{worker}": state for worker, state in server.worker_states.items()}
 
@@ -109,8 +109,8 @@ def _of_worker(server: Server, worker: int, memory: WorkerBuffers, seq: int) -> 
     if differences is not None and worker in differences.held:
         found[f"sent.{worker}"] = differences.held[worker]  # the worker may not have added the last delta yet
         found |= {f"pull.{worker}.{name}": tensor for name, tensor in differences.states[worker].items()}
-    if memory.sizes.own and seq >= 0:
-        found[f"own.{worker}"] = memory.kept(seq)
+    if memory.sizes.local_state and seq >= 0:
+        found[f"local_state.{worker}"] = memory.saved_state(seq)
     return found
 
 

@@ -50,8 +50,7 @@ class LineReader:
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
-        self.rest = b""
-        """Bytes after the last complete line: still being written, or cut off."""
+        self.rest = b""  # bytes after the last complete line: still being written, or cut off
 
     def read(self) -> Iterator[list[bytes]]:
         """Yield the new complete lines in batches; a partial line comes with a later call."""

@@ -22,8 +22,7 @@ SCRIPT = "script"
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
-TIME_IS_UP = "time is up"
-"""Reasons for an early end, as the result states them."""
+TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
 
 
 class RunFolder:

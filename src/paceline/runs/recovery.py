@@ -38,8 +38,7 @@ class RecoveryResult:
     checkpoint: int | None
     pushes: int
     seconds: float
-    incarnation: int
-    """The first that no worker has used, undone records included."""
+    incarnation: int  # the first that no worker has used, undone records included
 
 
 def rebuild(
@@ -150,4 +149,4 @@ def _lost(record: Record) -> int:
     """Return the number of pushes lost with a record: itself, or those an earlier resume had given up."""
     if record.kind == "resume":
         return record.reply
-    return int(record.kind == "push" and record.verdict == Disposition.TAKEN)
+    return int(record.kind == "push" and record.disposition == Disposition.TAKEN)

@@ -28,7 +28,7 @@ class PushSource(Protocol):
 
     def push(self) -> Push | None: ...
 
-    def recall(self, own: Tensor) -> None: ...
+    def load_state(self, local_state: Tensor) -> None: ...
 
 
 MakePushSource = Callable[[Join], PushSource]
@@ -119,16 +119,20 @@ class Replay:
 
     def _restore_sources(self, checkpoint: Checkpoint) -> None:
         """Restore the source of every live worker: its weights, states and unanswered reply."""
-        sent, states, own = checkpoint.group("sent."), checkpoint.group("state."), checkpoint.group("own.")
+        sent, states, local_state = (
+            checkpoint.group("sent."),
+            checkpoint.group("state."),
+            checkpoint.group("local_state."),
+        )
         for worker, member in self.server.members.items():
-            if not member.live or member.done:
+            if not member.live or member.inactive:
                 continue
             source = self._make_source(Join(worker, member.incarnation, member.quota, member.threads))
             source.memory.weights.copy_(sent[str(worker)])
             if str(worker) in states and member.seq >= 0:
                 source.memory.state.copy_(states[str(worker)])
-            if str(worker) in own:
-                source.recall(own[str(worker)])
+            if str(worker) in local_state:
+                source.load_state(local_state[str(worker)])
             self.sources[worker] = source
             if not member.waiting:
                 source.pending = self.server.last_answer(worker)
@@ -160,11 +164,11 @@ class Replay:
         version = self.server.version
         self._use_threads(self._threads and self._threads.server)
         outcome = self.server.handle(message)
-        if outcome.verdict != record.verdict:
-            was, now = record.verdict.name, outcome.verdict.name
+        if outcome.disposition != record.disposition:
+            was, now = record.disposition.name, outcome.disposition.name
             text = f"worker {record.worker}'s {record.kind} was {was}, is now {now}"
             raise self._mismatch_error(record, number, text, "verdict", was, now, version)
-        if isinstance(message, Join) and outcome.verdict == Disposition.TAKEN:
+        if isinstance(message, Join) and outcome.disposition == Disposition.TAKEN:
             self.sources[record.worker] = self._make_source(message)
         self._deliver(outcome)
 
@@ -173,7 +177,7 @@ class Replay:
         source = self.sources.get(record.worker)
         pending = source.pending if source is not None and source.join.incarnation == record.incarnation else None
         if pending is None or record.seq < pending.serial:
-            if record.verdict in (Disposition.REPEATED, Disposition.REJECTED):
+            if record.disposition in (Disposition.REPEATED, Disposition.REJECTED):
                 return None  # a duplicate, or from an unknown worker
             raise self._no_push(record, number, f"worker {record.worker} had nothing to push")
         if (record.seq, record.reply) != (pending.serial, pending.serial):
@@ -221,7 +225,7 @@ class Replay:
     def _deliver(self, outcome: Outcome) -> None:
         for reply in outcome.replies:
             source = self.sources[reply.worker]
-            self.server.hand_out(reply, source.memory)
+            self.server.send_weights(reply, source.memory)
             source.pending = reply
             self._send(reply)
 

@@ -44,22 +44,22 @@ class StepTimer:
 class WorkerLoop:
     """One worker at work: `step` turns a reply into a timed push, `run` exchanges pushes until training is over."""
 
-    def __init__(self, seat: LocalWorker, config: RunConfig) -> None:
-        self.seat = seat
-        self.timer = StepTimer(config, seat.join.worker)
+    def __init__(self, instance: LocalWorker, config: RunConfig) -> None:
+        self.instance = instance
+        self.timer = StepTimer(config, instance.join.worker)
 
     def step(self, reply: Reply) -> tuple[Push, Timing]:
         """Compute the push that `reply`, which is not the last one, asks for."""
         began, cpu = time.perf_counter(), time.process_time()
-        self.seat.pending = reply
-        push = self.seat.push()
+        self.instance.pending = reply
+        push = self.instance.push()
         assert push is not None, "a reply that is not the last one asks for a push"
         return push, self.timer.end(began, cpu, push.seq, reply.steps)
 
     def run(self, transport: Transport, facts: dict[str, Any]) -> Reply | None:
         """Join and work until training is over. Return the last reply, or None if the server is gone."""
-        reply = transport.hello(self.seat.join, self.seat.memory, facts)
+        reply = transport.hello(self.instance.join, self.instance.memory, facts)
         self.timer.restart()
-        while reply is not None and not reply.over:
+        while reply is not None and not reply.finished:
             reply = transport.exchange(*self.step(reply))
         return reply

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from paceline.codecs.slices import CodecSlice
     from paceline.interfaces import Layout
 
-MOST_FRACTION = 0.5
-"""Of the values that `topk` sends: beyond it, indices and values take more bytes than all values."""
+MAX_FRACTION = 0.5  # of the values that `topk` sends: beyond it, indices and values take more bytes than all values
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,8 @@ class CodecTraits:
     """What is known of a codec before it is built."""
 
     text: str
-    letter: str = ""
-    """Stands for the number behind the colon."""
-    by_range: bool = True
-    """Whether it can encode a range of an update without the rest."""
+    letter: str = ""  # stands for the number behind the colon
+    by_range: bool = True  # whether it can encode a range of an update without the rest
 
 
 CODECS = {
@@ -72,8 +69,8 @@ def _fraction(text: str, argument: str) -> float:
         fraction = float(argument)
     except ValueError:
         fraction = 0.0
-    if not 0.0 < fraction <= MOST_FRACTION:
-        raise UserError(f"codec '{text}': the share after the colon must be above 0 and at most {MOST_FRACTION}")
+    if not 0.0 < fraction <= MAX_FRACTION:
+        raise UserError(f"codec '{text}': the share after the colon must be above 0 and at most {MAX_FRACTION}")
     return fraction
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.errors import UserError
 from paceline.randomness import rng
 from paceline.settings.notation import seconds
@@ -30,7 +30,7 @@ class Delay:
 
 def delays_of(config: RunConfig, num_workers: int | None = None) -> Mapping[int, Delay]:
     """The delay of each delayed worker of a run, parsed once; `num_workers` are the config's places, unless said."""
-    return _parse(tuple(config.delay or ()), num_workers or places_of(config))
+    return _parse(tuple(config.delay or ()), num_workers or max_workers_of(config))
 
 
 @cache

@@ -26,17 +26,13 @@ class Fault:
 
     kind: str
     at: float
-    worker: int | None = None
-    """The worker that it hits; None for a fault of the server."""
+    worker: int | None = None  # the worker that it hits; None for a fault of the server
     lasts: float = 0.0
     """slow, pause, cut, server: how long; reorder: how long the message is held back; duplicate: how much later the
     copy arrives."""
-    factor: float = 1.0
-    """slow: how many times longer a step takes."""
-    restart_after: float | None = None
-    """crash: the worker starts again so much later; None: never."""
-    message: str = "push"
-    """lose, duplicate, reorder: the first push or reply sent at or after `at`."""
+    factor: float = 1.0  # slow: how many times longer a step takes
+    restart_after: float | None = None  # crash: the worker starts again so much later; None: never
+    message: str = "push"  # lose, duplicate, reorder: the first push or reply sent at or after `at`
     noticed_after: float | None = None
     """The server drops the worker so long after `at`; None: it never notices a cut, and a crash at once."""
 

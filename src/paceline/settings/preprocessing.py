@@ -8,8 +8,7 @@ from paceline.data.partition import Split, parse_fold, parse_split
 from paceline.errors import UserError
 
 WAYS = ("crop", "mirror")
-PADDING = 4
-"""Black pixels around an image before a random window of its own size is cut out of it."""
+PADDING = 4  # black pixels around an image before a random window of its own size is cut out of it
 
 
 def split_of(config: RunConfig) -> Split:

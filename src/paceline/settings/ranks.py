@@ -14,10 +14,8 @@ from paceline.system.cpu import cores
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
-LAUNCHER_VARIABLES = ("RANK", "SLURM_STEP_NUM_TASKS")
-"""Without any of these no launcher started this process."""
-FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Below the ports that Linux gives to outgoing connections."""
+LAUNCHER_VARIABLES = ("RANK", "SLURM_STEP_NUM_TASKS")  # without any of these no launcher started this process
+FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,10 @@ class Rank:
     local_size: int
     address: str
     port: int
-    store_is_there: bool
-    """Whether the launcher keeps the rendezvous store; if not, rank 0 does."""
-    attempt: int = 0
-    """How often the launcher has restarted all ranks."""
-    step: str | None = None
-    """The job step of Slurm; None under torchrun."""
-    cpus: int | None = None
-    """CPUs of each process, if the launcher says so."""
+    store_is_there: bool  # whether the launcher keeps the rendezvous store; if not, rank 0 does
+    attempt: int = 0  # how often the launcher has restarted all ranks
+    step: str | None = None  # the job step of Slurm; None under torchrun
+    cpus: int | None = None  # CPUs of each process, if the launcher says so
 
     @property
     def leads(self) -> bool:

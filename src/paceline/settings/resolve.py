@@ -45,8 +45,7 @@ MODELS = {
     "inception-bn": "paceline.models.inception:InceptionBN",
     "transformer": "paceline.models.transformer:Transformer",
 }
-TEXT_MODELS = ("transformer",)
-"""Models that read token ids; the others look at images."""
+TEXT_MODELS = ("transformer",)  # models that read token ids; the others look at images
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "adamw": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 EPOCH_MODES = ("shared", "own")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.errors import UserError
 from paceline.settings.notation import name_and_argument, whole_number
 from paceline.settings.strategies import Feature, require_feature, strategy_of
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from paceline.core.optimizers import GradientTransform, Optimizer
     from paceline.interfaces import Rule
 
-SKEWED = 0.3
-"""From this distance on, the labels of workers count as skewed."""
+SKEWED = 0.3  # from this distance on, the labels of workers count as skewed
 
 
-MOST_AT_FULL_STEP = 10
-"""Workers up to which the step keeps its length; 30 workers still converge with a third of it."""
+MAX_AT_FULL_STEP = 10  # workers up to which the step keeps its length; 30 workers still converge with a third of it
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,12 @@ def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
         spread = f"labels {skew:.0%} from the whole" if skewed else "labels spread evenly"
     why = f"{workers} workers, {spread}"
     if optimizer == "sgd":
-        return RuleChoice("foresight-fair" if skewed else "foresight", MOST_AT_FULL_STEP, why)
+        return RuleChoice("foresight-fair" if skewed else "foresight", MAX_AT_FULL_STEP, why)
     rule = "cached" if skewed else "plain"
-    return RuleChoice(rule, MOST_AT_FULL_STEP, f"{why}, {optimizer} inside")
+    return RuleChoice(rule, MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
 
 
-PUBLISHED = ("plain", "plain-early")
-"""Rules of published systems, which evaluate the live weights."""
+PUBLISHED = ("plain", "plain-early")  # rules of published systems, which evaluate the live weights
 
 
 @dataclass(frozen=True)
@@ -79,17 +76,12 @@ class RuleTraits:
     """What is known of a rule before it is built."""
 
     text: str
-    letter: str = ""
-    """Stands for the number behind the colon."""
-    knows_workers: bool = False
-    """Keeps a row for each worker, so it cannot step on the mean of a round."""
-    steps_itself: bool = False
-    """Brings its own momentum, so it takes no other optimizer."""
+    letter: str = ""  # stands for the number behind the colon
+    knows_workers: bool = False  # keeps a row for each worker, so it cannot step on the mean of a round
+    steps_itself: bool = False  # brings its own momentum, so it takes no other optimizer
     drops: bool = False
-    sends_others: bool = False
-    """Sends workers other weights than the live ones."""
-    for_drifts: bool = False
-    """Steps on the drifts of local steps only."""
+    sends_others: bool = False  # sends workers other weights than the live ones
+    for_drifts: bool = False  # steps on the drifts of local steps only
 
 
 RULES = {
@@ -206,23 +198,23 @@ def average_in_words(config: RunConfig) -> str:
 
 def rows_nbytes(config: RunConfig, num_floats: int) -> int:
     """Bytes that the per-worker rows of the rule take on the server."""
-    return 4 * num_floats * places_of(config) if rule_of(config).traits.knows_workers else 0
+    return 4 * num_floats * max_workers_of(config) if rule_of(config).traits.knows_workers else 0
 
 
 def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
     """The rule that `auto` chooses for this run; one worker that others may join counts as two."""
-    workers = max(config.workers or 1, min(places_of(config), 2))
+    workers = max(config.workers or 1, min(max_workers_of(config), 2))
     return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
 
 
 def build_rule(
     config: RunConfig,
-    places: int,
+    max_workers: int,
     optimizer: Callable[[], Optimizer],
     prepared: Callable[[], GradientTransform],
     skew: float | None = None,
 ) -> Rule:
-    """Build the rule of a config, with rows for `places` workers and, if asked for, averaged weights."""
+    """Build the rule of a config, with rows for `max_workers` workers and, if asked for, averaged weights."""
     from paceline.core.rules.averaged import Averaged
 
     rule: Rule
@@ -231,14 +223,14 @@ def build_rule(
 
         choice = chosen(config, skew)
         named = replace(config, rule=choice.rule, average="none")
-        rule = build_rule(named, places, optimizer, prepared)
+        rule = build_rule(named, max_workers, optimizer, prepared)
         rule = LrScaling(rule, choice.most) if choice.most else rule
     elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
     elif rule_of(config).traits.steps_itself:
-        rule = _stepping_itself(config, places, prepared())
+        rule = _stepping_itself(config, max_workers, prepared())
     else:
-        rule = _around(config, places, optimizer())
+        rule = _around(config, max_workers, optimizer())
     horizon = average_horizon(config)
     return rule if horizon is None else Averaged(rule, horizon if math.isfinite(horizon) else None)
 
@@ -253,7 +245,7 @@ def _on_drifts(config: RunConfig) -> Rule:
     return Delayed(momentum) if config.rule == "delayed" else Plain(Sgd(momentum, nesterov=True))
 
 
-def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
+def _around(config: RunConfig, max_workers: int, optimizer: Optimizer) -> Rule:
     """Build a rule that uses an optimizer."""
     from paceline.core.rules.cached import Cached
     from paceline.core.rules.plain import Plain, ReplyBeforeApply
@@ -264,14 +256,14 @@ def _around(config: RunConfig, places: int, optimizer: Optimizer) -> Rule:
         "plain-early": lambda: ReplyBeforeApply(optimizer),
         "ringmaster": lambda: Plain(optimizer),  # its policy drops stale pushes
         "damped": lambda: Damped(optimizer),
-        "gap": lambda: Gap(optimizer, places),
-        "compensated": lambda: Compensated(optimizer, places),
-        "cached": lambda: Cached(optimizer, places),
+        "gap": lambda: Gap(optimizer, max_workers),
+        "compensated": lambda: Compensated(optimizer, max_workers),
+        "cached": lambda: Cached(optimizer, max_workers),
     }
     return rules[rule_of(config).name]()
 
 
-def _stepping_itself(config: RunConfig, places: int, prepared: GradientTransform) -> Rule:
+def _stepping_itself(config: RunConfig, max_workers: int, prepared: GradientTransform) -> Rule:
     from paceline.core.rules.buffered import Buffered
     from paceline.core.rules.dana import Dana, DanaSlim
     from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
@@ -289,4 +281,4 @@ def _stepping_itself(config: RunConfig, places: int, prepared: GradientTransform
         "foresight": Foresight,
         "foresight-fair": ForesightFair,
     }
-    return rules[name](config.momentum, places, prepared)
+    return rules[name](config.momentum, max_workers, prepared)

@@ -19,8 +19,7 @@ class StoppingGoal:
     """A metric of the test data, or of a script's reports, and the value that it has to reach."""
 
     metric: str
-    lower: bool
-    """Whether a lower value is better."""
+    lower: bool  # whether a lower value is better
     value: float
 
     def is_met(self, value: float | None) -> bool:

@@ -19,22 +19,17 @@ from paceline.settings.notation import name_and_argument, whole_number
 class Waiting(Enum):
     """Axis 1: who waits for whom."""
 
-    NONE = auto()
-    """There is one worker."""
-    BARRIER = auto()
-    """A round closes when all workers but the backup ones have pushed."""
-    ASYNC = auto()
-    """No worker waits."""
-    BOUNDED = auto()
-    """Stale-synchronous: a worker waits while it is more than `max_lead` steps ahead of the slowest."""
+    NONE = auto()  # there is one worker
+    BARRIER = auto()  # A round closes when all workers but the backup ones have pushed
+    ASYNC = auto()  # no worker waits
+    BOUNDED = auto()  # stale-synchronous: a worker waits while it is more than `max_lead` steps ahead of the slowest
 
 
 class PushContent(Enum):
     """Axis 2: what an update is made of. A barrier applies the mean of a round, the others one push at a time."""
 
     GRADIENT = auto()
-    DRIFT = auto()
-    """How far the weights of a worker have moved in its local steps."""
+    DRIFT = auto()  # how far the weights of a worker have moved in its local steps
 
 
 class Topology(Enum):
@@ -51,35 +46,24 @@ class Feature(Enum):
     SEVERAL_WORKERS = auto()
     CODEC = auto()
     PULL_CODEC = auto()
-    ELASTIC = auto()
-    """`--max-workers`: workers join and leave."""
+    ELASTIC = auto()  # `--max-workers`: workers join and leave
     DRAIN = auto()
-    SERVER = auto()
-    """`paceline server`, and workers over ssh or on Ray."""
-    TLS = auto()
-    """Of ranks that a launcher started."""
-    LAUNCHER = auto()
-    """Processes that torchrun or srun started."""
+    SERVER = auto()  # `paceline server`, and workers over ssh or on Ray
+    TLS = auto()  # of ranks that a launcher started
+    LAUNCHER = auto()  # processes that torchrun or srun started
     FAULTS = auto()
     RESTART = auto()
     CAPTURE = auto()
-    OWN_LOOP = auto()
-    """`paceline run`: the script makes the steps."""
+    OWN_LOOP = auto()  # `paceline run`: the script makes the steps
     RING_PATH = auto()
     STAR_PATH = auto()
-    LOCAL_STEPS = auto()
-    """`--local-steps`."""
+    LOCAL_STEPS = auto()  # `--local-steps`
     STEPS_BY_SPEED = auto()
-    OUTER_OPTIMIZER = auto()
-    """`--outer-lr` and `--outer-momentum`."""
-    GRADIENT_RULE = auto()
-    """A rule that is made for gradients, other than `plain`."""
-    DRIFT_RULE = auto()
-    """A rule that is made for drifts."""
-    WORKER_RULE = auto()
-    """A rule that has to know which worker sent a push."""
-    DROPPING_RULE = auto()
-    """A rule that drops stale pushes."""
+    OUTER_OPTIMIZER = auto()  # `--outer-lr` and `--outer-momentum`
+    GRADIENT_RULE = auto()  # A rule that is made for gradients, other than `plain`
+    DRIFT_RULE = auto()  # A rule that is made for drifts
+    WORKER_RULE = auto()  # A rule that has to know which worker sent a push
+    DROPPING_RULE = auto()  # A rule that drops stale pushes
 
 
 Refusals = Mapping[Feature, str]
@@ -124,8 +108,7 @@ class Axes(NamedTuple):
 
     waiting: Waiting
     pushed: PushContent
-    topologies: tuple[Topology, ...]
-    """Those that a strategy can run on, its default first."""
+    topologies: tuple[Topology, ...]  # those that a strategy can run on, its default first
 
 
 @dataclass(frozen=True)
@@ -137,10 +120,8 @@ class StrategyKind:
     default_rule: str
     """What `--rule auto` means; `auto` itself if there is a rule to choose, because gradients are stale."""
     refuses: Refusals
-    on_ring: Refusals = field(default_factory=dict)
-    """What it refuses beside that on a ring."""
-    letter: str = ""
-    """Stands for the number behind the colon."""
+    on_ring: Refusals = field(default_factory=dict)  # what it refuses beside that on a ring
+    letter: str = ""  # stands for the number behind the colon
     least: int = 1
     outer: tuple[float, float] | None = None
     """The default outer learning rate and momentum. `diloco` has the published ones (arXiv 2311.08105); those of
@@ -257,15 +238,11 @@ ON_GRADIENTS = (ASYNC, SYNC, "backup", "bounded", "allreduce")
 class Strategy:
     """How workers keep pace, as a value: a point on four axes, and the row of the table that it came from."""
 
-    text: str
-    """As the user writes it: `bounded:3`."""
+    text: str  # as the user writes it: `bounded:3`
     kind: StrategyKind = field(repr=False)
-    num_backup: int = 0
-    """How many workers a barrier does not wait for."""
-    max_lead: int = 0
-    """How many steps a worker may be ahead of the slowest."""
-    local_steps: int = 1
-    """Axis 3: the steps that a worker makes for one push."""
+    num_backup: int = 0  # how many workers a barrier does not wait for
+    max_lead: int = 0  # how many steps a worker may be ahead of the slowest
+    local_steps: int = 1  # axis 3: the steps that a worker makes for one push
 
     @property
     def name(self) -> str:

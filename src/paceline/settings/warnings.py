@@ -10,17 +10,13 @@ from paceline.settings.preprocessing import split_of
 from paceline.settings.rules import rule_of
 from paceline.settings.strategies import Feature, strategy_of, why_not
 
-SKEWED_BELOW = 1.0
-"""A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels."""
-GROUP_NORM = "-gn"
-"""Ends the names of models with group norm instead of batch norm."""
-STARVING = ("damped", "gap", "ringmaster")
-"""Rules that damp or drop the pushes of slow workers."""
-FEWEST_EXCHANGES = 30
+SKEWED_BELOW = 1.0  # A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels
+GROUP_NORM = "-gn"  # ends the names of models with group norm instead of batch norm
+STARVING = ("damped", "gap", "ringmaster")  # rules that damp or drop the pushes of slow workers
+MIN_EXCHANGES = 30
 """With fewer exchanges in a run, local steps are averaged too rarely and an outer momentum cannot build up."""
 
-FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Flags in /proc/cpuinfo of CPUs with bf16 instructions."""
+FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # flags in /proc/cpuinfo of CPUs with bf16 instructions
 
 
 def advice(config: RunConfig) -> list[str]:
@@ -131,12 +127,12 @@ def _few_exchanges(config: RunConfig) -> str | None:
     if not strategy.is_local or config.task is not None or config.steps is not None:
         return None
     batches = config.epochs * DATASETS[config.dataset].train_size / (config.batch_size * (config.workers or 1))
-    exchanges, most = batches / strategy.local_steps, int(batches / FEWEST_EXCHANGES)
-    if exchanges >= FEWEST_EXCHANGES or strategy.local_steps == 1:
+    exchanges, most = batches / strategy.local_steps, int(batches / MIN_EXCHANGES)
+    if exchanges >= MIN_EXCHANGES or strategy.local_steps == 1:
         return None
     often = f"{exchanges:.0f} times" if exchanges >= 1.5 else "once"
     epochs = f"{config.epochs:g} epochs" if config.epochs != 1 else "1 epoch"
     return (
         f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: "
-        f"{strategy.name}:{max(1, most)} would exchange {FEWEST_EXCHANGES} times"
+        f"{strategy.name}:{max(1, most)} would exchange {MIN_EXCHANGES} times"
     )

@@ -16,8 +16,7 @@ from paceline.simulation.simulator import Cluster
 from paceline.simulation.step_times import StepTimeDistribution, StepTimes, parse_factors, parse_speeds
 
 DEFAULT_SPEED = "1s"
-TURNS = 0.08
-"""Share of the cores that is lost to context switches: 4 LeNet5 workers on 2 cores lost about 10 %."""
+TURNS = 0.08  # share of the cores that is lost to context switches: 4 LeNet5 workers on 2 cores lost about 10 %
 
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:

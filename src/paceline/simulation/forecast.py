@@ -20,7 +20,7 @@ from paceline.simulation.simulator import Simulation
 from paceline.tasks.synthetic import TimingModel
 
 PUSHES_A_WORKER = 40
-FEWEST_PUSHES = 400
+MIN_PUSHES = 400
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Forecast:
 def forecast(config: RunConfig, layout: Layout) -> Forecast:
     """Simulate the cluster of `config` for about 40 pushes of each worker."""
     workers = config.workers or 1
-    pushes = max(FEWEST_PUSHES, PUSHES_A_WORKER * workers)
+    pushes = max(MIN_PUSHES, PUSHES_A_WORKER * workers)
     updates = -(-pushes // strategy_of(config).pushes_per_update(workers))
     model = TimingModel(layout.size, config.batch_size)
     budget = Budget(1, 1, steps=updates)

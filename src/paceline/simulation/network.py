@@ -150,8 +150,7 @@ class WorkerLink:
 
     down_until: float = -1.0
     message_faults: dict[str, list[Fault]] = field(default_factory=lambda: {UP: [], DOWN: []})
-    seconds_in_flight: float = 0.0
-    """Total seconds that messages have spent on the link."""
+    seconds_in_flight: float = 0.0  # total seconds that messages have spent on the link
 
 
 Transfer: TypeAlias = tuple[WorkerLink, tuple[str, int] | None, Action, Any, float]

@@ -10,16 +10,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.assembly.preflight import facts_of, startup_warnings
-from paceline.assembly.run import make_seat, make_server, timing_layout, timing_server, work_of
+from paceline.assembly.preflight import provenance, startup_warnings
+from paceline.assembly.run import make_server, make_worker, timing_layout, timing_server, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.assembly.work import WorkAssignment
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.core.messages import Join, Reply
 from paceline.core.schedules import Budget
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
-from paceline.data.datasets import DATASETS, Location, load, settle_data
+from paceline.data.datasets import DATASETS, Location, load, resolve_dataset
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, holding
@@ -43,7 +43,7 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
     if config.like is None and config.speeds is None:
         config = dataclasses.replace(config, speeds=DEFAULT_SPEED)  # marks the folder as a simulated run
     faults = check(config)
-    config, location = (config, None) if config.timing_only else settle_data(config)
+    config, location = (config, None) if config.timing_only else resolve_dataset(config)
     folder = RunFolder.create(config)
     with holding(folder):
         return folder, _simulate(config, folder, location, faults, console)
@@ -62,7 +62,7 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
-    return read_faults(Path(config.faults), places_of(config)) if config.faults is not None else ()
+    return read_faults(Path(config.faults), max_workers_of(config)) if config.faults is not None else ()
 
 
 def _simulate(
@@ -82,20 +82,20 @@ def _simulate(
         server, rebuilt = parts.make_server(), None
         if hosts:
             hosts[-1].close()
-            rebuilt = rebuild(server, parts.make_seat, parts.model, config, folder, console.report)
-        so_far, facts = rebuilt.now if rebuilt is not None else 0.0, facts_of(config, location)
+            rebuilt = rebuild(server, parts.make_worker, parts.model, config, folder, console.report)
+        so_far, facts = rebuilt.now if rebuilt is not None else 0.0, provenance(config, location)
         runtime = SimulatedRuntime(send, lambda worker: _time_shares(simulation, worker))
         run = server, parts.model, parts.work, config, folder, console.report, runtime
         host = Host(*run, so_far, facts, lambda: queue.now)
         if rebuilt is not None:
-            host.go_on(rebuilt)
+            host.resume_from(rebuilt)
         hosts.append(host)
         if config.max_seconds is not None:
             queue.at(queue.now + host.seconds_left, lambda host: _check_time_limit(simulation, host), host)
         return host
 
     def make_worker(worker: int, incarnation: int) -> LocalWorker:
-        return parts.make_seat(Join(worker, incarnation, parts.quotas[worker], config.threads or 1))
+        return parts.make_worker(Join(worker, incarnation, parts.quotas[worker], config.threads or 1))
 
     cluster = cluster_of(config, parts.num_floats, faults)
 
@@ -110,7 +110,7 @@ def _simulate(
     with stop_signals(console.report, react=lambda reason: setattr(queue, "stopped", True)) as reasons:
         simulation.run()
         host = hosts[-1]
-        if not host.server.over:
+        if not host.server.finished:
             host.stop(reasons[0] if reasons else ALL_GONE)
         result = host.finish(_extra_results(simulation, time.perf_counter() - began))
     host.close()
@@ -124,8 +124,8 @@ def _check_time_limit(simulation: Simulation, host: Host) -> None:
         return  # the restarted server plans its own check
     if not simulation.num_running and queue.is_empty:
         return  # no worker is left or will join: the run ends anyway
-    host.look_at_the_clock()
-    if host.server.over:
+    host.check_time_limit()
+    if host.server.finished:
         queue.stopped = True
     else:
         queue.at(queue.now + host.seconds_left, lambda host: _check_time_limit(simulation, host), host)
@@ -152,7 +152,7 @@ class RunParts:
     quotas: list[int | None]
     num_floats: int
     make_server: Callable[[], Server]
-    make_seat: Callable[[Join], LocalWorker]
+    make_worker: Callable[[Join], LocalWorker]
 
 
 def _training_parts(config: RunConfig, location: Location | None, console: Console) -> RunParts:
@@ -163,7 +163,7 @@ def _training_parts(config: RunConfig, location: Location | None, console: Conso
     work = work_of(task, config)
 
     def worker(join: Join) -> LocalWorker:
-        return make_seat(config, make_task(config, dataset), work, join)
+        return make_worker(config, make_task(config, dataset), work, join)
 
     return RunParts(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), worker)
 
@@ -176,7 +176,7 @@ def _timing_parts(config: RunConfig) -> RunParts:
     own = config.epoch_mode == "own"
     quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers))) if own else None
     samples = max(1, round(config.epochs * info.train_size))
-    budget = Budget(samples, info.train_size, steps=config.steps, own=own)
+    budget = Budget(samples, info.train_size, steps=config.steps, per_worker=own)
     layout = timing_layout(config)
     model = TimingModel(layout.size, config.batch_size)
 
@@ -184,7 +184,7 @@ def _timing_parts(config: RunConfig) -> RunParts:
         return timing_server(config, layout, budget)
 
     return RunParts(
-        model, None, [quota] * places_of(config), layout.size, server, lambda join: LocalWorker(model, model, join)
+        model, None, [quota] * max_workers_of(config), layout.size, server, lambda join: LocalWorker(model, model, join)
     )
 
 

@@ -29,8 +29,7 @@ from paceline.simulation.network import (
 )
 from paceline.simulation.step_times import StepTimes
 
-RETRY_STEPS = 5.0
-"""Delay before a lost message is sent again, in mean step times."""
+RETRY_STEPS = 5.0  # delay before a lost message is sent again, in mean step times
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,13 @@ class Cluster:
     nbytes: int
     """Bytes of all weights, as a ring all-reduce sends them; the server computes the size of its own messages."""
     link: NetworkLink | None = None
-    latency: float = 0.0
-    """Seconds per message without a link: between processes of one machine."""
+    latency: float = 0.0  # seconds per message without a link: between processes of one machine
     ring: bool = False
-    steps_per_push: int = 1
-    """Maximum local steps per push; a reply may ask for fewer."""
-    by_speed: bool = False
-    """Whether slower workers get fewer local steps."""
+    steps_per_push: int = 1  # maximum local steps per push; a reply may ask for fewer
+    by_speed: bool = False  # whether slower workers get fewer local steps
     server_seconds: float = 0.0
     cores: int | None = None
-    switching_loss: float = 0.0
-    """Share of the cores' capacity lost to cold caches if more processes than cores compute."""
+    switching_loss: float = 0.0  # share of the cores' capacity lost to cold caches if more processes than cores compute
     delay: Callable[[int, int], float] | None = None
     faults: tuple[Fault, ...] = ()
 
@@ -71,28 +66,24 @@ class SimulatedWorker:
 
     number: int
     incarnation: int = -1
-    life: int = 0
-    """Number of starts and ends; events planned for an earlier life are ignored."""
+    life: int = 0  # number of starts and ends; events planned for an earlier life are ignored
     instance: LocalWorker | None = None
     last_reply: int = -1
     unanswered: Push | None = None
     step_began: float | None = None
     steps: int = 1
-    seconds_per_step: float = 0.0
-    """Seconds per step of the last push."""
+    seconds_per_step: float = 0.0  # seconds per step of the last push
     job: CapacityShare | None = None
     factor: float = 1.0
     slow_until: float = 0.0
     paused_until: float = 0.0
-    pause_left: float = 0.0
-    """Seconds of pause to add to the current step."""
+    pause_left: float = 0.0  # seconds of pause to add to the current step
     done: bool = False
     joined_at: float = 0.0
     present: float = 0.0
     computing: float = 0.0
     num_steps: int = 0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Seconds per step of the latest pushes."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds per step of the latest pushes
 
 
 class Deadlock(Exception):
@@ -150,7 +141,7 @@ class Simulation:
                 if worker.step_began is not None:
                     worker.computing += self.queue.now - worker.step_began
                     worker.step_began = self.queue.now
-        if self.num_running and not self.side.server.over and not self.queue.stopped:
+        if self.num_running and not self.side.server.finished and not self.queue.stopped:
             raise Deadlock(f"at {self.queue.now:g} s, update {self.side.server.version}: all workers wait")
 
     def _apply_fault(self, fault: Fault) -> None:
@@ -159,7 +150,7 @@ class Simulation:
 
     def start_worker(self, worker: SimulatedWorker) -> None:
         """Start a worker process that joins as a new incarnation; the server drops an older one."""
-        if worker.instance is not None or worker.done or self.side.server.over:
+        if worker.instance is not None or worker.done or self.side.server.finished:
             return
         if worker.incarnation >= 0:
             self.report_loss(worker, 0.0)
@@ -201,7 +192,7 @@ class Simulation:
             return
         self.num_events += 1
         worker.last_reply, worker.unanswered = reply.serial, None
-        if reply.over:
+        if reply.finished:
             worker.done = True
             self.end_worker(worker)
             self.report_loss(worker, 0.0)
@@ -280,7 +271,7 @@ class Simulation:
     def _retry(self, lost: tuple[SimulatedWorker, int, Join | Push]) -> None:
         """Send a lost push again, which the server applies only once, or join again as a new incarnation."""
         worker, life, message = lost
-        if life != worker.life or self.side.server.over:
+        if life != worker.life or self.side.server.finished:
             return
         if isinstance(message, Push):
             if worker.unanswered is message:
@@ -334,7 +325,7 @@ class Simulation:
                 self.side.handle(change)
         self.num_events += 1
         self.side.handle(message)
-        if self.side.server.over:
+        if self.side.server.finished:
             self.queue.stopped = True  # pushes of unfinished steps would come too late
 
     def stop_server(self) -> None:

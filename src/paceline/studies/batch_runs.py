@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from paceline.assembly.preflight import facts_of, require_device
+from paceline.assembly.preflight import provenance, require_device
 from paceline.config import FIELDS, RunConfig
-from paceline.data.datasets import load, locate_data, settle_data
+from paceline.data.datasets import load, locate_data, resolve_dataset
 from paceline.errors import Interrupted, UserError
 from paceline.launch import train
 from paceline.reports.console import Console
@@ -48,7 +48,7 @@ def resolve_for_simulation(config: RunConfig) -> RunConfig:
     config = resolve(config)
     if config.speeds is None and config.like is None:
         config = replace(config, speeds=DEFAULT_SPEED)
-    return settle_data(config)[0]
+    return resolve_dataset(config)[0]
 
 
 def note_sample(requested: list[RunConfig], resolved: list[RunConfig], console: Console) -> None:
@@ -180,7 +180,7 @@ def _run_in_lab(configs: list[RunConfig], device: str, progress: BatchProgress) 
             if device == "cpu":
                 torch.set_num_threads(together[0].threads or 1)  # as the simulator does
             for finished in run_rows(together, dataset, torch.device(device), progress.part(len(together)), spent):
-                _write_run(finished, {**facts_of(finished.config, location), "lab_device": device})
+                _write_run(finished, {**provenance(finished.config, location), "lab_device": device})
                 progress.num_done += 1
     return spent
 
@@ -259,7 +259,7 @@ class InnerConsole(Console):
 
 def resolve_for_training(config: RunConfig) -> RunConfig:
     """Resolve a real run's config, with its data set filled in, to compare with a folder's config."""
-    return settle_data(resolve(config))[0]
+    return resolve_dataset(resolve(config))[0]
 
 
 def train_missing(configs: list[RunConfig], console: Console) -> None:

@@ -25,8 +25,7 @@ STALE_LOCAL_THRESHOLD = 1.2
 """A strategy with both local steps and staleness must be this many times faster than any other."""
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
 LOCAL_STEPS = 16
-SPEED_THRESHOLD = 0.9
-"""Prefer fewer workers, and no staleness, at or above this share of the highest speed."""
+SPEED_THRESHOLD = 0.9  # prefer fewer workers, and no staleness, at or above this share of the highest speed
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     require_device(config)
 
     from paceline.assembly.cpu_sharing import server_threads
-    from paceline.assembly.run import make_seat, make_server, work_of
+    from paceline.assembly.run import make_server, make_worker, work_of
     from paceline.assembly.task import make_task, prepare_device
     from paceline.runs.compare_replay import checkpoints_by_record, compare
     from paceline.runs.replay import Replay, ReplayThreads
@@ -50,7 +50,7 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     threads = ReplayThreads(own, own if alone else server_threads(config, task.layout))
     again = Replay(
         make_server(config, task, work),
-        lambda join: make_seat(config, make_task(config, dataset).to(device), work, join),
+        lambda join: make_worker(config, make_task(config, dataset).to(device), work, join),
         threads=threads,
         compare_with=checkpoints,
     )

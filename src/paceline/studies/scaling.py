@@ -14,8 +14,7 @@ from paceline.studies.scaling_table import ScalingTable, gather
 from paceline.system.cpu import cores
 
 KINDS = ("strong", "weak")
-STEPS = 200
-"""Default number of steps per worker."""
+STEPS = 200  # default number of steps per worker
 
 
 def parse_counts(text: str | None, device: str) -> list[int]:

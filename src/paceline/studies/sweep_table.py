@@ -15,8 +15,7 @@ from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
 from paceline.studies.sweep_file import SweepGrid, describe, value_text
 from paceline.system.terminal import UNLIMITED_WIDTH
 
-MAX_LINES, MAX_ROWS = 8, 60
-"""Limits of a legible figure."""
+MAX_LINES, MAX_ROWS = 8, 60  # limits of a legible figure
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def gather(grid: SweepGrid, results: list[dict[str, Any]]) -> SweepResult:
     return SweepResult(sorted(combined.values(), key=rank), part, measure)
 
 
-def verdict(swept: SweepResult) -> str:
+def disposition(swept: SweepResult) -> str:
     """Return the last line: the best setting, and whether the second differs by more than the spread."""
     best = swept.best
     if best is None:
@@ -105,7 +104,7 @@ def cells(swept: SweepResult) -> tuple[list[str], list[list[str]]]:
 
 def markdown(swept: SweepResult) -> str:
     head, rows = cells(swept)
-    return "\n".join([*markdown_table(head, rows), "", verdict(swept), ""])
+    return "\n".join([*markdown_table(head, rows), "", disposition(swept), ""])
 
 
 DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}

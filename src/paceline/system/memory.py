@@ -11,8 +11,7 @@ from paceline.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = (1 << 31) - 1
-_MMAP_THRESHOLDS = (1 << 30, 32 << 20)
-"""Values to try in order; older versions of glibc refuse more than 32 MiB."""
+_MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # values to try in order; older versions of glibc refuse more than 32 MiB
 
 
 def keep_freed_memory() -> None:

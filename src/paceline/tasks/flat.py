@@ -39,8 +39,7 @@ class FlatModule:
         self._views: list[Tensor] = []
         self.grad_in_place = True
         """Whether backward adds directly into the bound gradient; if not, `collect` copies each `.grad` into it."""
-        self.accumulates = False
-        """Whether backward adds to the bound gradient of the last step instead of to zeros."""
+        self.accumulates = False  # whether backward adds to the bound gradient of the last step instead of to zeros
 
     def initial(self) -> Tensor:
         """Return a flat copy of the current parameters."""

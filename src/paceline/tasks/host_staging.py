@@ -19,7 +19,7 @@ class HostStagedTask:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
         self.layout, self.state_size, self.initial = task.layout, task.state_size, task.initial
-        self.own = task.own
+        self.local_state = task.local_state
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._results = weights, (gradient, state)

@@ -14,7 +14,7 @@ class LocalSteps:
     """A task whose "gradient" is the drift of several steps: weights before minus weights after (arXiv 1805.09767).
 
     The steps change a copy; the bound weights stay as the server sent them. The optimizer's state belongs to the worker
-    and persists between pushes, so a push is a function of the weights received, its batches and `own`.
+    and persists between pushes, so a push is a function of the weights received, its batches and `local_state`.
     """
 
     def __init__(self, task: Task, optimizer: Optimizer, device: torch.device | None = None) -> None:
@@ -23,7 +23,7 @@ class LocalSteps:
         self._moving = torch.zeros(self.layout.size, device=device)
         self._gradient = torch.zeros_like(self._moving)
         self._lr = torch.zeros((), device=device)
-        self.own: State = {**task.own, **optimizer.start(self._moving)}
+        self.local_state: State = {**task.local_state, **optimizer.start(self._moving)}
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         self._weights, self._drift = weights, gradient
@@ -38,6 +38,6 @@ class LocalSteps:
         for part in batch:
             losses += self._task.gradient(part)
             with torch.no_grad():
-                self._optimizer.step(self._moving, self.own, self._gradient, self._lr)
+                self._optimizer.step(self._moving, self.local_state, self._gradient, self._lr)
         torch.sub(self._weights, self._moving, out=self._drift)
         return losses / batch.steps

@@ -11,8 +11,7 @@ from torch.func import functional_call
 
 from paceline.errors import UserError
 
-Structure: TypeAlias = Any
-"""A tensor, None, or a tuple, list or dict of structures."""
+Structure: TypeAlias = Any  # A tensor, None, or a tuple, list or dict of structures
 
 
 def each(function: Callable[[Tensor], Any], data: Structure) -> Structure:

@@ -20,10 +20,8 @@ from paceline.models.dropout import AddressedDropout
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import Structure, device_of, each, num_samples, outputs_of, rows_of, tensors_of
 
-WARM_UP_STEPS = 3
-"""Steps before a capture, in which libraries choose kernels and allocate memory."""
-MAX_SHAPES = 4
-"""Batch shapes that are captured; sentences have many shapes, and each graph holds memory."""
+WARM_UP_STEPS = 3  # steps before a capture, in which libraries choose kernels and allocate memory
+MAX_SHAPES = 4  # batch shapes that are captured; sentences have many shapes, and each graph holds memory
 
 Loss = Callable[[Any, Any], Tensor]
 

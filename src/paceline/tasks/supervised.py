@@ -114,7 +114,7 @@ class SupervisedTask:
         self.transform, self.augment = transform, augment
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
-        self.own: State = {}
+        self.local_state: State = {}
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self.configure_step(StepSettings())

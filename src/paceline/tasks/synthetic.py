@@ -19,7 +19,7 @@ class TimingModel:
         self.num_parameters = num_parameters
         self.layout = Layout((), 0)
         self.state_size = 0
-        self.own: State = {}
+        self.local_state: State = {}
         self._batch = Batch(None, None, batch_size, 0)
 
     def initial(self) -> Tensor:
@@ -73,7 +73,7 @@ class Quadratic:
     state_size = 1
 
     def __init__(self, shard: int, even: bool, poison: int | None = None) -> None:
-        self.own: State = {}
+        self.local_state: State = {}
         self._shard, self._even, self._poison = shard, even, poison
 
     def initial(self) -> Tensor:

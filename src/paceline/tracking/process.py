@@ -21,11 +21,9 @@ from typing import Any, NamedTuple
 from paceline.errors import PacelineError
 from paceline.runs.folder import RunFolder
 
-FINISH_SECONDS = 15.0
-"""Time for a tracker to finish after the run's end."""
+FINISH_SECONDS = 15.0  # time for a tracker to finish after the run's end
 CLOSE_SECONDS = 2.0
-NOTICE_SECONDS = 1.0
-"""Waiting time before a note is shown."""
+NOTICE_SECONDS = 1.0  # waiting time before a note is shown
 NICENESS = 10
 
 

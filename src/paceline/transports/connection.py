@@ -13,15 +13,12 @@ from paceline.errors import UserError
 from paceline.transports.frames import MAGIC, FrameReader, Reading, SendQueue
 from paceline.transports.tls import Tls, fingerprint
 
-SILENT_MILLISECONDS = 20_000
-"""If sent bytes stay unacknowledged for so long, the other machine is gone."""
+SILENT_MILLISECONDS = 20_000  # if sent bytes stay unacknowledged for so long, the other machine is gone
 ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
-_PIECE = 1 << 30
-"""The most bytes per call: TLS takes lengths as C integers."""
+_PIECE = 1 << 30  # the most bytes per call: TLS takes lengths as C integers
 
 
-_DATES = (9, 10)
-"""TLS error codes of certificates that are not valid yet or have expired: the clock here may be wrong."""
+_DATES = (9, 10)  # TLS error codes of certificates that are not valid yet or have expired: the clock here may be wrong
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -79,8 +76,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, peer: str, waits: bool) -> None:
         self.sock, self.peer = sock, peer
-        self.wants_write = False
-        """Whether the TLS handshake waits until bytes can be sent."""
+        self.wants_write = False  # whether the TLS handshake waits until bytes can be sent
         self._flags = socket.MSG_WAITALL if waits else 0
 
     def fileno(self) -> int:

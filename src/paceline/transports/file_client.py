@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from paceline.errors import ProtocolError, UserError
 from paceline.transports.connection import Connection, JoinRefused, connected, parse_address, read, require_token, send
 from paceline.transports.frames import (
-    MOST_LOOK,
-    MOST_PIECE,
-    MOST_REFUSED,
-    MOST_SEEN,
+    MAX_LOOK,
+    MAX_PIECE,
+    MAX_REFUSED,
+    MAX_SEEN,
     FrameKind,
     Reading,
     fields_frame,
@@ -33,10 +33,8 @@ class FileChunk(NamedTuple):
     """Some bytes of a file."""
 
     offset: int
-    size: int
-    """The size of the whole file when it was read."""
-    age: float
-    """Seconds since the file was last written."""
+    size: int  # the size of the whole file when it was read
+    age: float  # seconds since the file was last written
     data: bytes
 
 
@@ -61,15 +59,14 @@ class FileClient:
                 raise
             raise UserError(f"{address}: {error}; no server there lets this machine look at its run") from None
         self._connection.sock.settimeout(ANSWER_SECONDS)
-        self.run = str(welcome.get("run", ""))
-        """The run folder's path on the server."""
+        self.run = str(welcome.get("run", ""))  # the run folder's path on the server
 
-    def read(self, name: str, offset: int = 0, most: int = MOST_PIECE) -> FileChunk | None:
+    def read(self, name: str, offset: int = 0, most: int = MAX_PIECE) -> FileChunk | None:
         """Read at most `most` bytes of a file from `offset` on; a negative offset counts from the end.
 
         Return None if there is no such file (yet). The next call reads what was appended meanwhile.
         """
-        send(self._connection, fields_frame(FrameKind.LOOK, {"file": name, "offset": offset, "most": most}, MOST_LOOK))
+        send(self._connection, fields_frame(FrameKind.LOOK, {"file": name, "offset": offset, "most": most}, MAX_LOOK))
         try:
             return read(self._connection, _piece(most))
         except ProtocolError as error:
@@ -81,7 +78,7 @@ class FileClient:
 
 
 def _piece(most: int) -> Reading[FileChunk | None]:
-    kind, nbytes = yield from read_header({FrameKind.SEEN: MOST_SEEN, FrameKind.REFUSED: MOST_REFUSED})
+    kind, nbytes = yield from read_header({FrameKind.SEEN: MAX_SEEN, FrameKind.REFUSED: MAX_REFUSED})
     fields = yield from read_fields(nbytes)
     if kind is FrameKind.REFUSED:
         raise ProtocolError(fields.get("reason", "no reason given"))
@@ -99,7 +96,7 @@ def read_look(connection: Connection) -> dict[str, Any]:
     """On the server: read the next request."""
 
     def reading() -> Reading[dict[str, Any]]:
-        _, nbytes = yield from read_header({FrameKind.LOOK: MOST_LOOK})
+        _, nbytes = yield from read_header({FrameKind.LOOK: MAX_LOOK})
         return (yield from read_fields(nbytes))
 
     return read(connection, reading())

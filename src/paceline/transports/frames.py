@@ -25,12 +25,10 @@ PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff8x")
 REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ8x")
 """over, encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
 of its members (0 if the worker knows them), bytes of the weights or of the encoded reply."""
-MOST_AT_ONCE = 64
-"""The most buffers per send: the system's limit is 1,024."""
+MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
 
 T = TypeVar("T")
-Reading: TypeAlias = Generator[memoryview, None, T]
-"""Yields each buffer to fill next, and continues when it is full."""
+Reading: TypeAlias = Generator[memoryview, None, T]  # yields each buffer to fill next, and continues when it is full
 
 
 class FrameKind(enum.IntEnum):
@@ -51,14 +49,13 @@ class FrameKind(enum.IntEnum):
     SEEN = 13
 
 
-MOST_APPLY = 1 << 16
-MOST_WELCOME = MOST_HELLO = 1 << 20
-MOST_REFUSED = 1 << 12
-MOST_FIGURES = 1 << 16
-MOST_SHARD = 1 << 24
-MOST_LOOK = MOST_SEEN = 1 << 12
-MOST_PIECE = 1 << 20
-"""The most bytes of a file in one frame."""
+MAX_APPLY = 1 << 16
+MAX_WELCOME = MAX_HELLO = 1 << 20
+MAX_REFUSED = 1 << 12
+MAX_FIGURES = 1 << 16
+MAX_SHARD = 1 << 24
+MAX_LOOK = MAX_SEEN = 1 << 12
+MAX_PIECE = 1 << 20  # the most bytes of a file in one frame
 
 
 def padding(nbytes: int) -> bytes:
@@ -134,7 +131,7 @@ def fields_frame(kind: FrameKind, fields: Mapping[str, Any], most: int) -> bytes
 
 def refusal_frame(reason: str) -> bytes:
     """Build a refusal with its reason, shortened to the size that the other side accepts."""
-    return fields_frame(FrameKind.REFUSED, {"reason": reason[: MOST_REFUSED // 8]}, MOST_REFUSED)
+    return fields_frame(FrameKind.REFUSED, {"reason": reason[: MAX_REFUSED // 8]}, MAX_REFUSED)
 
 
 class FrameReader(Generic[T]):
@@ -190,7 +187,7 @@ class SendQueue:
     def flush(self, send: Callable[[list[memoryview]], int | None]) -> bool:
         """Send until the queue is empty (True) or `send` accepts no more for now (False)."""
         while self._parts:
-            count = send([self._parts[n] for n in range(min(len(self._parts), MOST_AT_ONCE))])
+            count = send([self._parts[n] for n in range(min(len(self._parts), MAX_AT_ONCE))])
             if count is None:
                 return False
             self.nbytes -= count

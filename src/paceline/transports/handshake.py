@@ -18,9 +18,9 @@ from paceline.transports.auth import (
 )
 from paceline.transports.connection import Connection, JoinRefused, TlsConnection, connected, read, send
 from paceline.transports.frames import (
-    MOST_APPLY,
-    MOST_REFUSED,
-    MOST_WELCOME,
+    MAX_APPLY,
+    MAX_REFUSED,
+    MAX_WELCOME,
     FrameKind,
     Reading,
     fields_frame,
@@ -31,10 +31,8 @@ from paceline.transports.frames import (
 from paceline.transports.tls import worker_tls
 
 CONNECT_SECONDS = 5.0
-HANDSHAKE_SECONDS = 30.0
-"""A server that evaluates its model does not answer meanwhile."""
-WONDER_SECONDS = 2.0
-"""A server that sends nothing for so long may be waiting for TLS."""
+HANDSHAKE_SECONDS = 30.0  # A server that evaluates its model does not answer meanwhile
+WONDER_SECONDS = 2.0  # A server that sends nothing for so long may be waiting for TLS
 
 
 def introduce(
@@ -55,7 +53,7 @@ def introduce(
         if not is_known and not isinstance(connection, TlsConnection):
             _require_speech(connection, min(WONDER_SECONDS, seconds))
         _prove(connection, ClientHandshake(token, binding))
-        send(connection, fields_frame(FrameKind.APPLY, fields, MOST_APPLY))
+        send(connection, fields_frame(FrameKind.APPLY, fields, MAX_APPLY))
         welcome = read(connection, _welcome())
     except OtherVersion as error:
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None
@@ -76,7 +74,7 @@ def _prove(connection: Connection, visitor: ClientHandshake) -> None:
 
 
 def _welcome() -> Reading[dict[str, Any]]:
-    kind, nbytes = yield from read_header({FrameKind.WELCOME: MOST_WELCOME, FrameKind.REFUSED: MOST_REFUSED})
+    kind, nbytes = yield from read_header({FrameKind.WELCOME: MAX_WELCOME, FrameKind.REFUSED: MAX_REFUSED})
     fields = yield from read_fields(nbytes)
     if kind is FrameKind.REFUSED:
         raise JoinRefused(fields.get("reason", "no reason given"))

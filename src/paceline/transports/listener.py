@@ -25,8 +25,8 @@ from paceline.transports.connection import (
     require_token,
 )
 from paceline.transports.frames import (
-    MOST_APPLY,
-    MOST_WELCOME,
+    MAX_APPLY,
+    MAX_WELCOME,
     FrameKind,
     FrameReader,
     Reading,
@@ -40,7 +40,7 @@ from paceline.transports.frames import (
 from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
-MOST_STRANGERS = 256
+MAX_STRANGERS = 256
 STRANGER_SECONDS = 10.0
 BACKLOG = 1024
 _AT_ONCE = 64
@@ -65,7 +65,7 @@ class JoinRequest:
     def take_on(self, fields: dict[str, Any]) -> None:
         """Accept it as something other than a worker. The caller then owns the connection."""
         outbox = SendQueue()
-        outbox.add(fields_frame(FrameKind.WELCOME, fields, MOST_WELCOME))
+        outbox.add(fields_frame(FrameKind.WELCOME, fields, MAX_WELCOME))
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
 
@@ -75,14 +75,14 @@ class JoinRequest:
         `largest` limits the buffers that its hello may ask for.
         """
         peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
-        peer.send(fields_frame(FrameKind.WELCOME, {"again": False, **fields}, MOST_WELCOME))
+        peer.send(fields_frame(FrameKind.WELCOME, {"again": False, **fields}, MAX_WELCOME))
         return peer
 
     def welcome_back(self, peer: TcpPeer, fields: dict[str, Any]) -> None:
         """Accept a worker that reconnects: `peer` continues on this connection."""
         peer.attach(self.connection)
         known = {"worker": peer.worker, "incarnation": peer.incarnation}
-        peer.send(fields_frame(FrameKind.WELCOME, {**fields, **known, "again": True}, MOST_WELCOME))
+        peer.send(fields_frame(FrameKind.WELCOME, {**fields, **known, "again": True}, MAX_WELCOME))
 
 
 class UnauthenticatedPeer:
@@ -134,7 +134,7 @@ def _application(connection: Connection, outbox: SendQueue, gatekeeper: ServerHa
         outbox.add(DENIAL)
         outbox.flush(connection.send)
         raise
-    _, nbytes = yield from read_header({FrameKind.APPLY: MOST_APPLY})
+    _, nbytes = yield from read_header({FrameKind.APPLY: MAX_APPLY})
     return (yield from read_fields(nbytes))
 
 
@@ -146,17 +146,15 @@ class Listener:
         address: str,
         token: bytes,
         tls: Tls | None = None,
-        most: int = MOST_STRANGERS,
+        most: int = MAX_STRANGERS,
         seconds: float = STRANGER_SECONDS,
     ) -> None:
         self._token, self._tls, self._most, self._seconds = token, tls, most, seconds
         self._binding = (tls.fingerprint or "").encode() if tls is not None else b""
         require_token(parse_address(address)[0], token)
         self._socket = _listen(address)
-        self.address = format_address(self._socket.getsockname())
-        """The address with the port that the system chose."""
-        self.strangers: dict[int, UnauthenticatedPeer] = {}
-        """By descriptor, oldest first."""
+        self.address = format_address(self._socket.getsockname())  # the address with the port that the system chose
+        self.strangers: dict[int, UnauthenticatedPeer] = {}  # by descriptor, oldest first
         self.num_refused = 0
         self._complaints: list[str] = []
         self._quiet_until = 0.0

@@ -77,14 +77,14 @@ def channel() -> tuple[socket.socket, socket.socket]:
 class SharedMemoryClient(ScriptTransport):
     """The worker's side of the connection.
 
-    It polls for a reply `polls` times, yielding the core in between, before it sleeps. A reply names at most `places`
-    members.
+    It polls for a reply `polls` times, yielding the core in between, before it sleeps. A reply names at most
+    `max_workers` members.
     """
 
-    def __init__(self, connection: socket.socket, polls: int = 0, places: int = 0) -> None:
+    def __init__(self, connection: socket.socket, polls: int = 0, max_workers: int = 0) -> None:
         self._connection, self._polls = connection, polls
-        self._largest = _REPLY.size + MEMBER_NBYTES * places
-        self._deal: DataAssignment | None = None
+        self._largest = _REPLY.size + MEMBER_NBYTES * max_workers
+        self._assignment: DataAssignment | None = None
         self.lends_core_to: int | None = None
         """The process id of a server that is to run on this worker's core while the worker waits for a reply."""
 
@@ -151,10 +151,10 @@ class SharedMemoryClient(ScriptTransport):
             return None
         if not packet:
             return None
-        _, over, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
+        _, finished, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
-            self._deal = DataAssignment(generation, unpack_members(packet[_REPLY.size :]))
-        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
+            self._assignment = DataAssignment(generation, unpack_members(packet[_REPLY.size :]))
+        return Reply(worker, incarnation, serial, version, batch, bool(finished), steps, lr, self._assignment)
 
 
 class SharedMemoryPeer(Peer):
@@ -164,10 +164,8 @@ class SharedMemoryPeer(Peer):
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
         self.slot: SharedBuffers | None = None
-        self.timing = Timing(0.0, 0.0, 0.0)
-        """Of the last push."""
-        self._told: DataAssignment | None = None
-        """The members that this connection has already sent."""
+        self.timing = Timing(0.0, 0.0, 0.0)  # of the last push
+        self._told: DataAssignment | None = None  # the members that this connection has already sent
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -216,8 +214,8 @@ class SharedMemoryPeer(Peer):
         try:
             fields = json.loads(packet[1:]) if packet[0] == _HELLO and len(fds) == 1 else {}
             join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
-            weights, state, payload, pulled, own = fields.pop("sizes")
-            sizes = BufferSizes(int(weights), int(state), payload, pulled, int(own))
+            weights, state, payload, pulled, local_state = fields.pop("sizes")
+            sizes = BufferSizes(int(weights), int(state), payload, pulled, int(local_state))
             nbytes = SharedBuffers.nbytes_for(sizes)
         except (ValueError, KeyError, TypeError):
             for fd in fds:
@@ -230,12 +228,12 @@ class SharedMemoryPeer(Peer):
 
     def answer(self, reply: Reply) -> None:
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
-        generation = reply.deal.generation if reply.deal is not None else 0
-        named = (_REPLIED, reply.over, reply.serial, reply.version)
+        generation = reply.assignment.generation if reply.assignment is not None else 0
+        named = (_REPLIED, reply.finished, reply.serial, reply.version)
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation)
-        if reply.deal is not None and reply.deal != self._told:
-            packet += pack_members(reply.deal.members)  # once per connection
-            self._told = reply.deal
+        if reply.assignment is not None and reply.assignment != self._told:
+            packet += pack_members(reply.assignment.members)  # once per connection
+            self._told = reply.assignment
         try:
             self.connection.send(packet)
         except _GONE:

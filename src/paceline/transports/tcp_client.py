@@ -16,12 +16,12 @@ from typing import Any
 from paceline.core.buffers import WorkerBuffers, view
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError, UnknownWorker, UserError
-from paceline.interfaces import MOST_WORKERS
+from paceline.interfaces import MAX_WORKERS
 from paceline.transports.connection import Connection, JoinRefused, connected, parse_address, read, require_token, send
 from paceline.transports.frames import (
-    MOST_FIGURES,
-    MOST_HELLO,
-    MOST_REFUSED,
+    MAX_FIGURES,
+    MAX_HELLO,
+    MAX_REFUSED,
     PUSH_HEAD,
     REPLY_HEAD,
     FrameKind,
@@ -39,7 +39,7 @@ from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
 FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
+FIRST_PAUSE, MAX_PAUSE = 0.05, 5.0
 
 
 class Backoff:
@@ -53,10 +53,10 @@ class Backoff:
     def pause(self, lived: float) -> float | None:
         """Seconds to wait after a connection broke that had lasted `lived` seconds, or None to give up."""
         now = time.monotonic()
-        if self._since is None or lived > LONGEST_PAUSE:
+        if self._since is None or lived > MAX_PAUSE:
             self._since, self._pause = now, FIRST_PAUSE
         seconds = self._pause * random.uniform(0.5, 1.5)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, MAX_PAUSE)
         return seconds if now + seconds < self._since + self._patience else None
 
 
@@ -81,8 +81,8 @@ class TcpClient(Transport):
         self._opened = self._last_sent = 0.0
         self._fields: dict[str, Any] = {}
         self._memory: WorkerBuffers | None = None
-        self._ship_own = False
-        self._deal: DataAssignment | None = None
+        self._ship_state = False
+        self._assignment: DataAssignment | None = None
         self._forgotten: dict[str, Any] | None = None
         self._busy = threading.Lock()
         """Held while frames are exchanged, so that no heartbeat is sent in the middle of one."""
@@ -125,12 +125,12 @@ class TcpClient(Transport):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join and wait for the first weights. Raise UserError if the worker's facts do not match the server's."""
-        self._memory, self._ship_own, self._forgotten = memory, False, None
-        self._deal = None
+        self._memory, self._ship_state, self._forgotten = memory, False, None
+        self._assignment = None
         known = {"worker": join.worker, "incarnation": join.incarnation}
         self._fields |= {"again": True, **known}
         fields = {**known, "quota": join.quota, "threads": join.threads, "sizes": memory.sizes, **facts}
-        reply = self._ask(join, [memoryview(fields_frame(FrameKind.HELLO, fields, MOST_HELLO))])
+        reply = self._ask(join, [memoryview(fields_frame(FrameKind.HELLO, fields, MAX_HELLO))])
         if reply is None and self.farewell is not None:
             raise UserError(f"{self._address}: {self.farewell}")
         return reply
@@ -139,18 +139,18 @@ class TcpClient(Transport):
         """Send a push and wait for its reply. Return None if the server is gone for good."""
         assert self._memory is not None
         bodies = [view(push.update), view(push.state)]
-        own = view(self._memory.kept(push.seq)) if self._ship_own else memoryview(b"")
-        sizes = [len(body) for body in (*bodies, own)]
+        local_state = view(self._memory.saved_state(push.seq)) if self._ship_state else memoryview(b"")
+        sizes = [len(body) for body in (*bodies, local_state)]
         head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
         pad = padding(sum(sizes))
         first = header(FrameKind.PUSH, len(head) + sum(sizes) + len(pad)) + head
-        return self._ask(push, [memoryview(first), *bodies, own, memoryview(pad)])
+        return self._ask(push, [memoryview(first), *bodies, local_state, memoryview(pad)])
 
     def report(self, figures: dict[str, float]) -> None:
         """Send metrics that belong in the run's result."""
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
-                self._send([memoryview(fields_frame(FrameKind.FIGURES, figures, MOST_FIGURES))])
+                self._send([memoryview(fields_frame(FrameKind.FIGURES, figures, MAX_FIGURES))])
 
     @property
     def forgotten(self) -> dict[str, Any] | None:
@@ -203,13 +203,13 @@ class TcpClient(Transport):
         """Read a reply, and its weights into the worker's buffers."""
         memory = self._memory
         assert memory is not None
-        most = MEMBER_NBYTES * MOST_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
+        most = MEMBER_NBYTES * MAX_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
         largest = REPLY_HEAD.size + most + len(padding(most))
-        kind, nbytes = yield from read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: MOST_REFUSED})
+        kind, nbytes = yield from read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: MAX_REFUSED})
         if kind is FrameKind.REFUSED:
             raise JoinRefused((yield from read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
-        over, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
+        finished, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
         pad = len(padding(named + count))
         yield from self._read_members(generation, named, nbytes - len(packed) - count - pad)
@@ -219,15 +219,15 @@ class TcpClient(Transport):
         yield view(place)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
-        self._ship_own = bool(ship_own)
-        return Reply(worker, incarnation, serial, version, batch, bool(over), steps, lr, self._deal)
+        self._ship_state = bool(ship_own)
+        return Reply(worker, incarnation, serial, version, batch, bool(finished), steps, lr, self._assignment)
 
     def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """Read the members of a new data assignment: all of a reply except its head and its weights."""
-        if nbytes != left or nbytes > MEMBER_NBYTES * MOST_WORKERS or nbytes % MEMBER_NBYTES:
+        if nbytes != left or nbytes > MEMBER_NBYTES * MAX_WORKERS or nbytes % MEMBER_NBYTES:
             raise ProtocolError(f"{nbytes} bytes of members in a reply that has room for {left}")
         if nbytes:
-            self._deal = DataAssignment(generation, unpack_members((yield from read_bytes(nbytes))))
+            self._assignment = DataAssignment(generation, unpack_members((yield from read_bytes(nbytes))))
 
     def _await_reply(self) -> None:
         """Wait until bytes arrive, sending heartbeats meanwhile."""

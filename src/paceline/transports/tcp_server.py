@@ -14,8 +14,8 @@ from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports.connection import Connection
 from paceline.transports.frames import (
-    MOST_FIGURES,
-    MOST_HELLO,
+    MAX_FIGURES,
+    MAX_HELLO,
     PUSH_HEAD,
     REPLY_HEAD,
     FrameKind,
@@ -39,8 +39,7 @@ class BufferViews:
 
     def __init__(self, memory: WorkerBuffers) -> None:
         self.update, self.state, self.weights = view(memory.update), view(memory.state), view(memory.weights)
-        self.source = memory.weights
-        """The tensor that `weights` views; a sharded server replaces it."""
+        self.source = memory.weights  # the tensor that `weights` views; a sharded server replaces it
 
 
 def _within(asked: int | None, most: int | None) -> bool:
@@ -54,7 +53,7 @@ def parse_sizes(asked: Any, most: BufferSizes) -> BufferSizes:
     """Check the sizes of a worker's buffers before allocating them.
 
     >>> parse_sizes([10, 0, None, None, 0], BufferSizes(10))
-    BufferSizes(weights=10, state=0, payload=None, pulled=None, own=0)
+    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0)
     >>> parse_sizes([11, 0, None, None, 0], BufferSizes(10))
     Traceback (most recent call last):
     paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
@@ -75,26 +74,19 @@ class TcpPeer(Peer):
         self.connection = connection
         self.worker, self.incarnation = worker, incarnation
         self.slot: WorkerBuffers | None = None
-        self._views: BufferViews | None = None
-        """Views of the buffers in `slot`."""
-        self.timing = Timing(0.0, 0.0, 0.0)
-        """Of the last push."""
-        self.left = False
-        """Whether the worker left for good."""
+        self._views: BufferViews | None = None  # views of the buffers in `slot`
+        self.timing = Timing(0.0, 0.0, 0.0)  # of the last push
+        self.left = False  # whether the worker left for good
         self.last_heard = time.monotonic()
-        self.wants_own = False
+        self.wants_state = False
         """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
-        self.own_seq = -1
-        """The last push that brought the local state, which is in `slot.kept(own_seq)`."""
+        self.state_seq = -1  # the last push that brought the local state, which is in `slot.saved_state(own_seq)`
         self._largest = largest
-        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0, FrameKind.HELLO: MOST_HELLO, FrameKind.FIGURES: MOST_FIGURES}
+        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0, FrameKind.HELLO: MAX_HELLO, FrameKind.FIGURES: MAX_FIGURES}
         """The kinds of frames that are accepted and their largest sizes; pushes only after the buffers exist."""
-        self._seq = -1
-        """The last push that has arrived completely."""
-        self._told: DataAssignment | None = None
-        """The members that this connection has already sent."""
-        self._greeted: Reply | None = None
-        """The reply to the hello, until the first push comes."""
+        self._seq = -1  # the last push that has arrived completely
+        self._told: DataAssignment | None = None  # the members that this connection has already sent
+        self._greeted: Reply | None = None  # the reply to the hello, until the first push comes
         self._outbox = SendQueue()
         self._filler: FrameReader[Hello | Push | ReportedFigures | Keepalive] | None = None
         """The message being read. It refers to this peer, so `close` drops it to free the buffers."""
@@ -167,7 +159,7 @@ class TcpPeer(Peer):
             return HEARD
         self.slot = slot = WorkerBuffers.private(sizes)
         self._views = BufferViews(slot)
-        bodies = slot.update.nbytes + slot.state.nbytes + sizes.own
+        bodies = slot.update.nbytes + slot.state.nbytes + sizes.local_state
         self._most[FrameKind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         return Hello(join, self.slot, fields)
 
@@ -181,11 +173,11 @@ class TcpPeer(Peer):
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from read_bytes(PUSH_HEAD.size)
-        seq, reply, samples, num_update, num_state, num_own, loss, *seconds = PUSH_HEAD.unpack(packed)
-        bodies = num_update + num_state + num_own
+        seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds = PUSH_HEAD.unpack(packed)
+        bodies = num_update + num_state + num_local_state
         pad = len(padding(bodies))
-        if not self._fits(slot, num_update, num_state, num_own) or nbytes != len(packed) + bodies + pad:
-            parts = f"{num_update} bytes of update, {num_state} of state and {num_own} of local state"
+        if not self._fits(slot, num_update, num_state, num_local_state) or nbytes != len(packed) + bodies + pad:
+            parts = f"{num_update} bytes of update, {num_state} of state and {num_local_state} of local state"
             raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its buffers")
         update = slot.update if slot.sizes.payload is None else slot.update[:num_update]
         if seq == self._seq:  # sent again after a reconnect: the server may still use the first copy, so keep it
@@ -193,18 +185,18 @@ class TcpPeer(Peer):
         else:
             yield views.update[:num_update]
             yield views.state
-            if num_own:
-                yield view(slot.kept(seq))
-                self.own_seq, self.wants_own = seq, False
+            if num_local_state:
+                yield view(slot.saved_state(seq))
+                self.state_seq, self.wants_state = seq, False
         yield from read_bytes(pad)
         self._seq, self._greeted = seq, None
         self.timing = Timing(*seconds)
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
     @staticmethod
-    def _fits(slot: WorkerBuffers, num_update: int, num_state: int, num_own: int) -> bool:
+    def _fits(slot: WorkerBuffers, num_update: int, num_state: int, num_local_state: int) -> bool:
         whole = num_update == slot.update.nbytes if slot.sizes.payload is None else num_update <= slot.update.nbytes
-        return whole and num_state == slot.state.nbytes and num_own in (0, slot.sizes.own)
+        return whole and num_state == slot.state.nbytes and num_local_state in (0, slot.sizes.local_state)
 
     def _throw_away(self, nbytes: int) -> Reading[None]:
         if self._scratch is None:
@@ -228,18 +220,18 @@ class TcpPeer(Peer):
             views = self._views = BufferViews(slot)
         encoded = slot.sizes.pulled is not None and reply.serial > 0
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
-        generation, members = self._news(reply.deal)
+        generation, members = self._news(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        head = REPLY_HEAD.pack(reply.over, encoded, self.wants_own, *facts, len(members), len(body))
+        head = REPLY_HEAD.pack(reply.finished, encoded, self.wants_state, *facts, len(members), len(body))
         pad = padding(len(members) + len(body))
         self.send(header(FrameKind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
 
-    def _news(self, deal: DataAssignment | None) -> tuple[int, bytes]:
+    def _news(self, assignment: DataAssignment | None) -> tuple[int, bytes]:
         """The generation of a data assignment, and its members unless this connection has already sent them."""
-        if deal is None:
+        if assignment is None:
             return 0, b""
-        known, self._told = deal == self._told, deal
-        return deal.generation, b"" if known else pack_members(deal.members)
+        known, self._told = assignment == self._told, assignment
+        return assignment.generation, b"" if known else pack_members(assignment.members)
 
     def dismiss(self, reason: str) -> None:
         """Refuse the worker for good, with a reason that it shows its user."""

@@ -32,7 +32,7 @@ def slow_average(path: list[list[float]], live: list[int], horizon: float | None
 
 def num_live(along: Course) -> list[int]:
     """At every push."""
-    here, found = set(range(along.places)), []
+    here, found = set(range(along.max_workers)), []
     for turn in along.turns:
         here = (here - {turn.leave}) | ({turn.join} if turn.join is not None else set())
         found.append(len(here))
@@ -43,7 +43,7 @@ def num_live(along: Course) -> list[int]:
 @given(along=courses)
 @settings(max_examples=10)
 def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float | None, along: Course) -> None:
-    walk = Walk(Averaged(ForesightCached(0.9, along.places), horizon), along)
+    walk = Walk(Averaged(ForesightCached(0.9, along.max_workers), horizon), along)
     path = walk.to_the_end()
     found = walk.rule.evaluated(walk.weights, walk.state)
     torch.testing.assert_close(found, torch.tensor(slow_average(path, num_live(along), horizon)), rtol=1e-4, atol=1e-5)
@@ -53,8 +53,8 @@ def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float |
 @pytest.mark.parametrize("horizon", [None, 30.0])
 def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> None:
     """Alone, and side by side with another run."""
-    along = course(3, places=3, length=150)
-    walk = Walk(Averaged(ForesightCached(0.9, along.places), horizon), along)
+    along = course(3, max_workers=3, length=150)
+    walk = Walk(Averaged(ForesightCached(0.9, along.max_workers), horizon), along)
     path = walk.to_the_end()
     found = walk.rule.evaluated(walk.weights, walk.state)
     torch.testing.assert_close(found, torch.tensor(slow_average(path, num_live(along), horizon)), rtol=1e-4, atol=1e-5)
@@ -72,8 +72,8 @@ def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> No
 @given(along=courses)
 @settings(max_examples=10)
 def test_the_live_weights_do_not_know_that_they_are_averaged(along: Course) -> None:
-    averaged = Walk(Averaged(ForesightCached(0.9, along.places)), along)
-    assert averaged.to_the_end() == Walk(ForesightCached(0.9, along.places), along).to_the_end()
+    averaged = Walk(Averaged(ForesightCached(0.9, along.max_workers)), along)
+    assert averaged.to_the_end() == Walk(ForesightCached(0.9, along.max_workers), along).to_the_end()
 
 
 def test_before_the_first_update_the_average_is_where_training_starts() -> None:

@@ -32,7 +32,7 @@ some = settings(max_examples=4)
 @given(seeds=st.lists(st.integers(0, 2**32), min_size=1, max_size=3))
 @some
 def test_runs_side_by_side_are_each_alone(name: str, seeds: list[int]) -> None:
-    several = [course(seed, places=3, length=20) for seed in seeds]
+    several = [course(seed, max_workers=3, length=20) for seed in seeds]
     together = walk_together(RULES[name](3), several)
     for run, along in enumerate(several):
         alone = torch.tensor(Walk(RULES[name](3), along).to_the_end())
@@ -56,7 +56,7 @@ def through_a_checkpoint(walk: Walk, folder: Path, fresh: Rule) -> tuple[torch.T
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("seed", [5, 11])
 def test_a_state_saved_in_mid_run_goes_on_bit_for_bit(name: str, seed: int, tmp_path: Path) -> None:
-    along = course(seed, places=3, length=40)
+    along = course(seed, max_workers=3, length=40)
     walk, again = Walk(RULES[name](3), along), Walk(RULES[name](3), along)
     for turn in along.turns[:20]:
         walk.turn(turn)
@@ -75,7 +75,7 @@ def test_a_state_saved_in_mid_run_goes_on_bit_for_bit(name: str, seed: int, tmp_
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"plain", "damped", "buffered", "delayed"}))
 def test_who_leaves_leaves_nothing_behind(name: str) -> None:
     """When everybody has gone, no row holds anything and no sum counts anybody."""
-    along = course(3, places=3, length=30)
+    along = course(3, max_workers=3, length=30)
     walk = Walk(RULES[name](3), along)
     for turn in along.turns:
         walk.turn(turn)

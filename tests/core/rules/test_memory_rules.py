@@ -143,26 +143,26 @@ class SlowRingleader:
 @settings(max_examples=12)
 def test_cached(optimizer: str, along: Course) -> None:
     fast, slow = BOTH[optimizer]
-    require_the_oracles_way(Cached(fast(), along.places), SlowCached(slow()), along)
+    require_the_oracles_way(Cached(fast(), along.max_workers), SlowCached(slow()), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @given(along=courses)
 @settings(max_examples=20)
 def test_foresight(momentum: float, along: Course) -> None:
-    require_the_oracles_way(ForesightCached(momentum, along.places), SlowForesight(momentum), along)
+    require_the_oracles_way(ForesightCached(momentum, along.max_workers), SlowForesight(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @given(along=courses)
 @settings(max_examples=20)
 def test_farsight(momentum: float, along: Course) -> None:
-    require_the_oracles_way(Foresight(momentum, along.places), SlowFarsight(momentum), along)
-    require_the_oracles_way(ForesightFair(momentum, along.places), SlowFairFarsight(momentum), along)
+    require_the_oracles_way(Foresight(momentum, along.max_workers), SlowFarsight(momentum), along)
+    require_the_oracles_way(ForesightFair(momentum, along.max_workers), SlowFairFarsight(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @given(along=courses)
 @settings(max_examples=25)
 def test_ringleader(momentum: float, along: Course) -> None:
-    require_the_oracles_way(Ringleader(momentum, along.places), SlowRingleader(momentum), along)
+    require_the_oracles_way(Ringleader(momentum, along.max_workers), SlowRingleader(momentum), along)

@@ -59,11 +59,11 @@ class SlowDanaSlim:
 @given(along=courses)
 @settings(max_examples=15)
 def test_dana(momentum: float, along: Course) -> None:
-    require_the_oracles_way(Dana(momentum, along.places), SlowDana(momentum), along)
+    require_the_oracles_way(Dana(momentum, along.max_workers), SlowDana(momentum), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @given(along=courses)
 @settings(max_examples=15)
 def test_dana_slim(momentum: float, along: Course) -> None:
-    require_the_oracles_way(DanaSlim(momentum, along.places), SlowDanaSlim(momentum), along)
+    require_the_oracles_way(DanaSlim(momentum, along.max_workers), SlowDanaSlim(momentum), along)

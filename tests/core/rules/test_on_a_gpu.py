@@ -46,7 +46,7 @@ class Runs:
     def update(self) -> None:
         worker, staleness, lr, live, gradient = (rows.index_select(0, self.at)[0] for rows in self.feed)
         self.rule.apply(self.weights, self.state, gradient, Arrival(worker, staleness, lr, live))
-        self.rule.weights_for(self.weights, self.state, worker, self.sent)
+        self.rule.reply_weights(self.weights, self.state, worker, self.sent)
         self.at.add_(1)
 
     def found(self) -> Tensor:
@@ -90,7 +90,7 @@ def test_one_run_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
         for worker, staleness, lr, live, gradient in zip(*feed, strict=True):
             who = int(worker[0])
             rule.apply(weights, state, gradient[0], Arrival(who, int(staleness[0]), lr[0, 0], int(live[0])))
-            rule.weights_for(weights, state, who, sent)
+            rule.reply_weights(weights, state, who, sent)
         rule.leave(state, 1)
         found.append(torch.stack([weights, sent]).cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

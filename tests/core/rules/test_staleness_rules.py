@@ -102,7 +102,7 @@ def test_damped(optimizer: str, along: Course) -> None:
 @settings(max_examples=10)
 def test_gap(optimizer: str, along: Course) -> None:
     fast, slow = BOTH[optimizer]
-    require_the_oracles_way(Gap(fast(), along.places), SlowGap(slow()), along)
+    require_the_oracles_way(Gap(fast(), along.max_workers), SlowGap(slow()), along)
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
@@ -110,7 +110,7 @@ def test_gap(optimizer: str, along: Course) -> None:
 @settings(max_examples=10)
 def test_compensated(optimizer: str, along: Course) -> None:
     fast, slow = BOTH[optimizer]
-    require_the_oracles_way(Compensated(fast(), along.places), SlowCompensated(slow()), along)
+    require_the_oracles_way(Compensated(fast(), along.max_workers), SlowCompensated(slow()), along)
 
 
 @pytest.mark.parametrize(("size", "momentum"), [(1, 0.9), (3, 0.0), (4, 0.9)])

@@ -43,27 +43,27 @@ class Office:
 
     def __post_init__(self) -> None:
         self.server = make_server(self.policy, self.num_workers)
-        self.timekeeper = TimingCollector()
-        self.accounts = TimeAccounting(self.timekeeper, self.way)
+        self.timings = TimingCollector()
+        self.accounting = TimeAccounting(self.timings, self.way)
         for worker in range(self.num_workers):
             self.take(Join(worker, 0), 0.0)
 
     def take(self, message: Input, now: float) -> list[int]:
-        self.accounts.heard(message, self.server, now)
+        self.accounting.on_input(message, self.server, now)
         replies = self.server.handle(message).replies
         for reply in replies:
-            self.accounts.answered(reply, now, now + SERVING)
+            self.accounting.on_reply(reply, now, now + SERVING)
         return [reply.worker for reply in replies]
 
     def push(self, worker: int, now: float, computed: float = 0.0, waited: float = 0.0) -> list[int]:
         """A push comes, and its worker says how long it computed and how long it had waited before that."""
         seq = self.seqs[worker] = self.seqs.get(worker, -1) + 1
-        self.timekeeper.add(worker, Timing(0.0, computed, waited))
+        self.timings.add(worker, Timing(0.0, computed, waited))
         serial = self.server.members[worker].serial
         return self.take(Push(worker, 0, seq, serial, 1, 0.0, torch.zeros(1), NOTHING), now)
 
     def row(self, now: float) -> dict[str, Any]:
-        return self.accounts.row(self.server, now)
+        return self.accounting.row(self.server, now)
 
 
 def test_an_exchange_is_split_into_the_way_the_wait_and_the_server() -> None:
@@ -132,7 +132,7 @@ def test_states_say_whose_turn_it_is() -> None:
 def test_before_the_start_those_who_came_are_held_and_the_others_awaited() -> None:
     server = make_server(Async(), 2)
     accounts = TimeAccounting(TimingCollector())
-    accounts.heard(Join(1, 0), server, 0.0)
+    accounts.on_input(Join(1, 0), server, 0.0)
     server.handle(Join(1, 0))
     row = accounts.row(server, 0.0)
     assert row["state"] == ["awaited", "held"]
@@ -176,7 +176,7 @@ def test_the_wait_after_a_return_is_nobodys() -> None:
     office.push(0, 1.0, computed=1.0)
     office.take(Leave(0, 0), 2.0)
     office.take(Join(0, 1), 50.0)
-    office.timekeeper.add(0, Timing(0.0, 1.0, 0.0))
+    office.timings.add(0, Timing(0.0, 1.0, 0.0))
     office.take(Push(0, 1, 0, office.server.members[0].serial, 1, 0.0, torch.zeros(1), NOTHING), 52.0)
     row = office.row(52.0)
     assert row["waiting"][0] == 0.0 and row["server"][0] <= SERVING

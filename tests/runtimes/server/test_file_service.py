@@ -20,10 +20,10 @@ from paceline.reports.watch.mirror import GROWING, Mirror
 from paceline.reports.watch.remote import is_served, mirrored, status_reader
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.server.file_service import MOST_OBSERVERS, FileService
+from paceline.runtimes.server.file_service import MAX_OBSERVERS, FileService
 from paceline.transports.auth import ConnectOptions
 from paceline.transports.file_client import FileClient
-from paceline.transports.frames import MOST_PIECE
+from paceline.transports.frames import MAX_PIECE
 from paceline.transports.listener import Listener
 
 TOKEN = b"a token"
@@ -106,7 +106,7 @@ def test_a_copy_grows_with_the_run_and_stands_as_it_does(served: Served, mirror:
 
 def test_a_file_of_many_pieces_and_one_that_became_shorter(served: Served, mirror: Mirror) -> None:
     log = served.folder.arrivals_file
-    log.write_bytes(bytes(range(251)) * (3 * MOST_PIECE // 251))
+    log.write_bytes(bytes(range(251)) * (3 * MAX_PIECE // 251))
     mirror.refresh()
     assert same(mirror, served.folder)
     log.write_bytes(b"cut off, and gone on")
@@ -137,7 +137,7 @@ def test_nothing_but_the_files_that_are_shown_is_handed_out(served: Served) -> N
     for name in ("token", "../it/config.toml", "/etc/passwd", "checkpoints", ""):
         with contextlib.closing(served.observer()) as observer, pytest.raises(ConnectionError):
             observer.read(name)
-    for offset, most in ((0, MOST_PIECE + 1), (0, -1), ("0", 1)):
+    for offset, most in ((0, MAX_PIECE + 1), (0, -1), ("0", 1)):
         with contextlib.closing(served.observer()) as observer, pytest.raises(ConnectionError):
             observer.read("config.toml", offset, most)  # type: ignore[arg-type]
     with contextlib.closing(served.observer()) as observer:
@@ -173,7 +173,7 @@ def test_another_run_at_the_same_address_is_not_mixed_in(served: Served, mirror:
 
 def test_only_so_many_look_at_once(served: Served) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(MOST_OBSERVERS):
+        for _ in range(MAX_OBSERVERS):
             stack.enter_context(contextlib.closing(served.observer()))
         with pytest.raises(UserError, match="observers watch this run already"):
             served.observer()

@@ -24,7 +24,7 @@ from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Server, restore_server, server_facts
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.client import _ShardConnection
-from paceline.runtimes.sharded.orders import at_work, is_finite, sent_to, spoil
+from paceline.runtimes.sharded.orders import at_work, is_finite, poison, sent_to
 from paceline.runtimes.sharded.shard import make_part
 from paceline.runtimes.sharded.spans import SpanCodecs, coding_of, grain_of, part_of, spans_of
 from paceline.settings.resolve import resolve
@@ -122,14 +122,16 @@ class Course:
         updates = self._cut(message) if isinstance(message, Push) else []
         outcome = self.whole.handle(message)
         for reply in outcome.replies:
-            self.whole.hand_out(reply, self.workers[reply.worker].memory)
+            self.whole.send_weights(reply, self.workers[reply.worker].memory)
         for number, server in enumerate(self.parts.servers):
             told = message._replace(update=updates[number]) if isinstance(message, Push) else message
             assert server.handle(told).replies == outcome.replies
             for reply in outcome.replies:
                 worker = self.workers[reply.worker]
                 slot = worker.slots[number]
-                server.hand_out(reply, slot if number else slot.widened(worker.whole.weights, self.parts.spans[0]))
+                server.send_weights(
+                    reply, slot if number else slot.full_view(worker.whole.weights, self.parts.spans[0])
+                )
         for reply in outcome.replies:
             self.workers[reply.worker].receive()
             self.replies[reply.worker] = reply
@@ -145,7 +147,7 @@ class Course:
             self.parts.opened[0].nbytes = pieces[0].nbytes if shared else sum(piece.nbytes for piece in pieces)
         if not all(is_finite(update) for update in opened):
             for update in opened:
-                spoil(update)
+                poison(update)
         return opened
 
     def join(self, number: int) -> None:
@@ -171,7 +173,7 @@ class Course:
                 self.incarnations[number] += 1
                 self.join(number)
             else:
-                able = sorted(number for number, reply in self.replies.items() if not reply.over)
+                able = sorted(number for number, reply in self.replies.items() if not reply.finished)
                 self.push(self.order.choice(able))
 
     def require_alike(self) -> None:

@@ -22,7 +22,7 @@ from paceline.core.rules.sharded import ShardedRule
 from paceline.core.schedules import Budget
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.interfaces import pack
-from paceline.runtimes.sharded.orders import from_words, is_finite, spoil, to_words
+from paceline.runtimes.sharded.orders import from_words, is_finite, poison, to_words
 from paceline.runtimes.sharded.shard import make_part
 from paceline.runtimes.sharded.spans import part_of, spans_of
 from paceline.settings.resolve import resolve
@@ -80,14 +80,14 @@ class Parts:
         updates = [message.update[span] for span in self.spans] if isinstance(message, Push) else []
         if not all(is_finite(update) for update in updates):
             for update in updates:
-                spoil(update)
+                poison(update)
         outcomes = []
         for number, (server, span) in enumerate(zip(self.servers, self.spans, strict=True)):
             told = from_words(json.loads(json.dumps(to_words(message)))) if number else message
             outcome = server.handle(told._replace(update=updates[number]) if isinstance(told, Push) else told)
             for reply in outcome.replies:
                 memory = self.memories[reply.worker]
-                server.hand_out(reply, memory.part(span, with_rest=False) if number else memory)
+                server.send_weights(reply, memory.part(span, with_rest=False) if number else memory)
             outcomes.append(outcome)
         assert all(outcome == outcomes[0] for outcome in outcomes)
         return outcomes[0].replies
@@ -126,7 +126,7 @@ class Course:
         both = message._replace(update=message.update.clone()) if isinstance(message, Push) else message
         outcome = self.whole.handle(message)
         for reply in outcome.replies:
-            self.whole.updater.weights_for(reply.worker, self.sent[reply.worker])
+            self.whole.updater.reply_weights(reply.worker, self.sent[reply.worker])
             self.replies[reply.worker] = reply
         if self.parts is not None:
             assert self.parts.handle(both) == outcome.replies
@@ -148,7 +148,7 @@ class Course:
     def _play(self, length: int) -> None:
         self.join_all()
         for _ in range(length):
-            able = sorted(worker for worker, reply in self.replies.items() if not reply.over)
+            able = sorted(worker for worker, reply in self.replies.items() if not reply.finished)
             if self.order.random() < 0.06:
                 worker = self.order.randrange(self.workers)
                 self.replies.pop(worker, None)
@@ -205,7 +205,7 @@ def test_one_part_that_is_not_finite_ends_it_for_all(strategy: str, broken: int)
     course.join_all()
     for worker in (0, 1, 2):
         course.push(worker, broken if worker == 1 else None)
-        if course.whole.over:
+        if course.whole.finished:
             break
     assert course.parts is not None
     assert course.whole.divergence is not None and course.whole.divergence.worker == 1

@@ -141,7 +141,7 @@ def test_a_part_waits_for_the_order_and_is_answered_at_its_version_whatever_happ
         first.order(Stop())
         first.order(gradient_push(2, float("nan")), finite=False)
         reply = asked.result(20)
-        assert reply is not None and reply.over
+        assert reply is not None and reply.finished
         first.link.send({"end": True})
         first.link.close()  # that it is gone now is no mishap
         door.close()

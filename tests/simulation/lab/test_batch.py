@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.assembly.run import make_seat, make_server, work_of
+from paceline.assembly.run import make_server, make_worker, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
 from paceline.core.driver import BareDriver
@@ -46,7 +46,7 @@ def simulated_server(config: RunConfig, dataset: Dataset) -> Server:
         return sides[-1]
 
     def come(worker: int, incarnation: int) -> LocalWorker:
-        return make_seat(config, make_task(config, dataset), work, Join(worker, incarnation, work.quotas[worker]))
+        return make_worker(config, make_task(config, dataset), work, Join(worker, incarnation, work.quotas[worker]))
 
     cluster = cluster_of(config, task.layout.size)
     Simulation(EventQueue(), cluster, config.workers or 1, come, start).run()

@@ -92,7 +92,7 @@ def take_pushes_of_the_dead(patch: Patch) -> None:
 
     def push(self: Server, push: Push) -> Outcome:
         member = self.members.get(push.worker)
-        if member is not None and not member.live and push.incarnation == member.incarnation and not self.over:
+        if member is not None and not member.live and push.incarnation == member.incarnation and not self.finished:
             member.live = True
             self.policy.join(push.worker)
         return take(self, push)
@@ -174,7 +174,7 @@ def skip_a_batch(patch: Patch) -> None:
 
     def push(self: Server, push: Push) -> Outcome:
         outcome = take(self, push)
-        if outcome.verdict != Disposition.DROPPED:
+        if outcome.disposition != Disposition.DROPPED:
             return outcome
         self.members[push.worker].accepted += 1
         return outcome._replace(replies=tuple(reply._replace(batch=reply.batch + 1) for reply in outcome.replies))
@@ -269,7 +269,7 @@ def drain_without_the_last_push(patch: Patch) -> None:
 
     def at_once(self: Server, worker: int) -> Outcome:
         outcome = drain(self, worker)
-        taken = outcome.verdict == Disposition.TAKEN and not outcome.replies
+        taken = outcome.disposition == Disposition.TAKEN and not outcome.replies
         return outcome._replace(replies=self._carry_out(Decision(release=(worker,)))) if taken else outcome
 
     patch.setattr(Server, "_drain", at_once)
@@ -377,7 +377,7 @@ def test_a_failure_says_how_to_see_it_again(
     assert found["faults"] in told and f"paceline soak --seeds 1 --first {found['seed']}" in told
     table = tmp_path / "faults.toml"
     table.write_text(found["faults"])
-    assert read_faults(table, draw(found["seed"]).places)
+    assert read_faults(table, draw(found["seed"]).max_workers)
     again = ["soak", "--seeds", "1", "--first", str(found["seed"]), "--faults", str(table)]
     assert main(again) == 1
     monkeypatch.undo()

@@ -117,7 +117,7 @@ def test_damaged_snapshots_are_one_clear_line(run: Path, capsys: pytest.CaptureF
     assert "the model was changed since the run" in said(capsys, str(run))
 
 
-def spoil(run: Path, names: list[str]) -> None:
+def poison(run: Path, names: list[str]) -> None:
     """Give some snapshots an infinity, as a diverged run has them."""
     import hashlib
 
@@ -133,12 +133,12 @@ def spoil(run: Path, names: list[str]) -> None:
 
 def test_what_is_not_finite_is_left_out_and_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [path.name for path in sorted(run.glob("snapshots/*.safetensors"))]
-    spoil(run, names[-2:])
+    poison(run, names[-2:])
     look(run, "--grid", "3")
     assert "left out because not finite: updates 14, 16" in capsys.readouterr().out
     facts = json.loads(Path("out/landscape.json").read_text())
     assert facts["runs"][0]["left_out"] == [14, 16] and len(facts["runs"][0]["path"]) == len(names) - 2
-    spoil(run, names[2:])
+    poison(run, names[2:])
     assert "2 snapshots without a NaN or an infinity" in said(capsys, str(run))
 
 

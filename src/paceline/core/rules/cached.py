@@ -22,7 +22,7 @@ class Cached(StatelessHooks):
     and the optimizer's: g, c_i, total, the mean.
 
     >>> from paceline.core.optimizers import Sgd
-    >>> weights, rule = torch.zeros(1), Cached(Sgd(), places=2)
+    >>> weights, rule = torch.zeros(1), Cached(Sgd(), max_workers=2)
     >>> state = rule.start(weights)
     >>> for worker, gradient in [(0, 2.0), (1, 4.0), (1, 6.0)]:
     ...     rule.apply(weights, state, torch.tensor([gradient]), Arrival(worker, 0, torch.tensor(1.0), 2))
@@ -34,19 +34,19 @@ class Cached(StatelessHooks):
 
     name = "cached"
 
-    def __init__(self, optimizer: Optimizer, places: int) -> None:
-        self.optimizer, self.places = optimizer, places
+    def __init__(self, optimizer: Optimizer, max_workers: int) -> None:
+        self.optimizer, self.max_workers = optimizer, max_workers
         self._mean = torch.empty(0)
 
     def start(self, weights: Tensor) -> State:
         self._mean = torch.empty_like(weights)
-        rows = {"cache": table(weights, self.places), "total": torch.zeros_like(weights)}
+        rows = {"cache": table(weights, self.max_workers), "total": torch.zeros_like(weights)}
         return {**rows, **self.optimizer.start(weights)}
 
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
 
-    def lapse(self, state: State, worker: int) -> None:
+    def expire(self, state: State, worker: int) -> None:
         forget(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:

@@ -16,25 +16,25 @@ class Dana(MomentumRule):
     The sum is kept from update to update. The momentum is the method, a Nesterov step over all workers, so no other
     optimizer fits. Touches 4 tensors: g, v_i, the sum, the weights.
 
-    >>> weights, rule = torch.zeros(1), Dana(0.5, places=2)
+    >>> weights, rule = torch.zeros(1), Dana(0.5, max_workers=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
     >>> for worker in (0, 1, 0):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 0, torch.tensor(1.0), 2))
-    >>> rule.weights_for(weights, state, 0, sent)
+    >>> rule.reply_weights(weights, state, 0, sent)
     >>> weights.item(), sent.item()
     (-3.5, -4.75)
     """
 
     name = "dana"
 
-    def __init__(self, momentum: float | Tensor, places: int, prepared: GradientTransform | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
-        self.places = places
+        self.max_workers = max_workers
 
     def start(self, weights: Tensor) -> State:
         self.move_to(weights)
         return {
-            "velocities": table(weights, self.places),
+            "velocities": table(weights, self.max_workers),
             "total": torch.zeros_like(weights),
             "ahead": weights.new_zeros((*weights.shape[:-1], 1)),
         }
@@ -55,7 +55,7 @@ class Dana(MomentumRule):
         state["ahead"].copy_(arrival.lr * self.momentum)
         weights.addcmul_(velocity, arrival.lr, value=-1.0)
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         torch.addcmul(weights, state["total"], state["ahead"], value=-1.0, out=out)
 
 
@@ -66,7 +66,7 @@ class DanaSlim(MomentumRule):
     a worker has no state that a checkpoint, a replay or a new incarnation would have to carry. No other optimizer
     fits. Touches 3 tensors: g, v_i, the weights.
 
-    >>> weights, rule = torch.zeros(1), DanaSlim(0.5, places=1)
+    >>> weights, rule = torch.zeros(1), DanaSlim(0.5, max_workers=1)
     >>> state = rule.start(weights)
     >>> for _ in range(2):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(1.0), 1))
@@ -77,13 +77,13 @@ class DanaSlim(MomentumRule):
 
     name = "dana-slim"
 
-    def __init__(self, momentum: float | Tensor, places: int, prepared: GradientTransform | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
-        self.places = places
+        self.max_workers = max_workers
 
     def start(self, weights: Tensor) -> State:
         self.move_to(weights)
-        return {"velocities": table(weights, self.places)}
+        return {"velocities": table(weights, self.max_workers)}
 
     def leave(self, state: State, worker: int) -> None:
         read(state["velocities"], worker).zero_()

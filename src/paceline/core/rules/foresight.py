@@ -26,8 +26,7 @@ from paceline.core.rules.worker_rows import (
 )
 from paceline.interfaces import Arrival, State
 
-HORIZON = 1.5
-"""How many intervals to look ahead: a push arrives after one, and then counts for half of one on average."""
+HORIZON = 1.5  # how many intervals to look ahead: a push arrives after one, and then counts for half of one on average
 
 
 class ForesightCached(StatelessHooks):
@@ -43,11 +42,11 @@ class ForesightCached(StatelessHooks):
     The momentum is the method, so no other optimizer fits: Adam's steps have no such sum. A worker without a known
     interval is sent the live weights. Touches 5 tensors: g, c_i, total, v, the weights.
 
-    >>> weights, rule = torch.zeros(1), ForesightCached(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), ForesightCached(0.0, max_workers=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 1, torch.tensor(1.0), 2))
-    >>> rule.weights_for(weights, state, 1, sent)
+    >>> rule.reply_weights(weights, state, 1, sent)
     >>> weights.item(), sent.item()
     (-1.5, -3.0)
     """
@@ -57,12 +56,12 @@ class ForesightCached(StatelessHooks):
     def __init__(
         self,
         momentum: float | Tensor,
-        places: int,
+        max_workers: int,
         prepared: GradientTransform | None = None,
         horizon: float = HORIZON,
         smoothing: float = SMOOTHING,
     ) -> None:
-        self.momentum, self.places = momentum, places
+        self.momentum, self.max_workers = momentum, max_workers
         self.prepared = prepared or GradientTransform()
         self.horizon, self.smoothing = horizon, smoothing
 
@@ -70,9 +69,9 @@ class ForesightCached(StatelessHooks):
         self.prepared.move_to(weights.device)
         if isinstance(self.momentum, Tensor):
             self.momentum = self.momentum.to(weights.device, torch.float64)
-        size = (*weights.shape[:-1], self.places + 3)
+        size = (*weights.shape[:-1], self.max_workers + 3)
         return {
-            "cache": table(weights, self.places),
+            "cache": table(weights, self.max_workers),
             "total": torch.zeros_like(weights),
             "velocity": torch.zeros_like(weights),
             "numbers": torch.zeros(size, dtype=torch.float64, device=weights.device),
@@ -82,7 +81,7 @@ class ForesightCached(StatelessHooks):
         forget(state, worker)
         state["numbers"][worker] = 0.0
 
-    def lapse(self, state: State, worker: int) -> None:
+    def expire(self, state: State, worker: int) -> None:
         forget(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
@@ -102,18 +101,18 @@ class ForesightCached(StatelessHooks):
 
         `numbers` holds the interval of every worker, then decay, step and share, for the next reply.
         """
-        worker, places = arrival.worker, self.places
+        worker, max_workers = arrival.worker, self.max_workers
         if isinstance(worker, Tensor):
-            intervals, mine = numbers[:, :places], worker[:, None]
+            intervals, mine = numbers[:, :max_workers], worker[:, None]
             interval = self._next(intervals.gather(1, mine), arrival)
             intervals.scatter_(1, mine, torch.as_tensor(interval))
             found = (interval, *self._pace(intervals.amax(-1, keepdim=True), arrival))
-            keep_all(numbers[:, places:], found[1:])
+            keep_all(numbers[:, max_workers:], found[1:])
             return found
         assert worker is not None, "a rule that knows its workers was handed the mean of several"
         row = numbers.tolist()
         row[worker] = interval = self._next(row[worker], arrival)
-        row[places:] = pace = self._pace(max(row[:places]), arrival)
+        row[max_workers:] = pace = self._pace(max(row[:max_workers]), arrival)
         keep_all(numbers, row)
         return interval, *pace
 
@@ -127,14 +126,14 @@ class ForesightCached(StatelessHooks):
         decay: Scalar = self.momentum ** (1.0 / longest)
         return decay, load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum), 1.0 / arrival.num_live
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        numbers, places = state["numbers"], self.places
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        numbers, max_workers = state["numbers"], self.max_workers
         if isinstance(worker, Tensor):
-            interval: Scalar = numbers[:, :places].gather(1, worker[:, None])
-            decay, step, share = load_all(numbers[:, places:])
+            interval: Scalar = numbers[:, :max_workers].gather(1, worker[:, None])
+            decay, step, share = load_all(numbers[:, max_workers:])
         else:
             row = numbers.tolist()
-            interval, (decay, step, share) = row[worker], row[places:]
+            interval, (decay, step, share) = row[worker], row[max_workers:]
         ahead = self.horizon * at_least(interval - 1.0, 0.0)
         kept = 1.0 - decay
         of_velocity = decay * (1.0 - decay**ahead) / kept
@@ -154,11 +153,11 @@ class Foresight(ForesightCached):
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
-    >>> weights, rule = torch.zeros(1), Foresight(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), Foresight(0.0, max_workers=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 1, torch.tensor(1.0), 2))
-    >>> rule.weights_for(weights, state, 1, sent)
+    >>> rule.reply_weights(weights, state, 1, sent)
     >>> weights.item(), sent.item()
     (-2.0, -3.5)
     """
@@ -177,7 +176,7 @@ class ForesightFair(Foresight):
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
-    >>> weights, rule = torch.zeros(1), ForesightFair(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), ForesightFair(0.0, max_workers=2)
     >>> state = rule.start(weights)
     >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 5, torch.tensor(1.0), 2))
     >>> round(weights.item(), 6)

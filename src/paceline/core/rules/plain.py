@@ -17,10 +17,10 @@ class StatelessHooks:
     def leave(self, state: State, worker: int) -> None:
         pass
 
-    def lapse(self, state: State, worker: int) -> None:
+    def expire(self, state: State, worker: int) -> None:
         pass
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         out.copy_(weights)
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
@@ -61,7 +61,7 @@ class ReplyBeforeApply(Plain):
     >>> weights, rule, sent = torch.ones(1), ReplyBeforeApply(Sgd()), torch.zeros(1)
     >>> state = rule.start(weights)
     >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(0.5), 1))
-    >>> rule.weights_for(weights, state, 0, sent)
+    >>> rule.reply_weights(weights, state, 0, sent)
     >>> weights.item(), sent.item()
     (0.5, 1.0)
     """
@@ -75,5 +75,5 @@ class ReplyBeforeApply(Plain):
         state["before"].copy_(weights)
         super().apply(weights, state, update, arrival)
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         out.copy_(state["before"])

@@ -26,7 +26,7 @@ class Ringleader(MomentumRule):
     until the round ends. The paper has no momentum (gamma = 0). Plain momentum fits, other optimizers do not, for the
     same reason as in `buffered`. Touches 6 tensors: g, G_i, this and the next round's sum, v, the weights.
 
-    >>> weights, rule = torch.zeros(1), Ringleader(0.0, places=2)
+    >>> weights, rule = torch.zeros(1), Ringleader(0.0, max_workers=2)
     >>> state = rule.start(weights)
     >>> for worker, gradient in [(0, 1.0), (0, 3.0), (1, 4.0), (0, 5.0)]:
     ...     rule.apply(weights, state, torch.tensor([gradient]), Arrival(worker, 0, torch.tensor(1.0), 2))
@@ -39,17 +39,17 @@ class Ringleader(MomentumRule):
 
     name = "ringleader"
 
-    def __init__(self, momentum: float | Tensor, places: int, prepared: GradientTransform | None = None) -> None:
+    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
         super().__init__(momentum, prepared)
-        self.places = places
+        self.max_workers = max_workers
 
     def start(self, weights: Tensor) -> State:
         self.move_to(weights)
         number = weights.new_zeros((*weights.shape[:-1], 1))
         return {
-            "means": table(weights, self.places),
-            "pushes": table(number, self.places),
-            "stepped": table(number, self.places),
+            "means": table(weights, self.max_workers),
+            "pushes": table(number, self.max_workers),
+            "stepped": table(number, self.max_workers),
             "total": torch.zeros_like(weights),
             "next_total": torch.zeros_like(weights),
             "parts": number,

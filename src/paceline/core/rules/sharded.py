@@ -49,11 +49,11 @@ class ShardedRule(RuleWrapper):
     def leave(self, state: State, worker: int) -> None:
         self.part.leave(self.of_span(state), worker)
 
-    def lapse(self, state: State, worker: int) -> None:
-        self.part.lapse(self.of_span(state), worker)
+    def expire(self, state: State, worker: int) -> None:
+        self.part.expire(self.of_span(state), worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.part.apply(weights[self.span], self.of_span(state), update, arrival)
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        self.part.weights_for(weights[self.span], self.of_span(state), worker, out[self.span])
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        self.part.reply_weights(weights[self.span], self.of_span(state), worker, out[self.span])

@@ -39,8 +39,7 @@ class Damped(StatelessHooks):
         self.optimizer.step(weights, state, update, lr)
 
 
-REMEMBERED = 1000.0
-"""The running mean of step sizes spans about this many steps."""
+REMEMBERED = 1000.0  # the running mean of step sizes spans about this many steps
 TINY = 1e-30
 
 
@@ -53,7 +52,7 @@ class Gap(RemembersSent):
     the weights, the scaled push, the step.
 
     >>> from paceline.core.optimizers import Sgd
-    >>> weights, rule = torch.zeros(1), Gap(Sgd(), places=2)
+    >>> weights, rule = torch.zeros(1), Gap(Sgd(), max_workers=2)
     >>> state = rule.start(weights)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, worker, torch.tensor(1.0), 2))
@@ -64,8 +63,8 @@ class Gap(RemembersSent):
 
     name = "gap"
 
-    def __init__(self, optimizer: Optimizer, places: int) -> None:
-        super().__init__(places)
+    def __init__(self, optimizer: Optimizer, max_workers: int) -> None:
+        super().__init__(max_workers)
         self.optimizer = optimizer
         self._scaled = self._step = self._one = torch.empty(0)
 
@@ -101,7 +100,7 @@ class Compensated(RemembersSent):
     the paper's. Any optimizer fits. Touches 6 tensors and the optimizer's: g, s, sent_i, the weights, two for the sum.
 
     >>> from paceline.core.optimizers import Sgd
-    >>> weights, rule = torch.zeros(1), Compensated(Sgd(), places=2)
+    >>> weights, rule = torch.zeros(1), Compensated(Sgd(), max_workers=2)
     >>> state = rule.start(weights)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, worker, torch.tensor(0.1), 2))
@@ -112,8 +111,8 @@ class Compensated(RemembersSent):
 
     name = "compensated"
 
-    def __init__(self, optimizer: Optimizer, places: int) -> None:
-        super().__init__(places)
+    def __init__(self, optimizer: Optimizer, max_workers: int) -> None:
+        super().__init__(max_workers)
         self.optimizer = optimizer
         self._drift = self._sum = torch.empty(0)
 

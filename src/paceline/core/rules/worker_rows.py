@@ -16,16 +16,16 @@ from paceline.core.rules.plain import StatelessHooks
 from paceline.interfaces import Arrival, State
 
 
-def table(weights: Tensor, places: int) -> Tensor:
-    """A row of zeros like `weights` for each of `places` workers."""
-    return weights.new_zeros((*weights.shape[:-1], places, weights.shape[-1]))
+def table(weights: Tensor, max_workers: int) -> Tensor:
+    """A row of zeros like `weights` for each of `max_workers` workers."""
+    return weights.new_zeros((*weights.shape[:-1], max_workers, weights.shape[-1]))
 
 
 def place_in(rows: Tensor, worker: int | Tensor) -> int | Tensor:
     """The index of a worker's row in every table of this shape: its number, or over many runs one index per run."""
     if isinstance(worker, Tensor):
-        runs, places = rows.shape[:2]
-        return worker + arange(0, runs * places, places, device=rows.device)
+        runs, max_workers = rows.shape[:2]
+        return worker + arange(0, runs * max_workers, max_workers, device=rows.device)
     return worker
 
 
@@ -75,17 +75,17 @@ class MomentumRule(StatelessHooks):
 class RemembersSent(StatelessHooks):
     """Base class for rules that remember the weights that each worker was sent; costs one more copy per reply."""
 
-    def __init__(self, places: int) -> None:
-        self.places = places
+    def __init__(self, max_workers: int) -> None:
+        self.max_workers = max_workers
 
     def start_sent(self, weights: Tensor) -> State:
         """The state at the start: every worker has the initial weights."""
-        return {"sent": weights.unsqueeze(-2).repeat_interleave(self.places, -2)}
+        return {"sent": weights.unsqueeze(-2).repeat_interleave(self.max_workers, -2)}
 
     def leave(self, state: State, worker: int) -> None:
         read(state["sent"], worker).zero_()
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         write(state["sent"], place_in(state["sent"], worker), weights)
         out.copy_(weights)
 

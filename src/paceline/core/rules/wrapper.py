@@ -10,8 +10,7 @@ from paceline.interfaces import Rule, State
 class RuleWrapper:
     """Forwards to the wrapped rule."""
 
-    suffix = ""
-    """Added to the name of the wrapped rule."""
+    suffix = ""  # added to the name of the wrapped rule
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -26,11 +25,11 @@ class RuleWrapper:
     def leave(self, state: State, worker: int) -> None:
         self.rule.leave(state, worker)
 
-    def lapse(self, state: State, worker: int) -> None:
-        self.rule.lapse(state, worker)
+    def expire(self, state: State, worker: int) -> None:
+        self.rule.expire(state, worker)
 
-    def weights_for(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        self.rule.weights_for(weights, state, worker, out)
+    def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
+        self.rule.reply_weights(weights, state, worker, out)
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
         return self.rule.evaluated(weights, state)

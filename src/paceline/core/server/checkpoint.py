@@ -14,7 +14,7 @@ from paceline.core.server.server import Server
 
 def server_facts(server: Server) -> dict[str, Any]:
     """Collect what a checkpoint needs besides tensors; only between updates, when no push is held."""
-    assert server.can_be_cut, "a checkpoint is taken between updates, when no push is held"
+    assert server.can_checkpoint, "a checkpoint is taken between updates, when no push is held"
     roster = server.roster
     return {
         "rule": server.rule.name,
@@ -28,14 +28,14 @@ def server_facts(server: Server) -> dict[str, Any]:
         "bytes_pushed": server.bytes_pushed,
         "bytes_pulled": server.bytes_pulled,
         "codecs": server.codecs.names,
-        "over": server.over,
+        "finished": server.finished,
         "staleness": sorted(server.staleness.items()),
         "members": {str(worker): asdict(member) for worker, member in roster.members.items()},
         "awaited": sorted(roster.pending),
         "policy": server.policy.facts(),
         "steps": sorted(roster.steps.items()),
         **({"lr_factor": server.lr_factor} if server.lr_factor != 1.0 else {}),
-        **({"deals": roster.deals.facts()} if roster.deals is not None else {}),
+        **({"deals": roster.assignments.facts()} if roster.assignments is not None else {}),
     }
 
 
@@ -45,7 +45,7 @@ def restore_server(server: Server, facts: dict[str, Any], weights: Tensor, rule_
     for name, tensor in server.rule_state.items():
         tensor.copy_(rule_state[name])
     server.version, server.samples = facts["version"], facts["samples"]
-    server.dropped, server.late, server.over = facts["dropped"], facts["late"], facts["over"]
+    server.dropped, server.late, server.finished = facts["dropped"], facts["late"], facts["finished"]
     server.lost, server.pushes, server.replies = facts.get("lost", 0), facts["pushes"], facts["replies"]
     server.bytes_pushed = facts.get("bytes_pushed", server.pushes * server.nbytes)
     server.bytes_pulled = facts.get("bytes_pulled", server.replies * server.nbytes)
@@ -57,6 +57,6 @@ def restore_server(server: Server, facts: dict[str, Any], weights: Tensor, rule_
     )
     roster.steps.clear()
     roster.steps.update(facts.get("steps", ()))
-    if roster.deals is not None:
-        roster.deals.restore(facts["deals"])
+    if roster.assignments is not None:
+        roster.assignments.restore(facts["deals"])
     server.policy.restore(facts["policy"])

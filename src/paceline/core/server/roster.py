@@ -12,29 +12,25 @@ from paceline.core.messages import Join
 class Roster:
     """Every worker that joined, the start barrier, and what a reply asks of its worker.
 
-    `Server` decides when a worker is replied to. With `places`, workers up to
-    that number may join and leave at any time, and the data is assigned again when they do.
+    `Server` decides when a worker is replied to. With `max_workers`, workers up
+    to that number may join and leave at any time, and the data is assigned again when they do.
     """
 
-    def __init__(self, num_workers: int, places: int | None = None) -> None:
+    def __init__(self, num_workers: int, max_workers: int | None = None) -> None:
         self.num_workers = num_workers
-        self.places = places or num_workers
-        self.deals = DataAssignments(num_workers) if places is not None else None
+        self.max_workers = max_workers or num_workers
+        self.assignments = DataAssignments(num_workers) if max_workers is not None else None
         self.members: dict[int, Member] = {}
-        self.pending = set(range(num_workers))
-        """Workers that the start barrier still waits for."""
-        self.order: list[int] = []
-        """The numbers of all members, sorted."""
-        self.steps: dict[int, int] = {}
-        """Local steps of the workers that make fewer than the others."""
-        self.at_work: set[int] = set()
-        """Workers that are connected and have work left."""
+        self.pending = set(range(num_workers))  # workers that the start barrier still waits for
+        self.order: list[int] = []  # the numbers of all members, sorted
+        self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
+        self.at_work: set[int] = set()  # workers that are connected and have work left
         self._is_dealt = True
 
     def changed(self, worker: int) -> None:
         """Note that a worker came, left, or got to the end of its work: the next reply assigns the data again."""
         member = self.members[worker]
-        (self.at_work.add if member.live and not member.done else self.at_work.discard)(worker)
+        (self.at_work.add if member.live and not member.inactive else self.at_work.discard)(worker)
         self._is_dealt = False
 
     def admit(self, join: Join) -> Member | None:
@@ -42,14 +38,14 @@ class Roster:
         before = self.members.get(join.worker)
         if before is not None and (before.live or join.incarnation <= before.incarnation):
             return None
-        if join.worker >= self.places:
+        if join.worker >= self.max_workers:
             return None
         member = Member(join.incarnation, join.quota, threads=join.threads)
         if before is None:
             insort(self.order, join.worker)
         else:
             member.accepted, member.pushes = before.accepted, before.pushes
-            member.dismissed = before.draining and not before.dismissed  # it was lost before it heard of its drain
+            member.released = before.draining and not before.released  # it was lost before it heard of its drain
         self.members[join.worker] = member
         self.pending.discard(join.worker)
         self.changed(join.worker)
@@ -58,23 +54,25 @@ class Roster:
     def expect_again(self) -> None:
         """Set the start barrier for every worker of the start that has work left."""
         known = self.members
-        self.pending = {w for w in range(self.num_workers) if w not in known or not known[w].done}
+        self.pending = {w for w in range(self.num_workers) if w not in known or not known[w].inactive}
 
     @property
-    def all_spent(self) -> bool:
+    def all_quotas_reached(self) -> bool:
         """Whether every worker that the run started with has reached its quota."""
-        return all(worker in self.members and self.members[worker].spent for worker in range(self.num_workers))
+        return all(worker in self.members and self.members[worker].quota_reached for worker in range(self.num_workers))
 
     def waiting(self) -> list[int]:
         """Workers that wait for a reply, in worker order."""
         return [worker for worker in self.order if self.members[worker].live and self.members[worker].waiting]
 
-    def assign_data(self, worker: int, deals: DataAssignments) -> None:
+    def assign_data(self, worker: int, assignments: DataAssignments) -> None:
         """Give a worker the newest assignment of the data; the first reply after a change of membership makes it."""
         if not self._is_dealt:
-            deals.look(tuple(w for w in self.order if (m := self.members[w]).live and not (m.done or m.draining)))
+            assignments.look(
+                tuple(w for w in self.order if (m := self.members[w]).live and not (m.inactive or m.draining))
+            )
             self._is_dealt = True
-        deals.tell(worker, self.members[worker].accepted)
+        assignments.tell(worker, self.members[worker].accepted)
 
     def set_local_steps(self, worker: int, steps: int, lr: float) -> None:
         """Set what the next reply asks for: `steps` local steps, or fewer if the worker is slow or near its quota."""

@@ -48,9 +48,9 @@ class Server:
     ) -> None:
         self.policy, self.training, self.roster = policy, training, roster
         self.budget, self.inside = training.budget, training.inner
-        self.num_workers, self.places = roster.num_workers, roster.places
-        self.members, self.deals, self.steps = roster.members, roster.deals, roster.steps
-        self.updater = Updater(weights, rule, exchange or Exchange(), roster.places)
+        self.num_workers, self.max_workers = roster.num_workers, roster.max_workers
+        self.members, self.assignments, self.steps = roster.members, roster.assignments, roster.steps
+        self.updater = Updater(weights, rule, exchange or Exchange(), roster.max_workers)
         self.weights, self.rule_state = self.updater.weights, self.updater.rule_state
         self.codecs, self.nbytes, self.differences = self.updater.codecs, self.updater.nbytes, self.updater.differences
         self.lr_factor = 1.0  # multiplies the learning rate of the schedule
@@ -60,12 +60,10 @@ class Server:
         self.dropped = self.late = self.lost = 0
         """Pushes that were never applied; lost ones were taken before a crash and not computed again."""
         self.staleness: Counter[int] = Counter()
-        self.over = False
+        self.finished = False
         self.divergence: Divergence | None = None
-        self.held: dict[int, Push] = {}
-        """By worker, taken pushes that wait for their round to close."""
-        self.on_update: Callable[[AppliedUpdate], None] | None = None
-        """Called after every update."""
+        self.held: dict[int, Push] = {}  # by worker, taken pushes that wait for their round to close
+        self.on_update: Callable[[AppliedUpdate], None] | None = None  # called after every update
 
     @property
     def rule(self) -> Rule:
@@ -82,12 +80,12 @@ class Server:
         return not self.roster.pending
 
     @property
-    def awaited(self) -> list[int]:
+    def pending_workers(self) -> list[int]:
         """Workers that the start barrier still waits for."""
         return sorted(self.roster.pending)
 
     @property
-    def can_be_cut(self) -> bool:
+    def can_checkpoint(self) -> bool:
         """Whether a checkpoint can be taken now: no push is held that it would lose."""
         return not self.held
 
@@ -108,9 +106,9 @@ class Server:
 
     def last_answer(self, worker: int) -> Reply:
         """Build the newest reply to a worker again."""
-        return self._reply(worker, self.over or self.members[worker].done, again=True)
+        return self._reply(worker, self.finished or self.members[worker].inactive, again=True)
 
-    def hand_out(self, reply: Reply, memory: WorkerBuffers) -> None:
+    def send_weights(self, reply: Reply, memory: WorkerBuffers) -> None:
         """Write what a reply promises into its worker's memory; once per reply.
 
         The first reply holds all weights. With a pull codec, each later one holds how the worker's weights change.
@@ -121,7 +119,7 @@ class Server:
         else:
             memory.nbytes = updater.nbytes
             if self.weights.numel():
-                updater.rule.weights_for(self.weights, self.rule_state, reply.worker, memory.weights)
+                updater.rule.reply_weights(self.weights, self.rule_state, reply.worker, memory.weights)
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights)
         self.bytes_pulled += memory.nbytes
@@ -157,16 +155,16 @@ class Server:
         if member.waiting or push.reply != member.serial:
             return Outcome(Disposition.REJECTED)  # one reply allows one push
         nbytes = updater.push_nbytes if updater.decoder is None else updater.nbytes_of(push)
-        if updater.decoder is not None and not self.over:
+        if updater.decoder is not None and not self.finished:
             push = push._replace(update=updater.decoder.decode(push.update))  # it may raise: change nothing before
         self.pushes, self.bytes_pushed = self.pushes + 1, self.bytes_pushed + nbytes
-        member.heard(self.version)
+        member.record_push(self.version)
         member.seq, member.waiting, member.pushes = push.seq, True, member.pushes + 1
         if push.state.numel():
             self.worker_states[worker] = push.state.clone()
-        if self.over:
+        if self.finished:
             self.late += 1
-            return Outcome(Disposition.LATE, (self._reply(worker, over=True),))
+            return Outcome(Disposition.LATE, (self._reply(worker, finished=True),))
         decision = self.policy.push(worker, self.version - member.version)
         self.held[worker] = push
         if decision.dropped:
@@ -181,10 +179,12 @@ class Server:
         member = self.roster.admit(join)
         if member is None:
             return Outcome(Disposition.REJECTED)
-        if not member.done:
+        if not member.inactive:
             self.rule.join(self.rule_state, join.worker)
-        if self.over or member.done:
-            return Outcome(Disposition.TAKEN, (self._reply(join.worker, over=True), *self._open_barrier(was_started)))
+        if self.finished or member.inactive:
+            return Outcome(
+                Disposition.TAKEN, (self._reply(join.worker, finished=True), *self._open_barrier(was_started))
+            )
         decision = self.policy.join(join.worker)
         return Outcome(Disposition.TAKEN, self._carry_out(decision) if was_started else self._open_barrier(was_started))
 
@@ -201,11 +201,11 @@ class Server:
         self.roster.pending.discard(worker)
         if member is None or not member.live:
             return Outcome(Disposition.TAKEN, self._open_barrier(was_started))
-        had_work = not member.done
+        had_work = not member.inactive
         self._disconnect(worker)
         if worker in self.held:
             self._drop([worker])
-        if not had_work or self.over:
+        if not had_work or self.finished:
             return Outcome(Disposition.TAKEN)
         replies = self._carry_out(self.policy.leave(worker))
         return Outcome(Disposition.TAKEN, (*replies, *self._open_barrier(was_started)))
@@ -213,7 +213,7 @@ class Server:
     def _disconnect(self, worker: int) -> None:
         """Mark a worker as gone: the rule and the reply encoder forget it."""
         member = self.members[worker]
-        if member.live and not member.done:
+        if member.live and not member.inactive:
             self.rule.leave(self.rule_state, worker)
         member.live = member.waiting = False
         self.roster.changed(worker)
@@ -223,7 +223,7 @@ class Server:
     def _drain(self, worker: int) -> Outcome:
         """Let `worker` finish: its next reply says that it is over, at once if it has nothing left to push."""
         member = self.members.get(worker)
-        if self.over or member is None or not member.live or member.done or member.draining:
+        if self.finished or member is None or not member.live or member.inactive or member.draining:
             return Outcome(Disposition.REJECTED)
         member.draining = True
         self.roster.changed(worker)
@@ -239,7 +239,7 @@ class Server:
         self._drop(self.held)
         self.policy.clear()
         self.roster.expect_again()
-        self.over = self.budget.spent(self.samples, self.version) or self.roster.all_spent
+        self.finished = self.budget.exhausted(self.samples, self.version) or self.roster.all_quotas_reached
 
     def _drop(self, workers: Iterable[int]) -> None:
         """Drop held pushes of `workers`: they are never applied, and no reply says that they count."""
@@ -249,7 +249,7 @@ class Server:
 
     def _carry_out(self, decision: Decision) -> tuple[Reply, ...]:
         """Make the update, reply to the workers that are released, then dismiss those that have finished their work."""
-        if decision.apply and (not self._apply(decision.apply) or self.budget.spent(self.samples, self.version)):
+        if decision.apply and (not self._apply(decision.apply) or self.budget.exhausted(self.samples, self.version)):
             return self._finish()
         members = self.members
         answered = dict.fromkeys((*decision.apply, *decision.release))
@@ -259,15 +259,15 @@ class Server:
             if (m := members[worker]).draining or (m.quota is not None and m.accepted >= m.quota)
         ]
         for worker in finished:
-            members[worker].dismissed = members[worker].draining
+            members[worker].released = members[worker].draining
             self.roster.changed(worker)
         replies = [self._reply(worker) for worker in decision.release if worker not in finished]
         for worker in finished:
-            replies.append(self._reply(worker, over=True))
+            replies.append(self._reply(worker, finished=True))
             self.rule.leave(self.rule_state, worker)
             replies.extend(self._carry_out(self.policy.leave(worker)))
-        if any(members[worker].spent for worker in finished) and not self.num_live and self.started:
-            self.over = True
+        if any(members[worker].quota_reached for worker in finished) and not self.num_live and self.started:
+            self.finished = True
         return tuple(replies)
 
     def _apply(self, workers: tuple[int, ...]) -> bool:
@@ -289,30 +289,30 @@ class Server:
             checked = self.roster.order[self.version % len(self.members)]
             member = self.members[checked]
             if not member.waiting and member.fell_silent(self.version, num_live):
-                self.rule.lapse(self.rule_state, checked)
+                self.rule.expire(self.rule_state, checked)
         if self.on_update is not None:
             self.on_update(AppliedUpdate(pushes, staleness, lr, num_live))
         return True
 
     def _finish(self) -> tuple[Reply, ...]:
         """End training: drop held pushes and tell every waiting worker that it is over."""
-        self.over = True
+        self.finished = True
         self._drop(self.held)
-        return tuple(self._reply(worker, over=True) for worker in self.roster.waiting())
+        return tuple(self._reply(worker, finished=True) for worker in self.roster.waiting())
 
-    def _reply(self, worker: int, over: bool = False, again: bool = False) -> Reply:
+    def _reply(self, worker: int, finished: bool = False, again: bool = False) -> Reply:
         """Send a worker on, with the newest weights and its next batch; or tell it that it is over.
 
         With `again`, build its newest reply once more.
         """
-        member, deals = self.members[worker], self.deals
+        member, assignments = self.members[worker], self.assignments
         if not again:
             member.waiting, member.serial, member.version = False, member.serial + 1, self.version
             self.replies += 1
-            if deals is not None and not over:
-                self.roster.assign_data(worker, deals)
+            if assignments is not None and not finished:
+                self.roster.assign_data(worker, assignments)
             if self.inside is not None:
                 self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
-        deal, before = deals.told(worker) if deals is not None else (None, 0)
+        assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
-        return Reply(*named, member.accepted - before, over, member.steps, member.lr, deal)
+        return Reply(*named, member.accepted - before, finished, member.steps, member.lr, assignment)

@@ -15,8 +15,7 @@ from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
 from paceline.interfaces import Arrival, Codec, Rule
 
-Mean: TypeAlias = Callable[[list[Push], int], Tensor]
-"""Averages the pushes of a round over that many samples."""
+Mean: TypeAlias = Callable[[list[Push], int], Tensor]  # averages the pushes of a round over that many samples
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Exchange:
     codecs: Codecs = DENSE
     nbytes: int | None = None
     """Bytes of all weights; None: of the weights that the server has. A timing-only server has none."""
-    mean: Mean | None = None
-    """Returns the mean of a round that a ring all-reduce has already computed."""
+    mean: Mean | None = None  # returns the mean of a round that a ring all-reduce has already computed
     decoder: PushDecoder | None = None
     """Takes the place of the push codec's decoder, if a shard decodes its part of a push on arrival."""
 
@@ -56,7 +54,7 @@ class Updater:
     Weights without elements make a timing-only server: updates are counted and nothing is computed.
     """
 
-    def __init__(self, weights: Tensor, rule: Rule, exchange: Exchange, places: int) -> None:
+    def __init__(self, weights: Tensor, rule: Rule, exchange: Exchange, max_workers: int) -> None:
         self.weights, self.rule, self.rule_state = weights, rule, rule.start(weights)
         self.codecs = exchange.codecs
         self.nbytes = exchange.nbytes if exchange.nbytes is not None else weights.nbytes
@@ -72,7 +70,7 @@ class Updater:
         )
         """Encodes replies as differences; None: replies are weights, or the server is timing-only."""
         self._lr, self._lr_value = torch.zeros((), device=weights.device), 0.0
-        self._mean = torch.empty_like(weights) if places > 1 and exchange.mean is None else weights
+        self._mean = torch.empty_like(weights) if max_workers > 1 and exchange.mean is None else weights
         self._mean_of = exchange.mean or self._weighted_mean
 
     def restrict_to(self, rule: Rule, span: slice, decoder: PushDecoder | None, pull: Codec | None) -> None:
@@ -81,7 +79,7 @@ class Updater:
         self._mean = torch.empty_like(self.weights[span])
         if self.differences is not None:
             assert pull is not None and self.codecs.pull is not None and not self.differences.held
-            self.differences.keep_to(pull, span)
+            self.differences.restrict_to(pull, span)
             self.encoded_nbytes = self.codecs.pull.capacity  # other servers write the rest
 
     def nbytes_of(self, push: Push) -> int:
@@ -130,15 +128,15 @@ class Updater:
             for push in pushes:
                 self.decoder.free(push.update)
 
-    def weights_for(self, worker: int, out: Tensor) -> None:
+    def reply_weights(self, worker: int, out: Tensor) -> None:
         """Write the weights that `worker` computes on next."""
         if self.weights.numel():
-            self.rule.weights_for(self.weights, self.rule_state, worker, out)
+            self.rule.reply_weights(self.weights, self.rule_state, worker, out)
 
     def write_difference(self, worker: int, memory: WorkerBuffers) -> int:
         """Encode how the worker's weights change since its last reply; return the bytes to count."""
         written = 0
         if self.differences is not None:
-            written = self.differences.encode(worker, lambda out: self.weights_for(worker, out), memory.pulled)
+            written = self.differences.encode(worker, lambda out: self.reply_weights(worker, out), memory.pulled)
             memory.num_pulled = written
         return written if self.encoded_nbytes is None else self.encoded_nbytes

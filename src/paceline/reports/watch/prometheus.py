@@ -11,8 +11,7 @@ from paceline.analysis.status import ENDED, PARTS, UNDER_WAY, RunStatus
 from paceline.analysis.stragglers import stragglers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_WORKERS = 64
-"""Largest run with samples per worker; a larger one has only counts and stragglers."""
+MAX_WORKERS = 64  # largest run with samples per worker; a larger one has only counts and stragglers
 STATES = (*UNDER_WAY, *ENDED, "killed", "unreachable")
 
 Labels = dict[str, str]

@@ -26,16 +26,13 @@ from paceline.reports.html import LiveFeed, render
 from paceline.reports.watch.prometheus import CONTENT_TYPE, exposition
 from paceline.reports.watch.sources import RunFollower
 
-PORT = 7223
-"""Default port: the letters PACE on a telephone."""
+PORT = 7223  # default port: the letters PACE on a telephone
 PORTS_TRIED = 100
 KEEP_ALIVE_SECONDS = 10.0
 RETRY_MILLISECONDS = 1000
-STALLED_SECONDS = 10.0
-"""A browser that reads nothing for this long is disconnected; it reconnects by itself."""
+STALLED_SECONDS = 10.0  # A browser that reads nothing for this long is disconnected; it reconnects by itself
 MAX_CONNECTIONS = 100
-WRONG_TOKEN_SECONDS = 0.5
-"""Delay of the answer to a wrong token."""
+WRONG_TOKEN_SECONDS = 0.5  # delay of the answer to a wrong token
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "

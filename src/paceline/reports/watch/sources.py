@@ -29,10 +29,8 @@ TARGET_CPU_SHARE, MAX_CPU_SHARE = 0.005, 0.05
 SCAN_SECONDS = 10.0
 """Interval of searches for new runs while the folder's date is unchanged; after a change, every poll."""
 SETTLING_SECONDS = 3.0
-IDLE_SECONDS = 2.0
-"""Interval of polls of a run that has ended: it may be resumed."""
-MAX_RUNS = 30
-"""Runs of a folder that are followed, the newest."""
+IDLE_SECONDS = 2.0  # interval of polls of a run that has ended: it may be resumed
+MAX_RUNS = 30  # runs of a folder that are followed, the newest
 FOLDER_REMOVED = "the run folder was removed: these are the last data read"
 
 
@@ -40,8 +38,7 @@ class RunSource(Protocol):
     """Runs to watch: a run folder, a folder of runs, or a server on another machine."""
 
     title: str
-    one: bool
-    """Whether it is a single run."""
+    one: bool  # whether it is a single run
 
     def poll(self) -> dict[str, dict[str, Any] | None]:
         """Return the report data that changed since the last poll, by run; None for a run no longer followed."""
@@ -254,8 +251,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-RETRY_SECONDS = 3.0
-"""Interval of attempts to reach a server that no longer answers."""
+RETRY_SECONDS = 3.0  # interval of attempts to reach a server that no longer answers
 
 
 UNREACHABLE = "unreachable"

@@ -16,8 +16,7 @@ from paceline.reports.watch.sources import RunSource, pause_after
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"
 MAX_EVENTS = 5
-MAX_LOSSES = 400
-"""Losses kept per run; at this number, every second one is dropped."""
+MAX_LOSSES = 400  # losses kept per run; at this number, every second one is dropped
 MIN_WIDTH = 20
 COLORS = {"running": "green", "evaluating": "green", "diverged": "red", "killed": "red", "stopped": "yellow"}
 

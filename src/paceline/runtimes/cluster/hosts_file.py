@@ -14,8 +14,7 @@ from typing import Any
 
 from paceline.errors import UserError, unknown_name
 
-LOCAL = "localhost"
-"""The one name that is reached without ssh."""
+LOCAL = "localhost"  # the one name that is reached without ssh
 CONNECT_SECONDS = 10
 SHAPE = "[user@]host [workers=N] [threads=N] [python=PATH] [dir=DIR] [data-dir=DIR] [port=N]"
 
@@ -24,8 +23,7 @@ SHAPE = "[user@]host [workers=N] [threads=N] [python=PATH] [dir=DIR] [data-dir=D
 class HostLine:
     """One line of the file: where workers run, how many, and what they find there."""
 
-    target: str
-    """As ssh takes it: `host` or `user@host`."""
+    target: str  # as ssh takes it: `host` or `user@host`
     workers: int = 1
     threads: int | None = None
     python: str = sys.executable

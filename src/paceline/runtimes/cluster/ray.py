@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig, from_dict, to_dict
-from paceline.data.datasets import settle_data
+from paceline.data.datasets import resolve_dataset
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
@@ -36,7 +36,7 @@ MAX_RESTARTS = 10
 PLACING_SECONDS = 60.0
 START_SECONDS = 300.0
 LOOK_SECONDS = 0.25
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 
 
 class RelayConsole(Console):
@@ -44,7 +44,7 @@ class RelayConsole(Console):
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
-        self.rows: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
+        self.rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
 
     def report(self, row: dict[str, Any]) -> None:
         """One row from the run."""
@@ -135,7 +135,7 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tupl
     config = resolve(replace(config, threads=config.threads or 1))
     require_star(config)
     refuse_restarts(config)
-    settle_data(config)  # data that is not here is known before anything is started
+    resolve_dataset(config)  # data that is not here is known before anything is started
     ray = require_ray()
     if asked is None:
         console.note("each worker is given 1 CPU: --threads N for more")
@@ -145,9 +145,9 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tupl
     if folder.path.exists():
         raise UserError(f"{folder.path} exists already: choose another --name, or remove it")
     with _cluster(ray) as address, _room(ray, config, address) as group:
-        crew = RayActors(ray, config, address, group, console, tls)
-        crew.start()
-        answer = crew.follow()
+        actors = RayActors(ray, config, address, group, console, tls)
+        actors.start()
+        answer = actors.follow()
     if "failed" in answer:
         raise _failure(answer)
     result = folder.result()

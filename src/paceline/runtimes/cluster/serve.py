@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import facts_of, startup_warnings
+from paceline.assembly.preflight import provenance, startup_warnings
 from paceline.config import RunConfig
-from paceline.data.datasets import Dataset, Location, load, locate_data, settle_data
+from paceline.data.datasets import Dataset, Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder, holding, require_survivors, write_atomically
@@ -48,12 +48,9 @@ class ListenOptions:
     tls: bool = False
     certificate: str | None = None
     key: str | None = None
-    servers: int | None = None
-    """How many servers share the weights; None: one, or as many as before."""
-    elsewhere: bool = False
-    """Whether the other servers are started by the user, on other machines."""
-    wait: float | None = None
-    """Seconds that all workers have to join; None: no limit."""
+    servers: int | None = None  # how many servers share the weights; None: one, or as many as before
+    elsewhere: bool = False  # whether the other servers are started by the user, on other machines
+    wait: float | None = None  # seconds that all workers have to join; None: no limit
 
     @property
     def num_servers(self) -> int:
@@ -70,7 +67,7 @@ def serve(
     require_cuttable(config, entrance.num_servers)
     if tell is not None:
         refuse_restarts(config)
-    config, location = settle_data(config)
+    config, location = resolve_dataset(config)
     folder = RunFolder.create(config)
     with holding(folder):
         return folder, _keep_serving(_ServeOrder(config, folder, location, entrance, console, tell, resume=False))
@@ -181,7 +178,7 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     listener = Listener(entrance.listen or LOOPBACK, token, tls)
     dataset = load(location, report=console.report) if location is not None else None
     line = ForegroundChannel(console.report)
-    facts = {**facts_of(config, location), "servers": entrance.num_servers}
+    facts = {**provenance(config, location), "servers": entrance.num_servers}
     with ShardProcesses(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
         peers = retinue.make_peers()
         host = make_host(config, dataset, folder, console.report, peers, facts, resume)
@@ -252,8 +249,8 @@ def join_server(visitor: ConnectOptions, console: Console) -> bool:
     from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
 
     connection = ServerAddress(visitor.connect, token, tls_of(visitor), visitor.patience)
-    own = WorkerOptions(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
-    ended = work(connection, own, _load, console.note)
+    options = WorkerOptions(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
+    ended = work(connection, options, _load, console.note)
     if not ended:
         console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")
     return ended

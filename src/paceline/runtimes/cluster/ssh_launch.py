@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.config import RunConfig
-from paceline.data.datasets import settle_data
+from paceline.data.datasets import resolve_dataset
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
@@ -137,7 +137,7 @@ def _bound(hosts: HostOptions, lines: list[HostLine]) -> socket.socket:
 
 def _wanted(config: RunConfig) -> Requirements:
     """What this machine has, so that hosts can be compared with it."""
-    config, location = settle_data(config)
+    config, location = resolve_dataset(config)
     data = {"name": config.dataset, "sample": location.sample} if location is not None else None
     task = None
     if config.task is not None and ".py:" in config.task:

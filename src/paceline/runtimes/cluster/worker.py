@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.assembly.run import make_join, make_seat, work_of
+from paceline.assembly.run import make_join, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
@@ -48,8 +48,7 @@ class ServerAddress:
     address: str
     token: bytes
     tls: Tls | None
-    patience: float
-    """How many seconds to try while the server cannot be reached."""
+    patience: float  # how many seconds to try while the server cannot be reached
 
     def open(self) -> ShardedClient:
         """Create the client to this server and to the others of the run, which this one names."""
@@ -72,49 +71,49 @@ class WorkerOptions:
     device: str = "cpu"
 
 
-def work(connection: ServerAddress, own: WorkerOptions, load: Load, say: Callable[[str], None]) -> bool:
+def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> bool:
     """Work until training is over. Return False if the server went away before."""
     keep_freed_memory()
-    if ":" in own.device:
-        torch.cuda.set_device(own.device)
-    bench = WorkerContext(own, load, say)
+    if ":" in options.device:
+        torch.cuda.set_device(options.device)
+    context = WorkerContext(options, load, say)
     with contextlib.ExitStack() as stack:
-        lanes = [PipelineSlot(stack, connection, bench, number) for number in range(own.overlap + 1)]
-        if len(lanes) == 1:
-            _go_alone(lanes[0])
+        slots = [PipelineSlot(stack, connection, context, number) for number in range(options.overlap + 1)]
+        if len(slots) == 1:
+            _go_alone(slots[0])
         else:
-            _take_turns(lanes, stack)
-    return all(lane.was_told for lane in lanes)
+            _take_turns(slots, stack)
+    return all(slot.was_told for slot in slots)
 
 
-def _go_alone(lane: PipelineSlot) -> None:
-    errand: Errand | None = lane.greet
+def _go_alone(slot: PipelineSlot) -> None:
+    errand: Errand | None = slot.greet
     while errand is not None:
         errand()
-        errand = lane.advance()
+        errand = slot.advance()
 
 
-def _take_turns(lanes: list[PipelineSlot], stack: contextlib.ExitStack) -> None:
+def _take_turns(slots: list[PipelineSlot], stack: contextlib.ExitStack) -> None:
     """Compute for the worker whose reply came first. Each worker has a thread that makes its blocking calls."""
     turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]] = queue.SimpleQueue()
-    errands = {lane: stack.enter_context(_runner(lane, turns)) for lane in lanes}
-    for lane in lanes:
-        errands[lane].put(lane.greet)
-    left = len(lanes)
+    errands = {slot: stack.enter_context(_runner(slot, turns)) for slot in slots}
+    for slot in slots:
+        errands[slot].put(slot.greet)
+    left = len(slots)
     while left:
-        lane, failure = turns.get()
+        slot, failure = turns.get()
         if failure is not None:
             raise failure
-        errand = lane.advance()
+        errand = slot.advance()
         if errand is not None:
-            errands[lane].put(errand)
+            errands[slot].put(errand)
         else:
             left -= 1
 
 
 @contextlib.contextmanager
 def _runner(
-    lane: PipelineSlot, turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]]
+    slot: PipelineSlot, turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]]
 ) -> Iterator[Errands]:
     """Start a thread that makes one blocking call after another, and queues the worker and any failure after each.
 
@@ -127,9 +126,9 @@ def _runner(
             try:
                 errand()
             except BaseException as failure:
-                turns.put((lane, failure))
+                turns.put((slot, failure))
             else:
-                turns.put((lane, None))
+                turns.put((slot, None))
 
     thread = threading.Thread(target=run, name="paceline-lane", daemon=True)
     thread.start()
@@ -143,25 +142,25 @@ def _runner(
 class WorkerContext:
     """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
-    def __init__(self, own: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
-        self.own, self._load, self._say = own, load, say
+    def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
+        self.options, self._load, self._say = options, load, say
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
     def apply(self, client: ShardedClient, number: int) -> dict[str, Any]:
         """Ask to join, as worker `number` of this process."""
-        wanted = None if self.own.worker is None else self.own.worker + number
-        words = {"worker": wanted, "version": package_version("paceline"), "device": self.own.device}
+        wanted = None if self.options.worker is None else self.options.worker + number
+        words = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
         return client.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
 
     @property
     def _threads(self) -> int:
-        return self.own.threads or cores()
+        return self.options.threads or cores()
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """Return the server's settings with this machine's own in their place, and the data."""
-        own = self.own
-        config = replace(config, data_dir=own.data_dir, threads=self._threads)
-        config = replace(config, device=own.device.partition(":")[0])
+        options = self.options
+        config = replace(config, data_dir=options.data_dir, threads=self._threads)
+        config = replace(config, device=options.device.partition(":")[0])
         if self._loaded is None or self._loaded[0] != config:
             self._loaded = config, self._load(config)
         return self._loaded
@@ -181,26 +180,25 @@ class PipelineSlot:
     """One worker of this process: its transport, its loop, and its next blocking call."""
 
     def __init__(
-        self, stack: contextlib.ExitStack, connection: ServerAddress, bench: WorkerContext, number: int
+        self, stack: contextlib.ExitStack, connection: ServerAddress, context: WorkerContext, number: int
     ) -> None:
-        self._bench = bench
-        self.was_told = False
-        """Whether the server said that training is over."""
+        self._context = context
+        self.was_told = False  # whether the server said that training is over
         self._transport = stack.enter_context(contextlib.closing(connection.open()))
-        self._begin(bench.apply(self._transport, number))
+        self._begin(context.apply(self._transport, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """Start a new incarnation: build everything but the data."""
-        config, dataset = self._bench.prepare(from_dict(welcome["config"]))
+        config, dataset = self._context.prepare(from_dict(welcome["config"]))
         worker = int(welcome["worker"])
         device = prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
-        seat = make_seat(config, task, division, join, pinned_memory if staged else None, staged)
-        self._loop = WorkerLoop(seat, config)
-        self._bench.say(worker, config)
+        instance = make_worker(config, task, division, join, pinned_memory if staged else None, staged)
+        self._loop = WorkerLoop(instance, config)
+        self._context.say(worker, config)
         self._identity = identity_of(task)
         self._reply: Reply | None = None
         self._push: tuple[Push, Timing] | None = None
@@ -209,10 +207,10 @@ class PipelineSlot:
     def advance(self) -> Errand | None:
         """Process the result of the last blocking call. Return the next call to make, or None when finished."""
         if self._welcome is not None:
-            self._bench.say_again()
+            self._context.say_again()
             self._begin(self._welcome)
             return self.greet
-        if self._reply is None or self._reply.over:
+        if self._reply is None or self._reply.finished:
             self.was_told = self._reply is not None
             return None
         self._push = self._loop.step(self._reply)
@@ -221,8 +219,8 @@ class PipelineSlot:
     def greet(self) -> None:
         """Blocking call: join, and wait at the start barrier."""
         with self._being_forgotten():
-            seat = self._loop.seat
-            self._reply = self._transport.hello(seat.join, seat.memory, self._identity)
+            instance = self._loop.instance
+            self._reply = self._transport.hello(instance.join, instance.memory, self._identity)
 
     def exchange(self) -> None:
         """Blocking call: send the push and wait for its reply."""

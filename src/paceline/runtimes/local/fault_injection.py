@@ -14,20 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import RunConfig, places_of
+from paceline.config import RunConfig, max_workers_of
 from paceline.errors import UserError
 from paceline.settings.fault_table import Fault, read_faults
 from paceline.settings.strategies import on_ring
 
-PERIOD = 0.02
-"""Seconds: a slowed process is stopped for a part of every period."""
+PERIOD = 0.02  # seconds: a slowed process is stopped for a part of every period
 
 
 def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault, ...]:
     """Read the config's table of faults, if any. Raise UserError for faults that need the simulator."""
     if config.faults is None:
         return ()
-    faults = read_faults(Path(config.faults), places_of(config))
+    faults = read_faults(Path(config.faults), max_workers_of(config))
     ring = on_ring(config)
     for fault in faults:
         why = _impossible(fault, script) or (_impossible_in_ring(fault) if ring else None)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.preflight import facts_of, startup_warnings
-from paceline.assembly.run import make_join, make_seat, make_server, work_of
+from paceline.assembly.preflight import provenance, startup_warnings
+from paceline.assembly.run import make_join, make_server, make_worker, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Reply
@@ -41,44 +41,44 @@ def train_in_process(
     for line in startup_warnings(config, location, work.skew):
         report({"kind": "note", "text": line})
 
-    def seat(join: Join) -> LocalWorker:
-        return make_seat(config, make_task(config, dataset).to(device), work, join)
+    def instance(join: Join) -> LocalWorker:
+        return make_worker(config, make_task(config, dataset).to(device), work, join)
 
-    rebuilt = rebuild(server, seat, task, config, folder, report) if incarnation else None
+    rebuilt = rebuild(server, instance, task, config, folder, report) if incarnation else None
     seconds = rebuilt.now if rebuilt is not None else 0.0
     replies: deque[Reply] = deque()
-    runtime, facts = LocalRuntime(replies.append), facts_of(config, location)
+    runtime, facts = LocalRuntime(replies.append), provenance(config, location)
     host = Host(server, task, work, config, folder, report, runtime, seconds, facts)
     if rebuilt is not None:
-        host.go_on(rebuilt)
-    seats = [seat(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
+        host.resume_from(rebuilt)
+    instances = [instance(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
     with stop_signals(report) as reason:
-        run_inline(host, replies, seats, lambda: reason[0] if reason else None)
+        run_inline(host, replies, instances, lambda: reason[0] if reason else None)
         result = host.finish()
     host.close()
     return result
 
 
 def run_inline(
-    host: Host, replies: deque[Reply], seats: Iterable[LocalWorker], stopped: Callable[[], str | None]
+    host: Host, replies: deque[Reply], instances: Iterable[LocalWorker], stopped: Callable[[], str | None]
 ) -> None:
     """Let the workers compute in turn until training is over; the host's runtime appends its replies to `replies`.
 
     If `stopped` returns a reason, end early.
     """
-    loops = {seat.join.worker: WorkerLoop(seat, host.config) for seat in seats}
+    loops = {instance.join.worker: WorkerLoop(instance, host.config) for instance in instances}
     for worker, loop in loops.items():
-        host.memories[worker] = loop.seat.memory
-        host.handle(loop.seat.join)
+        host.memories[worker] = loop.instance.memory
+        host.handle(loop.instance.join)
     while replies:
         reason = stopped()
         if reason is not None:
             host.stop(reason)
-        host.look_at_the_clock()
+        host.check_time_limit()
         reply = replies.popleft()
-        if not reply.over and not host.server.over:
+        if not reply.finished and not host.server.finished:
             push, _ = loops[reply.worker].step(reply)
             with torch.inference_mode():  # an update needs no autograd
                 host.handle(push)
-    if not host.server.over:
+    if not host.server.finished:
         host.stop(ALL_GONE)  # the last worker was drained

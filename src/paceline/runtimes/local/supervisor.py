@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.assembly.preflight import facts_of, startup_warnings
+from paceline.assembly.preflight import provenance, startup_warnings
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig, to_dict
 from paceline.data.datasets import Location
@@ -242,7 +242,7 @@ def train_on_processes(
     for line in startup_warnings(config, location, skew):
         report({"kind": "note", "text": line})
     data = {"dataset": shared.spec() if shared is not None else None}
-    spec = {**data, "facts": facts_of(config, location), "resume": incarnation > 0}
+    spec = {**data, "facts": provenance(config, location), "resume": incarnation > 0}
     processes = ProcessPlan(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
     if on_ring(config):
         processes = processes.in_ring()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import lends_core, polls_before_sleep, yield_to_server
-from paceline.assembly.run import make_join, make_seat, work_of
+from paceline.assembly.run import make_join, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task
-from paceline.config import from_dict, places_of
+from paceline.config import from_dict, max_workers_of
 from paceline.data.shared import attach
 from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.memory import keep_freed_memory
@@ -23,13 +23,13 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     yield_to_server()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
-    transport = SharedMemoryClient(socket.socket(fileno=fds[0]), polls_before_sleep(config), places_of(config))
+    transport = SharedMemoryClient(socket.socket(fileno=fds[0]), polls_before_sleep(config), max_workers_of(config))
     dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
     task = make_task(config, dataset)
     division = work_of(task, config)
     join = make_join(config, division, spec["worker"], spec["incarnation"])
-    seat = make_seat(config, task, division, join, SharedBuffers.create)
+    instance = make_worker(config, task, division, join, SharedBuffers.create)
     if lends_core(config, task.layout):
         transport.lends_core_to = spec.get("server_pid")
-    WorkerLoop(seat, config).run(transport, identity_of(task))
+    WorkerLoop(instance, config).run(transport, identity_of(task))
     return 0

@@ -13,8 +13,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader
 from paceline.tasks.supervised import SupervisedTask
 
-BUCKET_MIB = 25
-"""The size of a bucket. A smaller model is sent as one message."""
+BUCKET_MIB = 25  # the size of a bucket. A smaller model is sent as one message.
 
 
 def make_parallel(task: SupervisedTask) -> DistributedDataParallel:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import polls_before_sleep
-from paceline.assembly.run import make_seat
+from paceline.assembly.run import make_worker
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict
 from paceline.core.driver import BareDriver
@@ -105,23 +105,23 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
         dataset = _dataset(spec, fds)
         place = _place(spec, dataset, 0)
         gathering = RingRendezvous(place, control)
-        seat = place.seat(gathering.ring)
+        instance = place.instance(gathering.ring)
         inbox = ReplyInbox(0)
         hosting = _make_host(spec, dataset, place, control, LocalRuntime(inbox.put, way="waiting"))
-        hosting.memories.update(place.memories(seat.memory))
+        hosting.memories.update(place.memories(instance.memory))
         gathering.note_fault = hosting.note_fault
-        replica = Replica(hosting, seat, gathering.ring, place.config, inbox, hosting.timekeeper)
+        replica = Replica(hosting, instance, gathering.ring, place.config, inbox, hosting.timings)
         gathering.wait()
         gathering.welcome(spec["resume"])
-        replica.start(place.roll(gathering.missing))
+        replica.start(place.membership(gathering.missing))
         control.send({"kind": "clock", "now": hosting.clock.now(), "runs": True})
 
         def stopping() -> bool:
             gathering.ring.hear()
             if gathering.stop_reason is not None:
                 hosting.stop(gathering.stop_reason)
-            hosting.look_at_the_clock()
-            return hosting.server.over
+            hosting.check_time_limit()
+            return hosting.server.finished
 
         replica.run(stopping)
         gathering.ring.stop()
@@ -152,12 +152,12 @@ def _make_host(
     if not spec["resume"]:
         return Host(*pieces, 0.0, spec["facts"])
 
-    def seat(join: Join) -> Any:
-        return make_seat(place.config, make_task(place.config, dataset), place.work, join)
+    def instance(join: Join) -> Any:
+        return make_worker(place.config, make_task(place.config, dataset), place.work, join)
 
-    rebuilt = rebuild(place.server, seat, place.task, place.config, folder, control.send)
+    rebuilt = rebuild(place.server, instance, place.task, place.config, folder, control.send)
     hosting = Host(*pieces, rebuilt.now, spec["facts"])
-    hosting.go_on(rebuilt)
+    hosting.resume_from(rebuilt)
     hosting.checkpoint_now()  # the other workers start from it
     return hosting
 
@@ -178,12 +178,12 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     ring.listen(connection, lambda: os._exit(0))
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
-    seat = place.seat(ring)
+    instance = place.instance(ring)
     inbox = ReplyInbox(spec["worker"])
     driver = BareDriver(place.server, inbox.put)
-    driver.memories = place.memories(seat.memory)
-    replica = Replica(driver, seat, ring, place.config, inbox)
-    replica.start(place.roll(welcome["missing"]))
+    driver.memories = place.memories(instance.memory)
+    replica = Replica(driver, instance, ring, place.config, inbox)
+    replica.start(place.membership(welcome["missing"]))
     replica.run()
     return 0
 

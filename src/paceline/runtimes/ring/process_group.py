@@ -126,14 +126,11 @@ class ProcessGroupRing:
         self.rank = rank
         self.gradient = torch.zeros(size, device=device)
         self.state = torch.zeros(state_size, device=device)
-        self.overlapped = False
-        """Whether the gradient is already exchanged during backward."""
+        self.overlapped = False  # whether the gradient is already exchanged during backward
         self.is_even = False
         """Whether gradients are already weighted by samples, so that the mean over ranks is unweighted."""
-        self.average = self.gradient
-        """The mean of all gradients after an exchange."""
-        self.by_codec: Callable[[], None] | None = None
-        """Computes the mean with a codec; None for a plain all-reduce."""
+        self.average = self.gradient  # the mean of all gradients after an exchange
+        self.by_codec: Callable[[], None] | None = None  # computes the mean with a codec; None for a plain all-reduce
         width = NUM_FACTS + -(-state_size // 2)  # running statistics follow, two floats per number
         self._beside = torch.zeros(rank.size, width, dtype=torch.float64, device=device)
         self._own = torch.zeros(width, dtype=torch.float64, device=device)

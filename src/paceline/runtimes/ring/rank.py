@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.preflight import facts_of, startup_warnings
+from paceline.assembly.preflight import provenance, startup_warnings
 from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, to_dict
 from paceline.core.driver import BareDriver
@@ -33,8 +33,7 @@ from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.signals import stop_signals
 
-OWN = ("threads", "data_dir", "name", "runs")
-"""Settings that may differ between ranks."""
+OWN = ("threads", "data_dir", "name", "runs")  # settings that may differ between ranks
 
 
 def train_as_rank(
@@ -52,7 +51,7 @@ def train_as_rank(
             member = RankWorker(config, rank, dataset, meeting)
             for line in startup_warnings(config, location, member.place.work.skew):
                 report({"kind": "note", "text": line})
-            facts = {**facts_of(config, location), "folder": str(folder.path)}
+            facts = {**provenance(config, location), "folder": str(folder.path)}
             return folder, member.lead(folder, report, facts, lambda: reasons[0] if reasons else None)
 
 
@@ -71,14 +70,14 @@ class RankWorker:
         self.ring = ProcessGroupRing(rank, task.layout.size, task.state_size, device)
         nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)
         self.place = RingWorker(config, task, rank.number, 0, self.ring.mean, nbytes)
-        self.seat = self._seat()
+        self.instance = self._instance()
 
-    def _seat(self) -> LocalWorker:
+    def _instance(self) -> LocalWorker:
         """Build this rank's worker. DDP averages gradients during backward, or the ring averages pushes after it."""
         config, task, ring = self.config, self.place.task, self.ring
         is_local, key = strategy_of(config).is_local, mix64(config.seed, self.rank.number)
         ring.is_even = not is_local
-        seat = self.place.seat(ring, self._even if ring.is_even else None)
+        instance = self.place.instance(ring, self._even if ring.is_even else None)
         if is_local or travels_whole(config.codec):
             if config.codec is not None:
                 task.flat.accumulates = (
@@ -86,12 +85,12 @@ class RankWorker:
                 )
                 exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.accumulates)
                 ring.average, ring.by_codec = exchange
-            return seat
+            return instance
         ring.overlapped = True
         parallel = make_parallel(task)
         if config.codec is not None:
             compress(parallel, config.codec, key)
-        return seat
+        return instance
 
     def _even(self, loader: Loader) -> Loader:
         return SampleWeightedLoader(loader, self.place.task, self.place.work, self.config, self.rank.number)
@@ -104,22 +103,22 @@ class RankWorker:
         inbox = ReplyInbox(place.join.worker)
         runtime = LocalRuntime(inbox.put, way="waiting")
         host = Host(place.server, place.task, place.work, self.config, folder, report, runtime, 0.0, facts)
-        host.memories.update(place.memories(self.seat.memory))
-        replica = Replica(host, self.seat, self.ring, self.config, inbox, host.timekeeper)
-        replica.start(place.roll())
+        host.memories.update(place.memories(self.instance.memory))
+        replica = Replica(host, self.instance, self.ring, self.config, inbox, host.timings)
+        replica.start(place.membership())
 
         def stopping() -> bool:
             reason = stopped()
             if reason is not None:
                 host.stop(reason)
-            host.look_at_the_clock()
-            return host.server.over
+            host.check_time_limit()
+            return host.server.finished
 
         with failing_on_lost_rank(self.rank, lambda: host.server.version):
             replica.run(stopping)
             if host.stop_reason is not None:
                 self.ring.stop()
-                replica.bow_out()
+                replica.final_exchange()
         result = host.finish()
         host.close()
         self.meeting.tell("result", result)
@@ -129,9 +128,9 @@ class RankWorker:
         """On other ranks: train, then wait for the result of rank 0."""
         inbox = ReplyInbox(self.place.join.worker)
         driver = BareDriver(self.place.server, inbox.put)
-        driver.memories = self.place.memories(self.seat.memory)
-        replica = Replica(driver, self.seat, self.ring, self.config, inbox)
-        replica.start(self.place.roll())
+        driver.memories = self.place.memories(self.instance.memory)
+        replica = Replica(driver, self.instance, self.ring, self.config, inbox)
+        replica.start(self.place.membership())
         with failing_on_lost_rank(self.rank, lambda: self.place.server.version):
             replica.run()
             return self.meeting.hear("result")

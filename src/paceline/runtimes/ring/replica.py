@@ -77,7 +77,7 @@ class RingWorker:
         self.join = make_join(config, self.work, worker, incarnation)
         self.num_workers = config.workers or 1
 
-    def roll(self, missing: Sequence[int] = ()) -> list[Join | Leave]:
+    def membership(self, missing: Sequence[int] = ()) -> list[Join | Leave]:
         """The joins of all workers, in worker order, with a leave for each missing one."""
         incarnation = self.join.incarnation
         return [
@@ -85,7 +85,7 @@ class RingWorker:
             for worker in range(self.num_workers)
         ]
 
-    def seat(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> LocalWorker:
+    def instance(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> LocalWorker:
         """Build this worker. It computes on the weights of its server copy, so no reply copies them."""
         task, loader = make_steps(self.config, self.task, self.work, self.join.worker)
         weights = self.server.weights
@@ -109,19 +109,19 @@ class Replica:
     def __init__(
         self,
         driver: InputDriver,
-        seat: LocalWorker,
+        instance: LocalWorker,
         ring: Ring,
         config: RunConfig,
         inbox: ReplyInbox,
-        timekeeper: TimingCollector | None = None,
+        timings: TimingCollector | None = None,
     ) -> None:
-        self._driver, self._ring, self._join = driver, ring, seat.join
-        self._loop = WorkerLoop(seat, config)
-        self._timekeeper = timekeeper
+        self._driver, self._ring, self._join = driver, ring, instance.join
+        self._loop = WorkerLoop(instance, config)
+        self._timings = timings
         self._inbox = inbox
 
     def start(self, joins: list[Join | Leave]) -> None:
-        """Feed the joins and leaves of `RingWorker.roll` to the server copy."""
+        """Feed the joins and leaves of `RingWorker.membership` to the server copy."""
         for message in joins:
             self._driver.handle(message)
 
@@ -129,7 +129,9 @@ class Replica:
         """Train round by round until the budget is spent, the first worker stops, or `stopping` returns True."""
         server = self._driver.server
         self._loop.timer.restart()
-        while (reply := self._inbox.reply) is not None and not reply.over and not server.over and not stopping():
+        while (
+            (reply := self._inbox.reply) is not None and not reply.finished and not server.finished and not stopping()
+        ):
             self._ring.ready()
             rounds = self._ring.exchange(*self._loop.step(reply))
             if rounds.stop:
@@ -137,12 +139,12 @@ class Replica:
             for worker in rounds.gone:
                 self._driver.handle(Leave(worker, self._join.incarnation))
             for push, timing in zip(rounds.pushes, rounds.timings, strict=True):
-                if self._timekeeper is not None:
-                    self._timekeeper.add(push.worker, timing, max(1, server.members[push.worker].steps))
+                if self._timings is not None:
+                    self._timings.add(push.worker, timing, max(1, server.members[push.worker].steps))
                 self._driver.handle(push)
             self._ring.done()
 
-    def bow_out(self) -> None:
+    def final_exchange(self) -> None:
         """Take part in one last round that is not applied, because it carries the stop to the other workers."""
         steps = 1 if self._driver.server.inside is not None else 0
         reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0, steps=steps)

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.config import RunConfig
 from paceline.errors import UserError
 
-KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
-"""The torch optimizers that the server has too."""
+KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}  # the torch optimizers that the server has too
 FIXED = {"dampening": 0, "maximize": False, "amsgrad": False, "eps": 1e-8}
 """Optimizer settings that the server does not support, with the only value it allows."""
 SCHEDULES = (LRScheduler, ReduceLROnPlateau)
@@ -36,8 +35,7 @@ class UserObjects:
     batch_size: int
     collate: Callable[[list[Any]], Any] | None
     optimizer: Optimizer | None
-    loops: bool
-    """Whether the data came as a loader, which a script iterates once per epoch."""
+    loops: bool  # whether the data came as a loader, which a script iterates once per epoch
 
     @property
     def parameters(self) -> set[int]:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paceline.assembly.preflight import facts_of
+from paceline.assembly.preflight import provenance
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -33,7 +33,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     folder = RunFolder.create(config)
     with holding(folder), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
-        spec = {"facts": facts_of(config, None), "script": [str(script), *command[1:]], "typed": typed}
+        spec = {"facts": provenance(config, None), "script": [str(script), *command[1:]], "typed": typed}
         processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
@@ -50,7 +50,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
     if call.changed:
         console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
-    spec = {"facts": facts_of(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
+    spec = {"facts": provenance(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
     with ForkServer() as forks:
         processes = ProcessPlan(spec, [], incarnation, server_role="script server", worker_role="script")
         result = run_local(config, folder, forks, processes, console.report)

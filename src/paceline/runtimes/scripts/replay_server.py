@@ -26,42 +26,40 @@ from paceline.runtimes.server.service import SupervisorChannel
 from paceline.transports.protocol import Hello, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
-SILENCE_SECONDS = 60.0
-"""How long a worker may be silent when its push is due; longer if the run itself was slower."""
-START_SECONDS = 600.0
-"""How long a script may take until it calls session.prepare(...)."""
+SILENCE_SECONDS = 60.0  # how long a worker may be silent when its push is due; longer if the run itself was slower
+START_SECONDS = 600.0  # how long a script may take until it calls session.prepare(...)
 
 
 class ScriptWorker:
     """A worker whose pushes a script makes in another process."""
 
-    def __init__(self, join: Join, door: SharedMemoryPeer, patience: float) -> None:
-        assert door.slot is not None
-        self.join, self.door = join, door
-        self.memory: WorkerBuffers = door.slot
+    def __init__(self, join: Join, peer: SharedMemoryPeer, patience: float) -> None:
+        assert peer.slot is not None
+        self.join, self.peer = join, peer
+        self.memory: WorkerBuffers = peer.slot
         self.pending: Reply | None = None
         self._patience = patience
 
-    def recall(self, own: Tensor) -> None:
+    def load_state(self, local_state: Tensor) -> None:
         """A script's replay begins with the run, never at a checkpoint."""
         raise AssertionError("a script keeps its own state to itself")
 
     def push(self) -> Push | None:
         """The push that the script sends next; None if it has ended."""
         self.pending = None
-        message = receive(self.door, self._patience, "a push")
+        message = receive(self.peer, self._patience, "a push")
         return message if isinstance(message, Push) else None
 
 
-def receive(door: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | None:
+def receive(peer: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | None:
     """A worker's next hello or push; None if it is gone. Figures and learning rates are skipped: the log has them."""
-    door.connection.settimeout(patience)
+    peer.connection.settimeout(patience)
     try:
-        while isinstance(message := door.receive(), ReportedFigures | SetLrFactor):
+        while isinstance(message := peer.receive(), ReportedFigures | SetLrFactor):
             pass
     except TimeoutError:
         raise RunFailed(
-            f"worker {door.worker} was silent for {patience:.0f} s, but the log has {what} of it: the script waits "
+            f"worker {peer.worker} was silent for {patience:.0f} s, but the log has {what} of it: the script waits "
             "for something, or does other work than in the run"
         ) from None
     except ProtocolError as error:
@@ -85,8 +83,8 @@ class ScriptWorkers:
             self._control.send({"kind": "start", "worker": worker, "incarnation": incarnation})
         for _ in first:
             order, fds = self._control.receive()
-            door = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
-            self._doors[door.worker] = door
+            peer = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
+            self._doors[peer.worker] = peer
 
     def hello(self, join: Join) -> Hello:
         """The hello of a worker that joins; received once."""
@@ -102,7 +100,7 @@ class ScriptWorkers:
             self._hellos[worker] = message
         return self._hellos[worker]
 
-    def seat(self, join: Join) -> ScriptWorker:
+    def instance(self, join: Join) -> ScriptWorker:
         """The worker that joins as it did in the run."""
         hello = self.hello(join)
         if hello.join.quota != join.quota:
@@ -122,9 +120,9 @@ class ScriptWorkers:
     def hang_up(self, worker: int) -> None:
         """Disconnect a worker that the run lost, or that left."""
         self._hellos.pop(worker, None)
-        door = self._doors.pop(worker, None)
-        if door is not None:
-            door.connection.close()
+        peer = self._doors.pop(worker, None)
+        if peer is not None:
+            peer.connection.close()
 
 
 def patience(records: Iterable[Record]) -> float:
@@ -150,7 +148,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
         first = scripts.hello(starters[0])
         _, model, server = learn(recording.config, first, len(starters), recording.folder)
-        again = Replay(server, scripts.seat, send=scripts.answer, compare_with=checkpoints_by_record(recording))
+        again = Replay(server, scripts.instance, send=scripts.answer, compare_with=checkpoints_by_record(recording))
 
         def passed(record: Record) -> None:
             if record.kind == "leave":

@@ -17,7 +17,7 @@ from paceline.tasks.nested import each
 class BatchConsumer(Protocol):
     """What the batches need from their session."""
 
-    over: bool
+    finished: bool
     stepped: bool
 
     @property
@@ -55,7 +55,7 @@ class AddressedBatches:
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
         last = self._passes * self._batches.per_epoch if self._in_epochs else None
-        while not self._session.over and (last is None or self._session.batch_number < last):
+        while not self._session.finished and (last is None or self._session.batch_number < last):
             number = self._session.batch_number
             indices = self._batches.indices(number)
             parts = np.array_split(indices, self._parts)

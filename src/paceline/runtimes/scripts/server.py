@@ -76,7 +76,7 @@ def _make_host(
     skipping = dataclasses.replace(config, recovery="checkpoint")
     rebuilt = rebuild(server, _no_seat, model, skipping, folder, control.send)
     host = Host(server, model, None, config, folder, control.send, peers, rebuilt.now, spec["facts"])
-    host.go_on(rebuilt)
+    host.resume_from(rebuilt)
     return host
 
 
@@ -131,7 +131,7 @@ def learn(
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"
     passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
-    budget = Budget(passes * (num_workers if own else 1), size, steps=config.steps, own=own)
+    budget = Budget(passes * (num_workers if own else 1), size, steps=config.steps, per_worker=own)
     server = Server(
         first.slot.weights.clone(),
         make_rule(config, model.layout),

@@ -104,7 +104,7 @@ class Session:
     ) -> None:
         self.config, self.worker = config, worker
         self.num_workers = config.workers or 1
-        self.over = False
+        self.finished = False
         self.stepped = True
         self._incarnation, self._transport = incarnation, transport
         self._typed, self._folder = typed, folder
@@ -246,7 +246,7 @@ class Session:
                 "session.step() was called twice for one batch, or before the first: call it once for each batch of "
                 "the loader that session.prepare(...) returned"
             )
-        if self.over:
+        if self.finished:
             raise UserError("session.step() after training was over: leave the loop when the batches end")
         if self._parts_left:
             raise UserError(f"a step {self._parts_left} batches too early: session.prepare(..., accumulate=N) said N")
@@ -272,7 +272,7 @@ class Session:
         if reply is None:
             raise RunFailed("the server of this run is gone")
         self._reply = reply
-        self.over = reply.over
+        self.finished = reply.finished
 
     def next_batch(self, number: int, samples: int, parts: int) -> None:
         """Begin a batch of `samples` samples in `parts` parts: seed all randomness by its number."""

@@ -48,7 +48,7 @@ class InProcessClient(ScriptTransport):
         assert self._server is not None and self._memory is not None, "start() comes first"
         if self._server.divergence is not None:
             raise Diverged(f"training diverged at update {self._server.version}: a gradient holds a NaN or infinity")
-        self._server.updater.weights_for(message.worker, self._memory.weights)
+        self._server.updater.reply_weights(message.worker, self._memory.weights)
         return reply
 
     def report(self, figures: dict[str, float]) -> None:

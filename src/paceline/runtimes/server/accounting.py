@@ -16,8 +16,7 @@ from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
 from paceline.runtimes.server.timing import RECENT, TimingCollector
 
-MOST_COUNTS = 100
-"""Most staleness values in one row."""
+MAX_COUNTS = 100  # most staleness values in one row
 
 
 class TimeShares(NamedTuple):
@@ -25,15 +24,11 @@ class TimeShares(NamedTuple):
 
     computing: float | None = None
     sending: float | None = None
-    waiting: float | None = None
-    """For other workers: the server held the reply back."""
-    server: float | None = None
-    """While the server handled its pushes."""
+    waiting: float | None = None  # for other workers: the server held the reply back
+    server: float | None = None  # while the server handled its pushes
     steps: int | None = None
-    step: float | None = None
-    """Median seconds of its latest steps: one pause does not make a worker slow."""
-    send: float | None = None
-    """Median seconds that a push and its reply are under way."""
+    step: float | None = None  # median seconds of its latest steps: one pause does not make a worker slow
+    send: float | None = None  # median seconds that a push and its reply are under way
 
 
 DIGITS = {"step": 6, "send": 6}
@@ -61,7 +56,7 @@ class WorkerAccount:
         self.lost, self.new = False, True
 
 
-def stale_counts(counts: Mapping[int, int], most: int = MOST_COUNTS) -> list[list[int]]:
+def stale_counts(counts: Mapping[int, int], most: int = MAX_COUNTS) -> list[list[int]]:
     """Count pushes by staleness; above `most` values, neighbours are counted together under the lowest of them.
 
     >>> stale_counts({0: 2, 1: 5, 2: 1, 3: 1}, most=2)
@@ -84,16 +79,16 @@ class TimeAccounting:
 
     def __init__(
         self,
-        timekeeper: TimingCollector,
+        timings: TimingCollector,
         way: Way = "server",
         known: Callable[[int], TimeShares | None] = lambda worker: None,
     ) -> None:
-        self.deadlines = FailureDetector(start=30.0, floor=1.0, ceiling=300.0)
+        self.failure_detector = FailureDetector(start=30.0, floor=1.0, ceiling=300.0)
         self._way, self._known = way, known
-        self._timekeeper = timekeeper
+        self._timings = timings
         self._accounts: dict[int, WorkerAccount] = {}
 
-    def heard(self, message: Input, server: Server, now: float) -> None:
+    def on_input(self, message: Input, server: Server, now: float) -> None:
         """Record an input before the server handles it."""
         if isinstance(message, Push):
             worker, member = message.worker, server.members.get(message.worker)
@@ -107,24 +102,24 @@ class TimeAccounting:
             account.new = False
             account.pushes += 1
             account.staleness += server.version - member.version
-            self.deadlines.heard(worker, now)
+            self.failure_detector.record_message(worker, now)
         elif isinstance(message, Join):
             self._of(message.worker).join(now)
         elif isinstance(message, Leave):
             member = server.members.get(message.worker)
             if member is None or message.incarnation >= member.incarnation:  # else an earlier incarnation's
-                self.deadlines.forget(message.worker)
-                self._of(message.worker).lost = not server.over
+                self.failure_detector.forget(message.worker)
+                self._of(message.worker).lost = not server.finished
 
-    def answered(self, reply: Reply, began: float, now: float) -> None:
+    def on_reply(self, reply: Reply, began: float, now: float) -> None:
         """Record a reply that was sent, released by the input whose handling began at `began`."""
         account = self._accounts.get(reply.worker) or self._of(reply.worker)
         if not account.new:
             account.began, account.answered = began, now
-        if reply.over:
-            self.deadlines.forget(reply.worker)
+        if reply.finished:
+            self.failure_detector.forget(reply.worker)
         else:
-            self.deadlines.asked(reply.worker, now)
+            self.failure_detector.start_wait(reply.worker, now)
 
     def _of(self, worker: int) -> WorkerAccount:
         account = self._accounts.get(worker)
@@ -133,7 +128,7 @@ class TimeAccounting:
         return account
 
     def _spent(self, worker: int) -> TimeShares:
-        told, account = self._timekeeper.told(worker), self._of(worker)
+        told, account = self._timings.told(worker), self._of(worker)
         if told is None:
             return TimeShares(steps=account.pushes)
         parts = {"waiting": account.waiting, "server": account.server}
@@ -152,7 +147,7 @@ class TimeAccounting:
         that is silent on its turn to the seconds of its silence and to how many would be normal.
         """
         workers = sorted(set(range(server.num_workers)) | set(server.members))
-        late = self.deadlines.due(now) if not server.over else []
+        late = self.failure_detector.due(now) if not server.finished else []
         accounts = [self._of(worker) for worker in workers]
         row: dict[str, Any] = {
             "worker": workers,
@@ -166,22 +161,22 @@ class TimeAccounting:
         row["pushes"] = [server.members[worker].pushes if worker in server.members else 0 for worker in workers]
         row["staleness"] = [round(one.staleness / one.pushes, 2) if one.pushes else None for one in accounts]
         row["ago"] = [round(max(0.0, now - one.seen), 3) if one.seen is not None else None for one in accounts]
-        silent, limit = self.deadlines.silence, self.deadlines.limit
+        silent, limit = self.failure_detector.silence, self.failure_detector.limit
         row["stale"] = stale_counts(server.staleness)
-        if server.deals is not None and server.deals.now.generation:
-            row["deal"] = server.deals.now.generation
+        if server.assignments is not None and server.assignments.now.generation:
+            row["deal"] = server.assignments.now.generation
         row["paused"] = {str(worker): [round(silent(worker, now), 3), round(limit(worker), 3)] for worker in late}
         return row
 
     def _state(self, worker: int, server: Server, late: bool) -> str:
         member = server.members.get(worker)
-        if member is not None and member.done:
+        if member is not None and member.inactive:
             return "done"
         if self._of(worker).lost:
             return "lost"
         if member is None or not member.live:
-            return "done" if server.over else "awaited"
-        if server.over:
+            return "done" if server.finished else "awaited"
+        if server.finished:
             return "done"
         if late:
             return "paused"

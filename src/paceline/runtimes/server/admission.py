@@ -19,12 +19,10 @@ from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import JoinRequest
 from paceline.transports.tcp_server import TcpPeer
 
-CEILING_SECONDS = 60.0
-"""The longest that a silent worker is waited for."""
+CEILING_SECONDS = 60.0  # the longest that a silent worker is waited for
 REMIND_SECONDS, RAREST_SECONDS = 30.0, 1800.0
 """When the user is first reminded of workers that have not joined, and the longest pause between two reminders."""
-SKEW_SECONDS = 10.0
-"""Clocks that differ by less are taken as equal, since the message itself was under way."""
+SKEW_SECONDS = 10.0  # clocks that differ by less are taken as equal, since the message itself was under way
 
 
 class WorkerHost(NamedTuple):
@@ -34,8 +32,7 @@ class WorkerHost(NamedTuple):
     cores: int
     process: int
     threads: int
-    clock: float
-    """Seconds since 1970 by that machine's clock."""
+    clock: float  # seconds since 1970 by that machine's clock
 
 
 def own_place(threads: int) -> dict[str, Any]:
@@ -175,13 +172,13 @@ class Admission:
                 f"it computes on {device}, and after a crash the server cannot recompute its pushes bit for bit: "
                 "start the server with --recovery checkpoint"
             )
-        return "training is over" if self._host.server.over else None
+        return "training is over" if self._host.server.finished else None
 
     def _free_number(self, wanted: Any) -> int | None:
         """The lowest number (or the wanted one) that has work left and no worker, or a disconnected one."""
         members, free, disconnected = self._host.server.members, [], []
-        for worker in range(self._host.server.places):
-            if wanted not in (None, worker) or (worker in members and members[worker].spent):
+        for worker in range(self._host.server.max_workers):
+            if wanted not in (None, worker) or (worker in members and members[worker].quota_reached):
                 continue
             if worker not in self._peers.by_worker:
                 free.append(worker)
@@ -190,7 +187,7 @@ class Admission:
         return next(iter(free + disconnected), None)
 
     def _no_place(self, wanted: Any) -> str:
-        last = self._host.server.places - 1
+        last = self._host.server.max_workers - 1
         if wanted is not None:
             return f"worker {wanted} of 0 to {last} is here already, has done its work, or does not exist"
         return f"all {last + 1} workers of this run are here: start the server with a larger --max-workers"
@@ -213,8 +210,7 @@ class StartBarrier:
         self._address, self._wait_seconds = address, wait_seconds
         self._since = time.monotonic()
         self._remind_after = REMIND_SECONDS
-        self._joined_at: float | None = None
-        """When the first worker was seen at the start barrier of a resumed run."""
+        self._joined_at: float | None = None  # when the first worker was seen at the start barrier of a resumed run
 
     def check(self, now: float) -> None:
         """Do what is due at `now`, by the monotonic clock."""
@@ -245,7 +241,7 @@ class StartBarrier:
             self._joined_at = now
         if self._joined_at is None or now < self._joined_at + CEILING_SECONDS:
             return
-        for worker in server.awaited:
+        for worker in server.pending_workers:
             if worker not in self._peers.by_worker:
                 self._control.note(
                     f"worker {worker} did not come back within {CEILING_SECONDS:g} s: the run goes on without it"

@@ -39,14 +39,13 @@ class Checkpoints:
         self._room = CopyBuffers()
         self.next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_room = math.inf if virtual else seconds + config.checkpoint_every / 2
-        self.next_due = min(self.next_checkpoint, self._next_room)
-        """When to call `is_ready` again."""
+        self.next_due = min(self.next_checkpoint, self._next_room)  # when to call `is_ready` again
 
     def is_ready(self, now: float, memories: dict[int, WorkerBuffers]) -> bool:
         """Whether a checkpoint is due and can be taken now. Long before the first one, buffers are made for it."""
         if now >= self._next_room:
             self._make_room(memories)
-        return now >= self.next_checkpoint and self._server.can_be_cut and not self.writer.busy
+        return now >= self.next_checkpoint and self._server.can_checkpoint and not self.writer.busy
 
     def _make_room(self, memories: dict[int, WorkerBuffers]) -> None:
         """Allocate the buffers on the other thread, so that the first checkpoint's pause is no longer than others."""

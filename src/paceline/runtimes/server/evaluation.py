@@ -36,12 +36,12 @@ class Evaluator:
         config: RunConfig,
         events: EventLog,
         clock: TrainingClock,
-        timekeeper: TimingCollector,
+        timings: TimingCollector,
         report: Report,
         best: BestWeights | None,
     ) -> None:
         self._server, self._task, self._work, self._config = server, task, work, config
-        self._events, self._clock, self._timekeeper, self._report = events, clock, timekeeper, report
+        self._events, self._clock, self._timings, self._report = events, clock, timings, report
         self._best = best
         self._cores = os.sched_getaffinity(0)
         self.next_samples = self._next_after(server.samples)
@@ -115,7 +115,7 @@ class Evaluator:
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
         try:
-            with self._timekeeper.scoring():
+            with self._timings.scoring():
                 return task.evaluate(self._server.evaluated, shared_state(self._server, task), data, indices)
         finally:
             torch.set_num_threads(before)

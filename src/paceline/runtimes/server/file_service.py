@@ -15,13 +15,12 @@ from paceline.errors import ProtocolError
 from paceline.runs.folder import RunFolder
 from paceline.transports.connection import Connection, send
 from paceline.transports.file_client import SHOWN, FileChunk, read_look
-from paceline.transports.frames import MOST_PIECE, MOST_SEEN, FrameKind, fields_frame, header
+from paceline.transports.frames import MAX_PIECE, MAX_SEEN, FrameKind, fields_frame, header
 from paceline.transports.listener import JoinRequest
 
-MOST_OBSERVERS = 16
+MAX_OBSERVERS = 16
 IDLE_SECONDS = 120.0
-ENDING_SECONDS = 3.0
-"""How long observers may still read the result after the run's end."""
+ENDING_SECONDS = 3.0  # how long observers may still read the result after the run's end
 
 
 class FileService:
@@ -37,8 +36,8 @@ class FileService:
         """Admit an observer, unless there are too many."""
         connection = applicant.connection
         with self._changed:
-            if len(self._here) >= MOST_OBSERVERS:
-                applicant.refuse(f"{MOST_OBSERVERS} observers watch this run already: close one of them")
+            if len(self._here) >= MAX_OBSERVERS:
+                applicant.refuse(f"{MAX_OBSERVERS} observers watch this run already: close one of them")
                 return
             self._here[connection] = set()
         applicant.take_on({"run": str(self._folder.path)})
@@ -58,12 +57,12 @@ class FileService:
 
     def _answer(self, connection: Connection, look: dict[str, Any]) -> None:
         name, offset, most = look.get("file"), look.get("offset"), look.get("most")
-        if name not in SHOWN or type(offset) is not int or type(most) is not int or not 0 <= most <= MOST_PIECE:
+        if name not in SHOWN or type(offset) is not int or type(most) is not int or not 0 <= most <= MAX_PIECE:
             raise ProtocolError("an observer asked for a file that is not served")
         piece = read_piece(self._folder, str(name), offset, most)
         known = {"offset": piece.offset, "size": piece.size, "age": piece.age} if piece is not None else {}
         data = piece.data if piece is not None else b""
-        send(connection, fields_frame(FrameKind.SEEN, known, MOST_SEEN), header(FrameKind.BODY, len(data)), data)
+        send(connection, fields_frame(FrameKind.SEEN, known, MAX_SEEN), header(FrameKind.BODY, len(data)), data)
         if piece is not None and piece.offset + len(data) == piece.size:
             self._note(connection, str(name))
 

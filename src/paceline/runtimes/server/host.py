@@ -64,12 +64,10 @@ class Host:
         self.figures: dict[str, dict[str, float]] = {}
         self.first_incarnation = 0
         """Of workers that join: in a resumed run, earlier ones may belong to joins that were undone."""
-        self.unsent: list[Reply] = []
-        """Replies that `commit` will send (`--durable`)."""
-        self.next_due = 0.0
-        """When to call `housekeep` next, by the clock's source."""
-        self.timekeeper = TimingCollector()
-        self.accounts = TimeAccounting(self.timekeeper, runtime.way, runtime.time_shares)
+        self.unsent: list[Reply] = []  # replies that `commit` will send (`--durable`)
+        self.next_due = 0.0  # when to call `housekeep` next, by the clock's source
+        self.timings = TimingCollector()
+        self.accounting = TimeAccounting(self.timings, runtime.way, runtime.time_shares)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
         self._runtime, self._report, self._facts, self._trained = runtime, report, facts or {}, task
         self._is_virtual = virtual = source is not None
@@ -83,9 +81,9 @@ class Host:
         self._best = BestWeights(folder, task, writer, measure_of(config)) if keeps_best else None
         self._goal = goal_of(config)
         self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
-        self._account_rows = AccountRows(self.accounts, server, events, self.clock)
+        self._account_rows = AccountRows(self.accounting, server, events, self.clock)
         self._notes = EventRecorder(server, events, report)
-        timing = self.clock, self.timekeeper
+        timing = self.clock, self.timings
         self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
         kind = "run_resumed" if server.version or seconds else "run_started"
         events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
@@ -101,44 +99,44 @@ class Host:
             now, began = self.clock.now(), self.clock.source()
             if self._runtime.is_sharded:
                 self._runtime.announce(message)
-            self.accounts.heard(message, server, began)
+            self.accounting.on_input(message, server, began)
             outcome = server.handle(message)
-            self.log.append(message, outcome.verdict, now)
-            if server.samples >= self._evaluator.next_samples and not server.over:
+            self.log.append(message, outcome.disposition, now)
+            if server.samples >= self._evaluator.next_samples and not server.finished:
                 self._evaluate()
-            if server.over:
+            if server.finished:
                 self.clock.halt()
             elif isinstance(message, Join | Leave) and server.started:
                 self.clock.go()  # it was the last worker that the start barrier waited for
             for reply in outcome.replies:
-                if outcome.verdict != Disposition.REPEATED:  # else the memory holds that reply's weights already
-                    server.hand_out(reply, self.memories[reply.worker])
+                if outcome.disposition != Disposition.REPEATED:  # else the memory holds that reply's weights already
+                    server.send_weights(reply, self.memories[reply.worker])
                 if self.config.durable:
                     self.unsent.append(reply)  # `commit` sends it, once the log is synced
                 else:
                     self._runtime.send(reply, now >= self._checkpoints.next_checkpoint)
-                self.accounts.answered(reply, began, self.clock.source())
-            self._follow_up(message, outcome.verdict, now)
+                self.accounting.on_reply(reply, began, self.clock.source())
+            self._follow_up(message, outcome.disposition, now)
             if self.unsent and not self._runtime.groups_inputs:
                 self.commit()
         except OSError as error:
             raise self._disk_error(error) from None
 
-    def _follow_up(self, message: Input, verdict: Disposition, now: float) -> None:
+    def _follow_up(self, message: Input, disposition: Disposition, now: float) -> None:
         """Do what can wait until the replies are sent: events, progress, snapshot, checkpoint."""
         server = self.server
         if isinstance(message, Push):
             self._progress.losses.append(message.loss)
         else:
             self.next_due = 0.0  # the clock may have started
-            if verdict == Disposition.TAKEN:
+            if disposition == Disposition.TAKEN:
                 self._notes.take(message, now, self.stop_reason)
         if now >= self._progress.next_due and self._progress.is_due(now):
             self.tell_progress()
         if self._snapshots is not None:
             self._keep_weights()
-        if server.deals is not None and server.deals.now.generation != self._notes.generation:
-            self._notes.assignment(server.deals.now, now)
+        if server.assignments is not None and server.assignments.now.generation != self._notes.generation:
+            self._notes.assignment(server.assignments.now, now)
         is_due = now >= self._checkpoints.next_due and self._checkpoints.is_ready(now, self.memories)
         if is_due and self._runtime.can_checkpoint(server):
             self.checkpoint()
@@ -154,7 +152,7 @@ class Host:
         for reply in unsent:
             self._runtime.send(reply, with_state)
 
-    def go_on(self, rebuilt: RecoveryResult) -> None:
+    def resume_from(self, rebuilt: RecoveryResult) -> None:
         """Handle the first input of a resumed run, and write an event about the recovery."""
         self.handle(rebuilt.resume)
         self.first_incarnation = rebuilt.incarnation
@@ -168,7 +166,7 @@ class Host:
         halted = self.clock.source()
         self._runtime.gather()
         scores = self._evaluator.evaluate()
-        self.accounts.deadlines.excuse(self.clock.source() - halted)
+        self.accounting.failure_detector.extend(self.clock.source() - halted)
         self.clock.go()
         if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
             self.stop(self._goal.reason)
@@ -176,10 +174,10 @@ class Host:
     def _keep_weights(self) -> None:
         """Take a snapshot if one is due, before any later checkpoint, so that a resumed run misses none."""
         assert self._snapshots is not None
-        if self.server.over or self._snapshots.is_due(self.server):
+        if self.server.finished or self._snapshots.is_due(self.server):
             self._runtime.gather()
         self._snapshots.take_if_due(self.server)
-        if self.server.over:
+        if self.server.finished:
             self._snapshots.take_final(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
@@ -206,19 +204,19 @@ class Host:
     def drain(self, worker: int) -> str | None:
         """Let a worker leave after its current push. Returns the reason if that is impossible."""
         member = self.server.members.get(worker)
-        if self.server.over:
+        if self.server.finished:
             return "training is over"
-        if member is None or not member.live or member.dismissed:
-            here = [number for number, one in sorted(self.server.members.items()) if one.live and not one.done]
+        if member is None or not member.live or member.released:
+            here = [number for number, one in sorted(self.server.members.items()) if one.live and not one.inactive]
             return f"it is not a worker of this run; these are: {', '.join(map(str, here)) or 'none'}"
-        if member.done or member.draining:
-            return "it has no work left" if member.done else "it is being drained already"
+        if member.inactive or member.draining:
+            return "it has no work left" if member.inactive else "it is being drained already"
         self.handle(Drain(worker))
         return None
 
     def stop(self, reason: str) -> None:
         """End the run from outside; the reason goes into the result."""
-        if not self.server.over:
+        if not self.server.finished:
             self.stop_reason = reason
             self.handle(Stop())
 
@@ -226,16 +224,16 @@ class Host:
     def seconds_left(self) -> float:
         """Seconds of training until `--max-seconds`; infinite without it or if training is over."""
         limit = self.config.max_seconds
-        return math.inf if limit is None or self.server.over else max(0.0, limit - self.clock.now())
+        return math.inf if limit is None or self.server.finished else max(0.0, limit - self.clock.now())
 
-    def look_at_the_clock(self) -> None:
+    def check_time_limit(self) -> None:
         """Stop if `--max-seconds` are over. Call it between two inputs: the stop is a logged input too."""
         if not self.seconds_left:
             self.stop(TIME_IS_UP)
 
     def housekeep(self) -> None:
         """Do what time alone makes due: the time limit and the accounting row. Sets `next_due`."""
-        self.look_at_the_clock()
+        self.check_time_limit()
         try:
             self._account_rows.write_if_due()
         except OSError as error:
@@ -275,13 +273,13 @@ class Host:
         self._runtime.gather()
         status = status_of(self.server, self.stop_reason)
         self._account_rows.write()
-        timing = self.timekeeper.row(self.server.pushes)
+        timing = self.timings.row(self.server.pushes)
         if timing is not None:
             self.events.write("timing", self.clock.now(), **timing)
-            found = {"utilisation": self.timekeeper.shares(self.server.num_workers), **(found or {})}
+            found = {"utilisation": self.timings.shares(self.server.num_workers), **(found or {})}
         scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
         try:
-            if status == "stopped" and self.server.can_be_cut and not self.config.timing_only:
+            if status == "stopped" and self.server.can_checkpoint and not self.config.timing_only:
                 self.checkpoint()
             self._checkpoints.writer.wait()
             self._checkpoints.complain(self.clock.now())
@@ -300,7 +298,7 @@ class Host:
     def _more_rows(self) -> list[dict[str, Any]]:
         """Rows of the result that only some runs have."""
         return [
-            {"deals": self._notes.generation} if self.server.deals is not None else {},
+            {"deals": self._notes.generation} if self.server.assignments is not None else {},
             self._checkpoints.upkeep(),
             {"best": self._best.found} if self._best is not None else {},
             {"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {},

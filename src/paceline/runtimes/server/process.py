@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
-from paceline.assembly.run import make_seat, make_server, work_of
+from paceline.assembly.run import make_server, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task
-from paceline.config import RunConfig, from_dict, places_of
+from paceline.config import RunConfig, from_dict, max_workers_of
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
 from paceline.core.worker import LocalWorker
@@ -74,15 +74,15 @@ def make_host(
     work = work_of(task, config)
     server = make_server(config, task, work)
     sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
-    require_memory(places_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
+    require_memory(max_workers_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
     if not resume:
         return Host(server, task, work, config, folder, report, runtime, 0.0, facts)
 
-    def seat(join: Join) -> LocalWorker:
-        return make_seat(config, make_task(config, dataset), work, join)
+    def instance(join: Join) -> LocalWorker:
+        return make_worker(config, make_task(config, dataset), work, join)
 
-    rebuilt = rebuild(server, seat, task, config, folder, report)
+    rebuilt = rebuild(server, instance, task, config, folder, report)
     host = Host(server, task, work, config, folder, report, runtime, rebuilt.now, facts)
-    host.go_on(rebuilt)
+    host.resume_from(rebuilt)
     return host

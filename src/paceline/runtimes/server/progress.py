@@ -15,8 +15,7 @@ from paceline.runs.events import EventLog
 from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
 
-SHARE = 0.002
-"""Most of the server's time that computing norms may take."""
+SHARE = 0.002  # most of the server's time that computing norms may take
 
 
 class WeightNorm:
@@ -46,7 +45,7 @@ class EventRecorder:
     def __init__(self, server: Server, events: EventLog, report: Report) -> None:
         self._server, self._events, self._report = server, events, report
         self.lost: list[int] = []
-        self.generation = server.deals.now.generation if server.deals is not None else 0
+        self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
@@ -54,7 +53,7 @@ class EventRecorder:
         if isinstance(message, Join):
             row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
             self._events.write("worker_joined", now, **row)
-        elif isinstance(message, Leave) and not self._server.over:
+        elif isinstance(message, Leave) and not self._server.finished:
             self._leave(message, now)
         elif isinstance(message, SetLocalSteps):
             self._events.write("local_steps", now, worker=message.worker, steps=message.steps)
@@ -68,17 +67,17 @@ class EventRecorder:
 
     def _leave(self, message: Leave, now: float) -> None:
         member, live = self._server.members.get(message.worker), self._server.num_live
-        if member is not None and member.dismissed:
+        if member is not None and member.released:
             self._events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
-        elif member is None or not member.done:
+        elif member is None or not member.inactive:
             self.lost.append(message.worker)
             pushes = member.pushes if member is not None else 0
             self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
 
-    def assignment(self, deal: DataAssignment, now: float) -> None:
+    def assignment(self, assignment: DataAssignment, now: float) -> None:
         """Write that the data was divided again; the log needs no record, since its inputs determine the division."""
-        self.generation, members = deal
+        self.generation, members = assignment
         self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
@@ -99,8 +98,7 @@ class AccountRows:
 
     def __init__(self, accounts: TimeAccounting, server: Server, events: EventLog, clock: TrainingClock) -> None:
         self._accounts, self._server, self._events, self._clock = accounts, server, events, clock
-        self.next_due = 0.0
-        """By the clock's source; in a simulated run the share of its budget."""
+        self.next_due = 0.0  # by the clock's source; in a simulated run the share of its budget
 
     def write_if_due(self, share: float | None = None) -> None:
         """Write a row if one is due; `share` of its budget is what a simulated run has done, None in a real run."""
@@ -118,8 +116,7 @@ class AccountRows:
 
 TOLD_SECONDS = 0.25
 ROW_SECONDS = 1.0
-VIRTUAL_SHARE = 0.01
-"""A simulated run reports at every hundredth of its budget, since its seconds are virtual."""
+VIRTUAL_SHARE = 0.01  # A simulated run reports at every hundredth of its budget, since its seconds are virtual
 
 
 class Progress:
@@ -132,12 +129,10 @@ class Progress:
         self._weighing = WeightNorm(server, virtual)
         self.next_share = 0.0 if virtual else None
         """The share of the budget at which a simulated run reports next; None for a real run."""
-        self.next_due = 0.0
-        """When to call `is_due` again."""
+        self.next_due = 0.0  # when to call `is_due` again
         self._next_row = 0.0
         self._since, self._samples_then = seconds, server.samples
-        self.losses: list[float] = []
-        """Of the pushes since the last event row."""
+        self.losses: list[float] = []  # of the pushes since the last event row
 
     def is_due(self, now: float) -> bool:
         """Whether to report now."""

@@ -31,8 +31,7 @@ FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
 LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
 """How often time alone is checked; after a longer gap the server itself was busy, and no worker was silent."""
 ABANDONED_SECONDS = 120.0
-SIGN_SECONDS = 0.5
-"""Heartbeats that come faster than this are not learned from."""
+SIGN_SECONDS = 0.5  # heartbeats that come faster than this are not learned from
 
 
 class ForegroundChannel(SupervisorChannel):
@@ -56,14 +55,10 @@ class ForegroundChannel(SupervisorChannel):
 class PushGate(Protocol):
     """Decides when a worker's message takes effect: at once, or when other servers have their parts of it too."""
 
-    largest: BufferSizes
-    """The largest memory that a worker may ask for."""
-    capacities: tuple[int | None, int | None]
-    """The most bytes of an encoded push and of an encoded reply."""
-    welcome: Mapping[str, Any]
-    """What workers must know about the servers."""
-    full: str
-    """Why a further server is refused."""
+    largest: BufferSizes  # the largest memory that a worker may ask for
+    capacities: tuple[int | None, int | None]  # the most bytes of an encoded push and of an encoded reply
+    welcome: Mapping[str, Any]  # what workers must know about the servers
+    full: str  # why a further server is refused
 
     def open(self, remove: Callable[[TcpPeer, str], None]) -> None:
         """Begin; `remove` disconnects a worker and tells the user why."""
@@ -120,9 +115,8 @@ class RemoteService:
         self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note)
         self._start = StartBarrier(host, peers, control, self._dispatcher.miss, listener.address, wait_seconds)
         self.observers = FileService(host.folder)
-        self._deadlines = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
-        self._signs: dict[int, float] = {}
-        """When each worker's last heartbeat was learned from."""
+        self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
+        self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from
         self._checked = time.monotonic()
         self._empty_since: float | None = None
         peers.loop.register(control.connection, self._on_order)
@@ -147,15 +141,15 @@ class RemoteService:
         now = time.monotonic()
         was_busy = now - self._checked > LOOK_SECONDS + BUSY_SECONDS  # scoring, say: unread messages wait
         if was_busy:
-            self._deadlines.excuse(now - self._checked)
+            self._failure_detector.extend(now - self._checked)
         self._checked = now
         self._gate.check(was_busy)
         self._listener.expire(now)
         for text in self._listener.complaints():
             self._admission.note_refused(text, text)
-        if not self._host.server.over:
+        if not self._host.server.finished:
             self._host.look_for_requests()  # also while no worker pushes
-            for worker in self._deadlines.due(now):
+            for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
                 self._expel(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
             self._start.check(now)
@@ -211,9 +205,9 @@ class RemoteService:
         now = time.monotonic()
         if now - self._signs.get(worker, 0.0) > SIGN_SECONDS:
             self._signs[worker] = now
-            self._deadlines.heard(worker, now)
-            self._host.accounts.deadlines.beat(worker, self._host.clock.source())
-        self._deadlines.asked(worker, now)
+            self._failure_detector.record_message(worker, now)
+            self._host.accounting.failure_detector.heartbeat(worker, self._host.clock.source())
+        self._failure_detector.start_wait(worker, now)
 
     # workers' messages
 
@@ -255,7 +249,7 @@ class RemoteService:
 
     def _lose(self, peer: TcpPeer) -> None:
         """The connection broke: wait for the worker to reconnect, unless it has no reason to."""
-        if self._host.server.over or peer.left or peer.worker in self._peers.released or peer.slot is None:
+        if self._host.server.finished or peer.left or peer.worker in self._peers.released or peer.slot is None:
             self._remove(peer)
         else:
             self._disconnect(peer)
@@ -272,12 +266,12 @@ class RemoteService:
     def _remove(self, peer: TcpPeer) -> None:
         """The worker leaves the run; wait for others if it was the last."""
         self._gate.forget(peer)
-        self._deadlines.forget(peer.worker)
+        self._failure_detector.forget(peer.worker)
         self._signs.pop(peer.worker, None)
         self._admission.leave(peer.worker)
         self._disconnect(peer)
         self._peers.remove(peer)
         self._dispatcher.leave(peer.worker, peer.incarnation)
-        if not self._peers.by_worker and not self._host.server.over:
+        if not self._peers.by_worker and not self._host.server.finished:
             self._empty_since = time.monotonic()
             self._control.note(f"no worker is left: waiting {ABANDONED_SECONDS:g} s for one to come")

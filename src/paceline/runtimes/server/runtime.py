@@ -16,12 +16,10 @@ from paceline.transports.tcp_server import TcpPeer
 class Runtime(Protocol):
     """What a runtime provides to its Host. The defaults fit one server that holds all weights; `send` has none."""
 
-    way: Way = "server"
-    """What the time between a worker's push and its arrival at the server counts as."""
+    way: Way = "server"  # what the time between a worker's push and its arrival at the server counts as
     groups_inputs: bool = False
     """Whether the runtime calls `Host.commit` after a group of inputs; else the host commits after each."""
-    is_sharded: bool = False
-    """Whether other servers hold parts of the weights. `announce` is called only if so."""
+    is_sharded: bool = False  # whether other servers hold parts of the weights. `announce` is called only if so.
 
     def send(self, reply: Reply, with_state: bool) -> None:
         """Send a reply whose weights are in the worker's memory.
@@ -67,8 +65,7 @@ class Peers(Runtime, Generic[P]):
 
     def __init__(self) -> None:
         self.by_worker: dict[int, P] = {}
-        self.released: set[int] = set()
-        """Workers that were sent their last reply."""
+        self.released: set[int] = set()  # workers that were sent their last reply
 
     def add(self, peer: P) -> None:
         """Register a connection; its worker replaces an earlier one of the same number."""
@@ -85,7 +82,7 @@ class Peers(Runtime, Generic[P]):
         peer = self.by_worker.get(reply.worker)
         if peer is not None and peer.incarnation == reply.incarnation:
             peer.answer(reply)
-            if reply.over:
+            if reply.finished:
                 self.released.add(reply.worker)
 
 
@@ -102,7 +99,7 @@ class TcpPeers(Peers[TcpPeer]):
         """Send a reply; what the connection does not take at once is sent when it can be written."""
         peer = self.by_worker.get(reply.worker)
         if peer is not None:
-            peer.wants_own = with_state and _has_state(peer)
+            peer.wants_state = with_state and _has_state(peer)
             super().send(reply, with_state)
             self.loop.watch_writes(peer)
 
@@ -110,11 +107,11 @@ class TcpPeers(Peers[TcpPeer]):
         """Whether every worker's latest push brought its local state, as it does once a checkpoint is due."""
         for worker, peer in self.by_worker.items():
             member = server.members.get(worker)
-            awaited = member is not None and member.live and not member.done and member.seq >= 0
-            if member is not None and awaited and _has_state(peer) and peer.own_seq != member.seq:
+            awaited = member is not None and member.live and not member.inactive and member.seq >= 0
+            if member is not None and awaited and _has_state(peer) and peer.state_seq != member.seq:
                 return False
         return True
 
 
 def _has_state(peer: TcpPeer) -> bool:
-    return peer.slot is not None and peer.slot.sizes.own > 0
+    return peer.slot is not None and peer.slot.sizes.local_state > 0

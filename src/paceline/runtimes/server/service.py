@@ -22,8 +22,7 @@ from paceline.system.signals import TERMINATED
 from paceline.transports.protocol import Hello, Peer
 from paceline.transports.shared_memory import SharedMemoryPeer
 
-GRACE_SECONDS = 5.0
-"""After the end of training: how long to wait until every worker has its last reply."""
+GRACE_SECONDS = 5.0  # after the end of training: how long to wait until every worker has its last reply
 
 
 class SupervisorChannel:
@@ -69,7 +68,7 @@ class Dispatcher:
         host, worker, timing = self._host, push.worker, peer.timing
         member = host.server.members.get(worker)
         steps = max(1, member.steps) if member is not None else 1
-        host.timekeeper.add(worker, timing, steps)
+        host.timings.add(worker, timing, steps)
         if self._pacing is not None:
             change = self._pacing.look(host.server, worker, timing.wall / steps)
             if change is not None:
@@ -108,7 +107,7 @@ class Dispatcher:
 
     def tell_clock(self) -> None:
         """Tell the supervisor if the training clock has started or stopped: it injects faults by this clock."""
-        runs = self._host.server.started and not self._host.server.over
+        runs = self._host.server.started and not self._host.server.finished
         if self._clock_runs != runs:
             self._clock_runs = runs
             self._control.send({"kind": "clock", "now": self._host.clock.now(), "runs": runs})
@@ -127,7 +126,7 @@ def serve_until(
     while True:
         if host.unsent:
             host.commit()
-        if host.server.over:
+        if host.server.finished:
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if all_know(deadline):
                 return
@@ -154,8 +153,7 @@ class Service:
         """`peers` is the host's runtime. A patient service runs until every worker has left."""
         self._host, self._peers, self._control, self._patient = host, peers, control, patient
         self._dispatcher = Dispatcher(host, control, expected)
-        self._returning: set[int] = set()
-        """Workers that the supervisor will start again."""
+        self._returning: set[int] = set()  # workers that the supervisor will start again
         self._loop = EventLoop()
         self._loop.register(control.connection, self._on_order)
         self._wakeup, writer = socket.socketpair()
@@ -245,5 +243,5 @@ class Service:
         peer.close()
         self._peers.remove(peer)
         self._dispatcher.leave(peer.worker, peer.incarnation)
-        if not self._peers.by_worker and not self._returning and not self._host.server.over:
+        if not self._peers.by_worker and not self._returning and not self._host.server.finished:
             self._host.stop(ALL_GONE)

@@ -25,8 +25,7 @@ class WorkerReport(NamedTuple):
     computing: float
     waited: float
     steps: int
-    recent: tuple[tuple[float, float], ...]
-    """Of its latest pushes: seconds of a step, and of the wait before it."""
+    recent: tuple[tuple[float, float], ...]  # of its latest pushes: seconds of a step, and of the wait before it
 
 
 class RecentSteps:

@@ -13,7 +13,7 @@ from paceline.errors import ProtocolError
 from paceline.transports.connection import Connection
 from paceline.transports.frames import (
     HEADER_NBYTES,
-    MOST_SHARD,
+    MAX_SHARD,
     FrameKind,
     FrameReader,
     Reading,
@@ -26,8 +26,7 @@ from paceline.transports.frames import (
 )
 
 Message = dict[str, Any]
-FILLED: Message = {"filled": True}
-"""Received when the expected tensors are complete."""
+FILLED: Message = {"filled": True}  # received when the expected tensors are complete
 
 
 class ShardChannel:
@@ -38,8 +37,7 @@ class ShardChannel:
         self._outbox = SendQueue()
         self._filler = FrameReader(self._message())
         self._places: list[memoryview] = []
-        self.last_heard = time.monotonic()
-        """When bytes came last, even if their message is not complete yet."""
+        self.last_heard = time.monotonic()  # when bytes came last, even if their message is not complete yet
 
     def fileno(self) -> int:
         """The connection's descriptor."""
@@ -52,7 +50,7 @@ class ShardChannel:
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Queue a message and tensors, and send as much as possible at once. The tensors must not change until sent."""
-        self._outbox.add(fields_frame(FrameKind.SHARD, message, MOST_SHARD))
+        self._outbox.add(fields_frame(FrameKind.SHARD, message, MAX_SHARD))
         if tensors:
             bodies = [view(tensor.view(-1)) for tensor in tensors]
             self._outbox.add(header(FrameKind.BODY, sum(map(len, bodies))), *bodies)
@@ -83,7 +81,7 @@ class ShardChannel:
     def _message(self) -> Reading[Message]:
         packed = yield from read_bytes(HEADER_NBYTES)
         awaited = sum(map(len, self._places))
-        kind, nbytes = parse_header(packed, {FrameKind.SHARD: MOST_SHARD, FrameKind.BODY: awaited})
+        kind, nbytes = parse_header(packed, {FrameKind.SHARD: MAX_SHARD, FrameKind.BODY: awaited})
         if kind is FrameKind.SHARD:
             return (yield from read_fields(nbytes))
         if nbytes != awaited:

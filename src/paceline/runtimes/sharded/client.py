@@ -20,12 +20,10 @@ from paceline.transports.tcp_client import TcpClient
 
 OpenClient: TypeAlias = Callable[[str, str | None], TcpClient]
 """Create a client for the server at an address, with a certificate of this fingerprint."""
-CodingOf: TypeAlias = Callable[[slice], SpanCodecs]
-"""The codecs for a range of the weights."""
+CodingOf: TypeAlias = Callable[[slice], SpanCodecs]  # the codecs for a range of the weights
 LOOK_SECONDS = 0.5
 OVER_SECONDS = 5.0
-FORGOTTEN_SECONDS = 90.0
-"""How long the first server may take to notice that another server has lost this worker."""
+FORGOTTEN_SECONDS = 90.0  # how long the first server may take to notice that another server has lost this worker
 
 
 @dataclass
@@ -62,8 +60,7 @@ class ShardedClient(Transport):
     def __init__(self, address: str, open_client: OpenClient, first: TcpClient) -> None:
         self._host, self._open = parse_address(address)[0], open_client
         self._first = first
-        self._own: _ShardConnection | None = None
-        """The first server's part, if there are several servers."""
+        self._own: _ShardConnection | None = None  # the first server's part, if there are several servers
         self._others: list[_ShardConnection] = []
         self._memory: WorkerBuffers | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -140,7 +137,7 @@ class ShardedClient(Transport):
             self._forsake_others()
             return None
         for part, future in zip(self._others, asked, strict=True):
-            if reply.over:  # the other replies do not matter any more
+            if reply.finished:  # the other replies do not matter any more
                 wait([future], OVER_SECONDS)
                 continue
             answer = self._await(future)

@@ -15,13 +15,12 @@ from paceline.errors import ProtocolError
 from paceline.runtimes.server.remote_service import PushGate
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.sharded.channel import Message
-from paceline.runtimes.sharded.orders import PushId, is_finite, spoil
+from paceline.runtimes.sharded.orders import PushId, is_finite, poison
 from paceline.runtimes.sharded.peers import ShardPeer, ShardPeers
 from paceline.transports.protocol import Hello
 from paceline.transports.tcp_server import TcpPeer
 
-VOTE_SECONDS = 60.0
-"""How long a worker may take to send the other servers their parts of what it sent the first."""
+VOTE_SECONDS = 60.0  # how long a worker may take to send the other servers their parts of what it sent the first
 
 
 class ShardVote(NamedTuple):
@@ -70,12 +69,13 @@ class Coordinator(PushGate):
     def __init__(self, server: Server, peers: ShardedPeers, shards: ShardPeers, largest: BufferSizes) -> None:
         self._server, self._peers, self._shards = server, peers, shards
         self.capacities = payload, pulled = shards.coding.capacities
-        self.largest = largest._replace(weights=shards.own.stop - shards.own.start, payload=payload, pulled=pulled)
+        self.largest = largest._replace(
+            weights=shards.own_span.stop - shards.own_span.start, payload=payload, pulled=pulled
+        )
         self.welcome = {"shards": shards.rows}
         self.full = f"all {len(shards.all) + 1} servers of this run are here"
         self._pending: dict[PushId, PendingPush] = {}
-        self._broken: set[PushId] = set()
-        """Pushes of which some part is not finite."""
+        self._broken: set[PushId] = set()  # pushes of which some part is not finite
         self._remove: Callable[[TcpPeer, str], None] | None = None
         peers.connect(self)
 
@@ -166,7 +166,7 @@ class Coordinator(PushGate):
 
         def act(votes: list[ShardVote]) -> None:
             if not (finite and all(vote.finite for vote in votes)):
-                spoil(decoded.update)
+                poison(decoded.update)
                 self._broken.add(part)
             self._set_size([nbytes, *(vote.nbytes for vote in votes)])
             apply(decoded)
@@ -182,7 +182,7 @@ class Coordinator(PushGate):
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
         """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""
         weights = self._server.weights
-        whole = hello.slot.widened(weights.new_zeros(weights.shape), self._shards.own)
+        whole = hello.slot.full_view(weights.new_zeros(weights.shape), self._shards.own_span)
         part = PushId(peer.worker, peer.incarnation, -1)
         self._wait_for(part, lambda votes: join(Hello(hello.join, whole, hello.facts)))
 

@@ -54,14 +54,14 @@ def is_finite(update: Tensor) -> bool:
     return math.isfinite(update.sum().item()) or bool(torch.isfinite(update).all())
 
 
-def spoil(update: Tensor) -> None:
+def poison(update: Tensor) -> None:
     """Make an update non-finite, because another server's part of the push is."""
     update[0] = math.nan
 
 
 def at_work(server: Server) -> list[int]:
     """The workers whose last sent weights belong in a checkpoint."""
-    return [worker for worker, member in sorted(server.members.items()) if member.live and not member.done]
+    return [worker for worker, member in sorted(server.members.items()) if member.live and not member.inactive]
 
 
 def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor]:

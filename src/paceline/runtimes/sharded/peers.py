@@ -59,7 +59,7 @@ class ShardPeer:
         }
 
 
-def muster(
+def wait_for_shards(
     listener: Listener, count: int, children: Sequence[subprocess.Popen[bytes]], seconds: float
 ) -> tuple[list[JoinRequest], list[JoinRequest]]:
     """Wait until `count` servers have connected. Returns them, and the requests of workers that came meanwhile."""
@@ -99,19 +99,18 @@ class ShardPeers:
         assert host.task is not None and host.work is not None
         config, server, layout = host.config, host.server, host.task.layout
         self._host = host
-        self.own, *spans = spans_of(layout.size, len(applicants) + 1, grain_of(config))
-        self.coding = coding_of(config, layout, self.own)
+        self.own_span, *spans = spans_of(layout.size, len(applicants) + 1, grain_of(config))
+        self.coding = coding_of(config, layout, self.own_span)
         push, pull = self.coding
-        self.opened = PredecodedPushes(push, server.weights[self.own]) if push is not None else None
-        part = make_rule(config, part_of(layout, self.own), skew=host.work.skew)
-        self._ranged = ShardedRule(server.rule, part, self.own, server.weights, server.rule_state)
+        self.opened = PredecodedPushes(push, server.weights[self.own_span]) if push is not None else None
+        part = make_rule(config, part_of(layout, self.own_span), skew=host.work.skew)
+        self._ranged = ShardedRule(server.rule, part, self.own_span, server.weights, server.rule_state)
         self.all = [
             self._begin(number, applicant, span, config, layout, host.work.skew)
             for number, (applicant, span) in enumerate(zip(applicants, spans, strict=True), start=1)
         ]
-        server.updater.restrict_to(self._ranged, self.own, self.opened, pull.codec if pull is not None else None)
-        self.heard: deque[tuple[ShardPeer, Message]] = deque()
-        """Messages that came during `gather`."""
+        server.updater.restrict_to(self._ranged, self.own_span, self.opened, pull.codec if pull is not None else None)
+        self.heard: deque[tuple[ShardPeer, Message]] = deque()  # messages that came during `gather`
         self._changed = False
 
     def _begin(
@@ -144,7 +143,7 @@ class ShardPeers:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """What workers must know about all servers, the first included."""
-        return [{"span": [self.own.start, self.own.stop]}, *(shard.row for shard in self.all)]
+        return [{"span": [self.own_span.start, self.own_span.stop]}, *(shard.row for shard in self.all)]
 
     def _try(self, shard: ShardPeer, do: Callable[[], T]) -> T:
         try:
@@ -196,9 +195,10 @@ class ShardPeers:
             return
         self._changed = False
         server = self._host.server
-        places = {shard.number: self._places(shard) for shard in self.all}
+        max_workers = {shard.number: self._places(shard) for shard in self.all}
         filled = {
-            number: [torch.empty(place.shape, dtype=place.dtype) for place in rows] for number, rows in places.items()
+            number: [torch.empty(place.shape, dtype=place.dtype) for place in rows]
+            for number, rows in max_workers.items()
         }
         for shard in self.all:
             shard.link.expect(filled[shard.number])
@@ -215,7 +215,7 @@ class ShardPeers:
                     elif "part" in message:
                         self.heard.append((shard, message))
             self.require_signs()
-        for number, rows in places.items():
+        for number, rows in max_workers.items():
             for place, found in zip(rows, filled[number], strict=True):
                 place.copy_(found)
 
@@ -232,7 +232,7 @@ class ShardPeers:
             shard.link.close()
 
 
-def see_off(children: Sequence[subprocess.Popen[bytes]], seconds: float = ENDING_SECONDS) -> None:
+def terminate(children: Sequence[subprocess.Popen[bytes]], seconds: float = ENDING_SECONDS) -> None:
     """Wait for child processes to end; kill those that do not."""
     deadline = time.monotonic() + seconds
     for child in children:

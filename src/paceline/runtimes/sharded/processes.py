@@ -64,7 +64,7 @@ class ShardProcesses:
         from paceline.assembly.task import identity_of
         from paceline.runtimes.server.remote_service import RemoteService, SingleServer
         from paceline.runtimes.sharded.coordinator import Coordinator, ShardedPeers
-        from paceline.runtimes.sharded.peers import ShardPeers, muster
+        from paceline.runtimes.sharded.peers import ShardPeers, wait_for_shards
 
         assert host.task is not None and host.work is not None
         expected, largest = identity_of(host.task), sizes_of(host.config, host.task, host.work)
@@ -77,7 +77,7 @@ class ShardProcesses:
         else:
             self._children = [self._start() for _ in range(self._count)]
         seconds = ELSEWHERE_SECONDS if self._elsewhere else HERE_SECONDS
-        applicants, workers = muster(self._listener, self._count, self._children, seconds)
+        applicants, workers = wait_for_shards(self._listener, self._count, self._children, seconds)
         self._shards = ShardPeers(host, applicants)
         coordinator = Coordinator(host.server, peers, self._shards, largest)
         service = RemoteService(host, peers, line, expected, self._listener, coordinator, wait_seconds)
@@ -105,11 +105,11 @@ class ShardProcesses:
 
     def end(self) -> None:
         """End the other servers after the run has its result; they tell their workers first."""
-        from paceline.runtimes.sharded.peers import see_off
+        from paceline.runtimes.sharded.peers import terminate
 
         if self._shards is not None:
             self._shards.end()
-            see_off(self._children)
+            terminate(self._children)
 
 
 def serve_part(

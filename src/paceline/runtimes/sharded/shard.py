@@ -23,7 +23,7 @@ from paceline.core.server import Exchange, Server, restore_server
 from paceline.errors import ProtocolError
 from paceline.interfaces import Layout
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
-from paceline.runtimes.sharded.orders import PushId, from_words, is_finite, sent_to, spoil, tensors_of
+from paceline.runtimes.sharded.orders import PushId, from_words, is_finite, poison, sent_to, tensors_of
 from paceline.runtimes.sharded.spans import SpanCodecs, coding_of, part_of
 from paceline.system.event_loop import EventLoop
 from paceline.transports.listener import JoinRequest, Listener
@@ -65,7 +65,7 @@ class ShardService:
         self._server: Server | None = None
         self._coding = SpanCodecs()
         self._opened: PredecodedPushes | None = None
-        self._doors: dict[tuple[int, int], TcpPeer] = {}
+        self._peers: dict[tuple[int, int], TcpPeer] = {}
         """By worker and incarnation: a new one may connect before this server learns that the old one left."""
         self._parts: dict[tuple[int, int], Push] = {}
         self._memories: dict[int, WorkerBuffers] = {}
@@ -92,8 +92,8 @@ class ShardService:
         finally:
             self._loop.close()
             self._link.close()
-            for door in self._doors.values():
-                door.close()
+            for peer in self._peers.values():
+                peer.close()
         return True
 
     def _beat(self, now: float) -> None:
@@ -104,7 +104,7 @@ class ShardService:
 
     def _is_over(self) -> bool:
         """Whether every worker has its last reply, or has had the time for it."""
-        return self._ended is not None and (not self._doors or time.monotonic() > self._ended + GRACE_SECONDS)
+        return self._ended is not None and (not self._peers or time.monotonic() > self._ended + GRACE_SECONDS)
 
     # the first server
 
@@ -142,20 +142,20 @@ class ShardService:
     def _handle(self, words: list[Any], finite: bool) -> None:
         message, server = self._message(words, finite), self._known
         if isinstance(message, Join):
-            slot = self._doors[message.worker, message.incarnation].slot
+            slot = self._peers[message.worker, message.incarnation].slot
             assert slot is not None, "this server voted for a hello that did not come"
             self._memories[message.worker] = slot
         outcome = server.handle(message)
         for reply in outcome.replies:
-            if outcome.verdict != Disposition.REPEATED:
-                server.hand_out(reply, self._memories[reply.worker])
-                door = self._doors.get((reply.worker, reply.incarnation))
-                if door is not None:
-                    door.answer(reply)
-                    self._loop.watch_writes(door)
+            if outcome.disposition != Disposition.REPEATED:
+                server.send_weights(reply, self._memories[reply.worker])
+                peer = self._peers.get((reply.worker, reply.incarnation))
+                if peer is not None:
+                    peer.answer(reply)
+                    self._loop.watch_writes(peer)
         if isinstance(message, Leave):
-            for key in [key for key in self._doors if key[0] == message.worker and key[1] <= message.incarnation]:
-                self._forget(self._doors[key])
+            for key in [key for key in self._peers if key[0] == message.worker and key[1] <= message.incarnation]:
+                self._forget(self._peers[key])
 
     def _message(self, words: list[Any], finite: bool) -> Input:
         """Turn an order into an input: a push gets the part that its worker sent here."""
@@ -166,7 +166,7 @@ class ShardService:
         if part is None or part.seq != message.seq:
             return message  # of an unknown worker: the server rejects it
         if not finite:
-            spoil(part.update)
+            poison(part.update)
         return message._replace(update=part.update)
 
     # workers
@@ -181,7 +181,7 @@ class ShardService:
             applicant.refuse("a part of a run is served here: connect workers and observers to its first server")
             return
         worker, incarnation = int(key[0] or 0), int(key[1] or 0)
-        known = self._doors.get((worker, incarnation))
+        known = self._peers.get((worker, incarnation))
         if applicant.fields.get("again"):
             if known is None:
                 applicant.refuse("this worker was taken for lost")
@@ -193,40 +193,40 @@ class ShardService:
                 self._forget(known)
             largest = BufferSizes(self._server.weights.numel(), 0, *self._coding.capacities)
             known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
-            self._doors[worker, incarnation] = known
-        door = known
-        self._loop.register(door, functools.partial(self._serve, door))
-        self._loop.watch_writes(door)
+            self._peers[worker, incarnation] = known
+        peer = known
+        self._loop.register(peer, functools.partial(self._serve, peer))
+        self._loop.watch_writes(peer)
 
-    def _serve(self, door: TcpPeer) -> None:
-        if door.wants_write:
-            door.flush()
+    def _serve(self, peer: TcpPeer) -> None:
+        if peer.wants_write:
+            peer.flush()
         try:
-            message = door.receive()
+            message = peer.receive()
         except ProtocolError as error:
             self._say(str(error))
-            self._hang_up(door)
+            self._hang_up(peer)
             return
         if message is None:
-            if door.left or door.slot is None or self._known.over:
-                self._forget(door)
+            if peer.left or peer.slot is None or self._known.finished:
+                self._forget(peer)
             else:
-                self._hang_up(door)  # it reconnects, or the first server gives it up
+                self._hang_up(peer)  # it reconnects, or the first server gives it up
             return
         if isinstance(message, Hello):
-            self._vote(PushId(door.worker, door.incarnation, -1), finite=True)
+            self._vote(PushId(peer.worker, peer.incarnation, -1), finite=True)
         elif isinstance(message, Push):
-            self._take(door, message)
+            self._take(peer, message)
         else:
-            assert isinstance(message, Keepalive) or message.worker == door.worker
-        self._loop.watch_writes(door)
+            assert isinstance(message, Keepalive) or message.worker == peer.worker
+        self._loop.watch_writes(peer)
 
-    def _take(self, door: TcpPeer, push: Push) -> None:
+    def _take(self, peer: TcpPeer, push: Push) -> None:
         """Keep a part of a push until the order for it comes, and vote on it."""
         member = self._known.members.get(push.worker)
         if member is not None and member.incarnation == push.incarnation and push.seq <= member.seq:
             if not member.waiting and push.seq == member.seq:  # repeated, because its reply was lost
-                door.answer(self._known.last_answer(push.worker))
+                peer.answer(self._known.last_answer(push.worker))
             return
         part, known = PushId(push.worker, push.incarnation, push.seq), self._parts.get((push.worker, push.incarnation))
         nbytes = push.update.nbytes
@@ -244,13 +244,13 @@ class ShardService:
         if self._ended is None:
             self._link.send({"part": part, "finite": finite, "nbytes": nbytes})
 
-    def _hang_up(self, door: TcpPeer) -> None:
-        self._loop.unregister(door)
-        door.close()
+    def _hang_up(self, peer: TcpPeer) -> None:
+        self._loop.unregister(peer)
+        peer.close()
 
-    def _forget(self, door: TcpPeer) -> None:
-        self._hang_up(door)
-        key = door.worker, door.incarnation
-        if self._doors.get(key) is door:
-            del self._doors[key]
+    def _forget(self, peer: TcpPeer) -> None:
+        self._hang_up(peer)
+        key = peer.worker, peer.incarnation
+        if self._peers.get(key) is peer:
+            del self._peers[key]
             self._parts.pop(key, None)

@@ -43,8 +43,7 @@ class ArrivalOrder:
     num_live: NDArray[np.int32]  # [T]
     left: NDArray[np.int32]  # [number, 2]: update after which a worker had finished its work, worker
     virtual_seconds: float
-    server: Server
-    """The server after the simulation, with its counts of versions, samples, drops and staleness."""
+    server: Server  # the server after the simulation, with its counts of versions, samples, drops and staleness
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -57,8 +56,7 @@ class _TracingDriver(BareDriver):
         super().__init__(server, send)
         server.on_update = self._record
         self.rows: list[tuple[list[int], list[int], int, float, int]] = []
-        self.released: list[list[int]] = [[]]
-        """By version, the workers that were sent on with its weights."""
+        self.released: list[list[int]] = [[]]  # by version, the workers that were sent on with its weights
         self.left: list[tuple[int, int]] = []
 
     def _record(self, update: AppliedUpdate) -> None:
@@ -69,10 +67,10 @@ class _TracingDriver(BareDriver):
 
     def handle(self, message: Input) -> None:
         outcome = self.server.handle(message)
-        for reply in outcome.replies if outcome.verdict != Disposition.REPEATED else ():
-            if not reply.over:
+        for reply in outcome.replies if outcome.disposition != Disposition.REPEATED else ():
+            if not reply.finished:
                 self.released[reply.version].append(reply.worker)
-            elif self.server.members[reply.worker].done:
+            elif self.server.members[reply.worker].inactive:
                 self.left.append((reply.version - 1, reply.worker))
         self.answer(outcome.replies)
 

@@ -26,10 +26,8 @@ from paceline.simulation.lab.inputs import BatchInputs, Gradients, Images, RunIn
 from paceline.simulation.lab.models import DROPOUT_LAYERS
 
 WARM_UP = 3
-LENGTH_TOLERANCE = 0.05
-"""Runs whose lengths differ by at most this share end together."""
-UNROLL = 10
-"""Updates in the longer CUDA graph, launched at once."""
+LENGTH_TOLERANCE = 0.05  # runs whose lengths differ by at most this share end together
+UNROLL = 10  # updates in the longer CUDA graph, launched at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +49,7 @@ class RunBatch:
     after that are discarded.
     """
 
-    def __init__(self, rows: list[LabRun], data: Images, begin: int = 0, places: int | None = None) -> None:
+    def __init__(self, rows: list[LabRun], data: Images, begin: int = 0, max_workers: int | None = None) -> None:
         config, layout = rows[0].config, rows[0].layout
         self.rows, self.layout, self.data = rows, layout, data
         device = data.images.device
@@ -65,13 +63,13 @@ class RunBatch:
         """Evaluated and live weights of each run after its last update."""
         self._in_rounds = rows[0].trace.workers.shape[1] > 1
         self._many_released = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
-        self.places = places or max(row.config.workers or 1 for row in rows) + self._many_released
-        self.rule: Rule = make_rule(config, layout, self.places, rows[0].skew)
+        self.max_workers = max_workers or max(row.config.workers or 1 for row in rows) + self._many_released
+        self.rule: Rule = make_rule(config, layout, self.max_workers, rows[0].skew)
         self.state = self.rule.start(self.weights)
         self._ahead = None if sends_live_weights(self.rule) else torch.empty_like(self.weights)
         self._gradient = torch.zeros_like(self.weights)
         self.losses = torch.zeros(len(rows), device=device)
-        self.held = self.weights if self._in_rounds else self.weights.repeat_interleave(self.places, 0)
+        self.held = self.weights if self._in_rounds else self.weights.repeat_interleave(self.max_workers, 0)
         self._inputs = self._load_inputs(device)
         self._find_gradients: Gradients = gradients_for(config.model, self._inputs, layout, self._gradient, self.losses)
         self._stops = self._find_stops()
@@ -97,7 +95,7 @@ class RunBatch:
             found = [_wide(mix64_array(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
             both = stacked(found, torch.int64)
             keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
-        self._base = torch.arange(len(rows), device=device) * self.places
+        self._base = torch.arange(len(rows), device=device) * self.max_workers
         self._worker: Tensor | None = None
         self._released: list[Tensor] = []
         owner = torch.arange(len(rows), device=device)[None]
@@ -108,7 +106,7 @@ class RunBatch:
         if self._many_released:
             most = max(row.trace.released.shape[1] for row in rows)
             free = stacked([_wide(row.trace.released[span], most, NO_WORKER) for row in rows], torch.int64)
-            free = torch.where(free == NO_WORKER, self.places - 1, free) + self._base[:, None]  # padding
+            free = torch.where(free == NO_WORKER, self.max_workers - 1, free) + self._base[:, None]  # padding
             self._released = list(free.unbind(-1))
         return BatchInputs(
             self.data,
@@ -147,7 +145,7 @@ class RunBatch:
                 sent = self.weights
                 if self._ahead is not None:
                     sent = self._ahead
-                    self.rule.weights_for(self.weights, self.state, place - self._base, sent)
+                    self.rule.reply_weights(self.weights, self.state, place - self._base, sent)
                 self.held.index_copy_(0, place, sent)
             at += 1
 
@@ -221,12 +219,12 @@ class RunBatch:
         keep = [number for number in range(len(self.rows)) if number not in self.ended]
         if not keep:
             return []
-        rest = RunBatch([self.rows[number] for number in keep], self.data, self.end, self.places)
+        rest = RunBatch([self.rows[number] for number in keep], self.data, self.end, self.max_workers)
         rest.weights.copy_(self.weights[keep])
         for name, tensor in rest.state.items():
             tensor.copy_(self.state[name][keep])
         if not self._in_rounds:
-            rest.held.copy_(self.held.view(len(self.rows), self.places, -1)[keep].flatten(0, 1))
+            rest.held.copy_(self.held.view(len(self.rows), self.max_workers, -1)[keep].flatten(0, 1))
         rest._wait_for_current_stream()
         return [rest]
 
@@ -241,7 +239,7 @@ def sends_live_weights(rule: Rule) -> bool:
     inner = rule
     while isinstance(inner, RuleWrapper):
         inner = inner.rule
-    return getattr(type(inner), "weights_for", None) is StatelessHooks.weights_for
+    return getattr(type(inner), "weights_for", None) is StatelessHooks.reply_weights
 
 
 def _long(array: NDArray[Any], updates: int) -> NDArray[Any]:

@@ -14,8 +14,7 @@ from paceline.interfaces import Layout
 from paceline.simulation.lab.inputs import BatchInputs, Gradients
 from paceline.simulation.lab.kernels import convolution, dense
 
-PROGRAMS = 528
-"""Triton programs that fill a large GPU: four for each of 132 multiprocessors."""
+PROGRAMS = 528  # triton programs that fill a large GPU: four for each of 132 multiprocessors
 
 
 def _tile_size(number: int, least: int = 16) -> int:

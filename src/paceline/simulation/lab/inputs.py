@@ -105,5 +105,4 @@ class BatchInputs:
         return self.owner[0] if len(self.owner) == 1 else self.owner.index_select(0, self.at)[0]
 
 
-Gradients = Callable[[], None]
-"""Computes the gradients and losses of all runs of a batch from its inputs."""
+Gradients = Callable[[], None]  # computes the gradients and losses of all runs of a batch from its inputs

@@ -10,8 +10,7 @@ from paceline.errors import UserError
 from paceline.settings.rules import average_horizon, chosen, rule_of
 from paceline.simulation.lab.batch import LabRun
 
-MEMORY_SHARE = 0.6
-"""Share of the device's free memory to use."""
+MEMORY_SHARE = 0.6  # share of the device's free memory to use
 CPU_MEMORY = 4 * 2.0**30
 ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}
 """Approximate floats of activations per sample; autograd takes `AUTOGRAD_FACTOR` times as many."""

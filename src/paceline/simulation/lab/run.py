@@ -31,16 +31,13 @@ class LabResult:
 
     config: RunConfig
     result: dict[str, Any]
-    weights: Tensor
-    """The evaluated weights."""
+    weights: Tensor  # the evaluated weights
     live: Tensor
     layout: Layout
 
 
-CHUNK = 40
-"""Updates that a batch of runs queues before the next batch's turn."""
-MAX_QUEUED = 2
-"""Maximum queued chunks per batch: enough to keep the device busy without long waits for other batches."""
+CHUNK = 40  # updates that a batch of runs queues before the next batch's turn
+MAX_QUEUED = 2  # maximum queued chunks per batch: enough to keep the device busy without long waits for other batches
 POLL = 1e-4
 
 
@@ -53,11 +50,9 @@ class LabTimes:
     scoring: float = 0.0
     num_rows: int = 0
     num_batches: int = 0
-    num_kinds: int = 0
-    """Fewer than batches if the device has too little memory for all runs of a kind at once."""
+    num_kinds: int = 0  # fewer than batches if the device has too little memory for all runs of a kind at once
     gradients: int = 0
-    longest: int = 0
-    """Updates of the longest run, which are sequential."""
+    longest: int = 0  # updates of the longest run, which are sequential
 
     def line(self) -> str:
         """Return the times as one line."""
@@ -70,8 +65,7 @@ class LabTimes:
         )
 
 
-Progress = Callable[[str, float], None]
-"""Called with the current activity and the finished share of all updates."""
+Progress = Callable[[str, float], None]  # called with the current activity and the finished share of all updates
 
 
 def images_of(dataset: Dataset, train: bool, device: torch.device) -> Images:

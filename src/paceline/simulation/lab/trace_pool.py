@@ -22,8 +22,7 @@ from paceline.simulation.lab.inputs import RunInputs, feed_of
 from paceline.system.cpu import cores
 from paceline.tasks.nested import num_samples
 
-PARALLEL_THRESHOLD = 200_000
-"""Minimum pushes to trace in parallel: with fewer, starting processes takes longer."""
+PARALLEL_THRESHOLD = 200_000  # minimum pushes to trace in parallel: with fewer, starting processes takes longer
 _ANY = RunConfig(rule="plain")
 _NOT_TIMES = (
     "model", "optimizer", "momentum", "nesterov", "betas", "weight_decay", "clip", "name", "runs", "rule", "average"

@@ -37,21 +37,18 @@ class Trial:
     budget: Budget
     quotas: tuple[int | None, ...]
     even: bool
-    cuts: float
-    """The chance that a checkpoint is taken after an input."""
+    cuts: float  # the chance that a checkpoint is taken after an input
     cluster: Cluster
-    poison: tuple[int, int] | None = None
-    """The worker and the batch whose gradient holds a NaN."""
+    poison: tuple[int, int] | None = None  # the worker and the batch whose gradient holds a NaN
     rule: str = "plain"
-    room: int | None = None
-    """Most workers at once, if workers may join and leave."""
+    room: int | None = None  # most workers at once, if workers may join and leave
 
     @property
     def workers(self) -> int:
         return len(self.quotas)
 
     @property
-    def places(self) -> int:
+    def max_workers(self) -> int:
         return self.room or self.workers
 
     def quota(self, worker: int) -> int | None:
@@ -65,25 +62,25 @@ class Trial:
 
     def make_rule(self) -> Rule:
         config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum)
-        return build_rule(config, self.places, self.make_optimizer, GradientTransform)
+        return build_rule(config, self.max_workers, self.make_optimizer, GradientTransform)
 
     def make_policy(self) -> Policy:
         return make_policy(RunConfig(strategy=self.strategy, rule=self.rule, max_workers=self.room))
 
-    def make_seat(self, join: Join) -> LocalWorker:
+    def make_worker(self, join: Join) -> LocalWorker:
         worker, batch = self.poison or (None, None)
         task = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
 
-        def redeal(deal: DataAssignment) -> Quadratic:
-            return Quadratic(shard_of(join.worker, deal), self.even)
+        def reassign(assignment: DataAssignment) -> Quadratic:
+            return Quadratic(shard_of(join.worker, assignment), self.even)
 
-        return LocalWorker(task, task, join, redeal=redeal)
-
-
-MOST_WORKERS = 6
+        return LocalWorker(task, task, join, reassign=reassign)
 
 
-MOST_FAULTS = 8
+MAX_WORKERS = 6
+
+
+MAX_FAULTS = 8
 
 
 RULE_NAMES = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
@@ -95,7 +92,7 @@ T = TypeVar("T")
 def draw(seed: int) -> Trial:
     """Draw the trial of a seed."""
     chance = rng(seed, "soak")
-    workers = int(chance.integers(1, MOST_WORKERS + 1))
+    workers = int(chance.integers(1, MAX_WORKERS + 1))
     strategy = _strategy(chance, workers)
     in_rounds = strategy_of(strategy).in_rounds
     pushes = int(chance.integers(20, 121)) // (1 if workers > 2 else 2)
@@ -107,7 +104,7 @@ def draw(seed: int) -> Trial:
     lr = step * (EPS if optimizer == "adam" else 1.0 - momentum)
     cluster, horizon = _cluster(chance, strategy, workers, pushes)
     if chance.random() < 7 / 8:
-        faults = random_faults(chance, workers, horizon * _pick(chance, (0.1, 0.4, 1.0)), MOST_FAULTS)
+        faults = random_faults(chance, workers, horizon * _pick(chance, (0.1, 0.4, 1.0)), MAX_FAULTS)
         if chance.integers(4) == 0:
             faults = tuple(replace(fault, restart_after=None) for fault in faults)
         cluster = replace(cluster, faults=_on_the_beat(faults) if chance.integers(2) else faults)
@@ -122,7 +119,7 @@ def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon:
     """Let workers join and leave in half of all trials over a star; if the budget is shared, data is divided again."""
     if on_ring(RunConfig(strategy=trial.strategy)) or chance.integers(2):
         return trial
-    elastic = not trial.budget.own and bool(chance.integers(4))
+    elastic = not trial.budget.per_worker and bool(chance.integers(4))
     room = trial.workers + int(chance.integers(4)) if elastic else None
     events = []
     for _ in range(int(chance.integers(1, 5))):
@@ -186,7 +183,7 @@ def _budget(
     kind = _pick(chance, ("shared", "steps", "own"))
     if kind == "own":
         most = max(2, 2 * pushes // workers)
-        return Budget(2 * pushes, 40, own=True), tuple(int(chance.integers(1, most)) for _ in range(workers))
+        return Budget(2 * pushes, 40, per_worker=True), tuple(int(chance.integers(1, most)) for _ in range(workers))
     steps = (max(1, pushes // workers) if in_rounds else pushes) if kind == "steps" else None
     return Budget(2 * pushes, 40, steps=steps), (None,) * workers
 

@@ -23,8 +23,7 @@ from paceline.tasks.synthetic import OPTIMUM, curvature, gradient_at, shard_of
 if TYPE_CHECKING:
     from paceline.simulation.soak.draw import Trial
 
-ROUNDING = 1e-5
-"""Tolerance of float32 against the oracle, relative to the larger of coordinate and optimum."""
+ROUNDING = 1e-5  # tolerance of float32 against the oracle, relative to the larger of coordinate and optimum
 
 ServerState = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -38,13 +37,13 @@ def server_state(server: Server) -> ServerState:
         "late": server.late,
         "pushes": server.pushes,
         "replies": server.replies,
-        "over": server.over,
+        "finished": server.finished,
         "staleness": dict(server.staleness),
         "members": {worker: asdict(member) for worker, member in sorted(server.members.items())},
-        "awaited": server.awaited,
+        "awaited": server.pending_workers,
         "policy": server.policy.facts(),
         "held": {worker: push[:6] for worker, push in sorted(server.held.items())},
-        "deals": server.deals.facts() if server.deals is not None else None,
+        "deals": server.assignments.facts() if server.assignments is not None else None,
     }
     tensors = {"weights": server.weights, **server.rule_state}
     tensors |= {f"update {worker}": push.update for worker, push in server.held.items()}
@@ -87,7 +86,7 @@ class InvariantChecker:
     def on_update(self, pushes: list[Push], server: Server) -> None:
         """Check one update that the server made of these pushes."""
         version = len(self._weights) - 1
-        spent = self._budget.spent(self._samples, version)
+        spent = self._budget.exhausted(self._samples, version)
         require(not spent, "budget", "update {} after the budget was spent", version)
         require(server.version == version + 1, "growth", "version {} after {}", server.version, version)
         parts = [self._part(push, version) for push in pushes]
@@ -119,7 +118,7 @@ class InvariantChecker:
         assert last is not None
         if self._strategy.in_rounds:
             require(last.version == version, "bound", "a round of version {} holds a push from {}", version, last)
-        part = shard_of(push.worker, last.deal)
+        part = shard_of(push.worker, last.assignment)
         gradient = gradient_at(self._sent[push.worker], part, last.batch, self._scratch)
         finite = (push.worker, last.batch) != self._poison
         require(finite, "finite", "push {} is applied although it has a NaN", identity)
@@ -141,18 +140,18 @@ class InvariantChecker:
         counted = self._accepted.total() + server.dropped + server.late + len(server.held)
         if server.divergence is None:
             require(server.pushes == counted, "counts", "{} pushes, {} accounted for", server.pushes, counted)
-        if outcome.verdict == Disposition.TAKEN:
+        if outcome.disposition == Disposition.TAKEN:
             self._track(message)
         for worker in [w for w in self._clocks if self._accepted[w] == self._quota(w)]:
             del self._clocks[worker]
-        if isinstance(message, Push) and outcome.verdict == Disposition.DROPPED:
+        if isinstance(message, Push) and outcome.disposition == Disposition.DROPPED:
             self._dropped.add(message[:3])
         for reply in outcome.replies:
-            if reply.over and not server.over:
+            if reply.finished and not server.finished:
                 self._check_last_push(reply)
-            self._check(reply, version, outcome.verdict == Disposition.REPEATED)
+            self._check(reply, version, outcome.disposition == Disposition.REPEATED)
         self._membership.check_waiting(self._clocks)
-        if server.started and not server.over and self._clocks:
+        if server.started and not server.finished and self._clocks:
             self._check_held_back(server)
 
     def _track(self, message: Input) -> None:
@@ -184,31 +183,33 @@ class InvariantChecker:
         require(name not in self._dead, "dead", "{} for a worker that left", reply)
         require(self._incarnations.get(worker) == reply.incarnation, "dead", "{} for an unknown worker", reply)
         if repeated:
-            same = last is not None and last._replace(over=reply.over) == reply
+            same = last is not None and last._replace(finished=reply.finished) == reply
             require(same, "growth", "a repeated push gets {}, the first got {}", reply, last)
             return
-        newest = reply.version == version or (reply.over and reply.version < version)  # its leave may complete a round
+        newest = reply.version == version or (
+            reply.finished and reply.version < version
+        )  # its leave may complete a round
         require(newest, "growth", "{} at version {}", reply, version)
         require(last is None or last.version <= reply.version, "growth", "{} after {}", reply, last)
-        if not reply.over:
+        if not reply.finished:
             self._membership.on_reply(worker, self._clocks, version)
             self._membership.check_assignment(reply, self._accepted[worker], self._clocks)
         accepted = self._accepted[worker] - self._membership.accepted_before(worker)
         require(reply.batch == accepted, "batch", "{} after {} accepted", reply, accepted)
         self._last_reply[worker] = reply
-        if reply.over and worker in self._membership.draining:
+        if reply.finished and worker in self._membership.draining:
             self._membership.draining.discard(worker)
             self._membership.released.add(worker)
             self._clocks.pop(worker, None)
-        require(reply.over or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
-        if self._strategy.waiting is Waiting.BOUNDED and not reply.over:
+        require(reply.finished or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
+        if self._strategy.waiting is Waiting.BOUNDED and not reply.finished:
             ahead = self._clocks[worker] - min(self._clocks.values())
             require(ahead <= self._strategy.max_lead, "bound", "{} continues {} steps ahead", name, ahead)
 
     def _check_last_push(self, reply: Reply) -> None:
         """Check that the last push of a worker that is sent away was applied, or dropped by the policy."""
         last = self._last_reply.get(reply.worker)
-        if last is not None and not last.over and last.incarnation == reply.incarnation:
+        if last is not None and not last.finished and last.incarnation == reply.incarnation:
             push = (last.worker, last.incarnation, last.serial)
             counted = push in self._applied or push in self._dropped
             require(counted, "last push", "{} although push {} was not counted", reply, push)
@@ -229,20 +230,20 @@ class InvariantChecker:
         """Check the end of a run: its budget is spent exactly, or every missing worker is gone permanently."""
         if server.divergence is not None:
             found = self._poison is not None and server.divergence.worker == self._poison[0]
-            require(found and server.over, "finite", "ended by {}, poison is {}", server.divergence, self._poison)
+            require(found and server.finished, "finite", "ended by {}, poison is {}", server.divergence, self._poison)
             return
         version, accepted = len(self._weights) - 1, self._accepted
         working = [w for w, quota in enumerate(self._quotas) if quota is None or accepted[w] < quota]
-        if not server.over:
+        if not server.finished:
             missing = [w for w in working if w not in gone]
             require(not missing, "budget", "the run ended although workers {} were to return", missing)
-        elif self._budget.own and self._budget.steps is None:
+        elif self._budget.per_worker and self._budget.steps is None:
             excused = self._membership.released
             working = [w for w in working if w in self._incarnations and w not in excused]
             missing = [w for w in working if (w, self._incarnations[w]) not in self._dead]
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
-            require(self._budget.spent(self._samples, version), "budget", "over after {} samples", self._samples)
+            require(self._budget.exhausted(self._samples, version), "budget", "over after {} samples", self._samples)
         if not self._plain:
             return
         for found, answer in zip(server.weights.tolist(), OPTIMUM, strict=True):

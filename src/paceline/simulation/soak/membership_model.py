@@ -15,14 +15,10 @@ class MembershipModel:
         self._elastic, self._in_rounds = elastic, in_rounds
         self._newest = DataAssignment(0, tuple(range(num_workers)))
         self._assigned: dict[int, tuple[int, int]] = {}
-        self.begun = False
-        """Whether a push has arrived since the server started or restarted."""
-        self.waiting: dict[int, int] = {}
-        """Workers that wait for the next round, and the version at which each joined."""
-        self.draining: set[int] = set()
-        """Workers asked to leave that have not had their last reply."""
-        self.released: set[int] = set()
-        """Workers that had their last reply and have not joined again."""
+        self.begun = False  # whether a push has arrived since the server started or restarted
+        self.waiting: dict[int, int] = {}  # workers that wait for the next round, and the version at which each joined
+        self.draining: set[int] = set()  # workers asked to leave that have not had their last reply
+        self.released: set[int] = set()  # workers that had their last reply and have not joined again
 
     def clear(self) -> None:
         """Reset after a restart of the server; draining workers stay so."""
@@ -52,12 +48,12 @@ class MembershipModel:
     def check_assignment(self, reply: Reply, accepted: int, clocks: Mapping[int, int]) -> None:
         """Require that a reply carries the newest data assignment, with exactly the active workers."""
         at_work = tuple(sorted((clocks.keys() | self.waiting.keys()) - self.draining))
-        deal = reply.deal or DataAssignment(0, self._newest.members if not self._newest.generation else ())
+        assignment = reply.assignment or DataAssignment(0, self._newest.members if not self._newest.generation else ())
         if not self._elastic:
-            require(reply.deal is None, "deal", "{} in a run with a fixed data assignment", reply)
+            require(reply.assignment is None, "deal", "{} in a run with a fixed data assignment", reply)
             return
         due = self._newest if at_work == self._newest.members else DataAssignment(self._newest.generation + 1, at_work)
-        require(deal == due, "deal", "{} carries {}, {} is due", reply, deal, due)
+        require(assignment == due, "deal", "{} carries {}, {} is due", reply, assignment, due)
         self._newest = due
         if due.generation and self._assigned.get(reply.worker, (0, 0))[0] != due.generation:
             self._assigned[reply.worker] = due.generation, accepted

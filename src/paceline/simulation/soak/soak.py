@@ -16,7 +16,7 @@ from paceline.simulation.soak.draw import Trial, draw, with_faults
 from paceline.simulation.soak.trial import TrialRecord, perform
 from paceline.simulation.soak.violation import InvariantViolation
 
-TWICE = 4
+REPEATED = 4
 PROGRESS_SECONDS = 5.0
 
 
@@ -45,7 +45,7 @@ def attempt(trial: Trial) -> tuple[TrialRecord | None, InvariantViolation | None
     """The outcome of a trial, or the promise that it broke; one seed in four runs twice, to compare."""
     try:
         first = perform(trial)
-        second = perform(trial) if trial.seed % TWICE == 0 else first
+        second = perform(trial) if trial.seed % REPEATED == 0 else first
     except InvariantViolation as broken:
         return None, broken
     if first != second:
@@ -98,7 +98,7 @@ class SoakSummary:
         self.pushes += story.pushes
         self.updates += story.updates
         self.restarts += story.restarts
-        self.unfinished += not story.over
+        self.unfinished += not story.finished
         self.diverged += story.diverged
         self.elastic += trial.room is not None
         self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
@@ -164,7 +164,7 @@ def _try_seeds(summary: SoakSummary, say: Callable[[str], None], table: Path | N
     for seed in range(summary.first, summary.first + summary.asked):
         trial = draw(seed)
         if table is not None:
-            trial = with_faults(trial, read_faults(table, trial.places))
+            trial = with_faults(trial, read_faults(table, trial.max_workers))
         story, broken = attempt(trial)
         summary.seeds += 1
         if broken is not None:

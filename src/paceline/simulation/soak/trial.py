@@ -27,8 +27,7 @@ from paceline.simulation.soak.violation import InvariantViolation, require
 from paceline.tasks.synthetic import OPTIMUM
 
 MAX_EVENTS = 20_000
-REPLAY_EVERY = 3
-"""Every third trial is replayed from its whole log."""
+REPLAY_EVERY = 3  # every third trial is replayed from its whole log
 
 
 class BoundedEventQueue(EventQueue):
@@ -51,7 +50,7 @@ class TrialRecord:
     restarts: int
     pushes: int
     updates: int
-    over: bool
+    finished: bool
     diverged: bool
 
 
@@ -100,7 +99,7 @@ class TrialDriver:
         server = self._new_server()
         if checkpoint is not None:
             checkpoint = replace(checkpoint, facts=json.loads(json.dumps(checkpoint.facts)))  # as if read from a file
-        replay = Replay(server, self.trial.make_seat, checkpoint)
+        replay = Replay(server, self.trial.make_worker, checkpoint)
         replay.feed(self.records[checkpoint.log_offset if checkpoint is not None else 0 :])
         if replay.mismatch is not None:
             raise InvariantViolation("kept", f"a replay differs: {replay.mismatch}")
@@ -109,26 +108,26 @@ class TrialDriver:
     def handle(self, message: Input) -> None:
         """Handle an input as `Host` does: update, log, send replies, sometimes take a checkpoint."""
         outcome = self.server.handle(message)
-        self.records.append(_record(message, outcome.verdict, self.queue.now))
+        self.records.append(_record(message, outcome.disposition, self.queue.now))
         self.checker.on_input(message, outcome, self.server)
         for reply in outcome.replies:
-            if outcome.verdict != Disposition.REPEATED:
-                self.server.hand_out(reply, self.memories[reply.worker])
+            if outcome.disposition != Disposition.REPEATED:
+                self.server.send_weights(reply, self.memories[reply.worker])
                 self.checker.on_weights(reply.worker, self.memories[reply.worker].weights)
             self.send(reply)
-        if self.trial.cuts and self.server.can_be_cut and self._random.random() < self.trial.cuts:
+        if self.trial.cuts and self.server.can_checkpoint and self._random.random() < self.trial.cuts:
             self._checkpoint = take_checkpoint(self.server, self.memories, len(self.records), self.queue.now)
 
 
-def _record(message: Input, verdict: Disposition, now: float) -> Record:
+def _record(message: Input, disposition: Disposition, now: float) -> Record:
     match message:
         case Push(worker, incarnation, seq, reply, samples, loss):
-            return Record("push", worker, incarnation, seq, reply, samples, loss, now, verdict)
+            return Record("push", worker, incarnation, seq, reply, samples, loss, now, disposition)
         case Join(worker, incarnation, quota, threads):
             amount = 0xFFFFFFFF if quota is None else quota
-            return Record("join", worker, incarnation, amount, threads, 0, 0.0, now, verdict)
+            return Record("join", worker, incarnation, amount, threads, 0, 0.0, now, disposition)
     worker, incarnation = getattr(message, "worker", 0), getattr(message, "incarnation", 0)
-    return Record(type(message).__name__.lower(), worker, incarnation, 0, 0, 0, 0.0, now, verdict)
+    return Record(type(message).__name__.lower(), worker, incarnation, 0, 0, 0, 0.0, now, disposition)
 
 
 def unscheduled_workers(simulation: Simulation) -> list[int]:
@@ -168,7 +167,7 @@ def _perform(trial: Trial) -> TrialRecord:
     driver = TrialDriver(trial)
 
     def make_worker(worker: int, incarnation: int) -> LocalWorker:
-        return trial.make_seat(Join(worker, incarnation, trial.quota(worker)))
+        return trial.make_worker(Join(worker, incarnation, trial.quota(worker)))
 
     simulation = Simulation(driver.queue, trial.cluster, trial.workers, make_worker, driver.start, trial.room, inject)
     try:
@@ -192,6 +191,6 @@ def _perform(trial: Trial) -> TrialRecord:
         driver.restarts,
         server.pushes,
         server.version,
-        server.over,
+        server.finished,
         server.divergence is not None,
     )

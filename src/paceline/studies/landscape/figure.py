@@ -10,10 +10,8 @@ from typing import Any
 from paceline.errors import UserError
 
 LEVELS = 16
-CONTOUR_MARGIN = 0.5
-"""Height of the contours above the paths, as a share of the loss the paths descend."""
-LABELLED = 3
-"""Every third contour line is labelled with its loss."""
+CONTOUR_MARGIN = 0.5  # height of the contours above the paths, as a share of the loss the paths descend
+LABELLED = 3  # every third contour line is labelled with its loss
 STYLES = (
     ("#d62728", "-", "o"),
     ("#111111", "--", "s"),
@@ -23,8 +21,7 @@ STYLES = (
     ("#5b2a86", (0, (1, 1)), "P"),
 )
 """Colour, line and marker per run: runs differ without colour as well."""
-OFFSETS = ((5, 6), (5, -12), (-11, 6), (-11, -12))
-"""Offsets of each run's epoch labels from their snapshots."""
+OFFSETS = ((5, 6), (5, -12), (-11, 6), (-11, -12))  # offsets of each run's epoch labels from their snapshots
 
 
 def draw(facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]], path: Path) -> None:

@@ -20,15 +20,11 @@ from paceline.system.cpu import cores
 from paceline.tasks.nested import device_of, each, num_samples, outputs_of, rows_of
 from paceline.tasks.supervised import Pair, SupervisedTask
 
-Point = tuple[Tensor, Tensor | None]
-"""Flat weights and flat running statistics."""
-BATCHES = {"cpu": 100, "cuda": 8192}
-"""Samples per batch: enough to fill a GPU, few enough for a core's cache."""
+Point = tuple[Tensor, Tensor | None]  # flat weights and flat running statistics
+BATCHES = {"cpu": 100, "cuda": 8192}  # samples per batch: enough to fill a GPU, few enough for a core's cache
 MIN_BATCH = 32
-MAX_THREADS = 8
-"""More threads wait for Python's GIL: on 16 cores, 16 were slower than 8."""
-QUEUED_POINTS = 2
-"""Queued points per thread."""
+MAX_THREADS = 8  # more threads wait for Python's GIL: on 16 cores, 16 were slower than 8
+QUEUED_POINTS = 2  # queued points per thread
 
 
 def chosen_rows(total: int, wanted: int) -> Tensor:

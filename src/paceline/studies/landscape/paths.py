@@ -18,8 +18,7 @@ from paceline.runs.snapshots import SnapshotEntry, read_index, read_snapshot
 from paceline.system.memory import require_memory
 from paceline.tasks.supervised import SupervisedTask
 
-MIN_POINTS = 3
-"""Minimum snapshots per run: two points span no plane."""
+MIN_POINTS = 3  # minimum snapshots per run: two points span no plane
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from paceline.errors import UserError
 
-COLUMNS_PER_SLICE = 1 << 18
-"""Columns converted to double precision at a time."""
-MIN_SHARE = 1e-12
-"""Smaller shares of the variance are rounding errors."""
+COLUMNS_PER_SLICE = 1 << 18  # columns converted to double precision at a time
+MIN_SHARE = 1e-12  # smaller shares of the variance are rounding errors
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,8 @@ from paceline.tasks.supervised import SupervisedTask
 
 SCHEMA = 1
 SHOWN_SHARES = 10
-MIN_TIMED_LOSSES = 20
-"""Losses evaluated before the remaining time is shown: the first are slow."""
-MIN_ASPECT = 0.4
-"""Minimum ratio of the grid's shorter side to its longer side."""
+MIN_TIMED_LOSSES = 20  # losses evaluated before the remaining time is shown: the first are slow
+MIN_ASPECT = 0.4  # minimum ratio of the grid's shorter side to its longer side
 
 
 @dataclass(frozen=True)

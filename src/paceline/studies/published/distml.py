@@ -29,8 +29,7 @@ class DistmlRow:
     samples_per_second: float
     speedup: float
     baseline: float
-    test_accuracy: float | None
-    """Percent after four epochs; None for the transformer, for which none was published."""
+    test_accuracy: float | None  # percent after four epochs; None for the transformer, for which none was published
 
     @property
     def name(self) -> str:

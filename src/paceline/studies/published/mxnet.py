@@ -12,8 +12,7 @@ from paceline.config import RunConfig
 from paceline.studies.published.rows import MachineSpec, RowOptions, cells_of
 
 STRATEGIES = {"single": "classic", "sync": "sync", "async": "async"}
-EMPTY_EPOCHS = 40.0
-"""Epochs of the rows published without figures: the same as the other rows."""
+EMPTY_EPOCHS = 40.0  # epochs of the rows published without figures: the same as the other rows
 
 
 @dataclass(frozen=True)

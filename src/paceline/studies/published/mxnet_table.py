@@ -17,8 +17,7 @@ NOTES = """Published: machines with two GTX 980 each and 1 Gbit/s between them; 
 momentum .9. Each published machine is one worker here; if workers share a device, compare accuracy but not seconds.
 Our train accuracy is measured on the whole train set after the epoch, the published one during it on augmented images.
 Valid is the test set. The async rows on CIFAR-10 were published without figures."""
-EVERY = 10
-"""Shown epochs of a row published without figures: every tenth."""
+EVERY = 10  # shown epochs of a row published without figures: every tenth
 Rows = list[RowResult[MxnetRow]]
 
 

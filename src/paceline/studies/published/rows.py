@@ -29,8 +29,7 @@ class MachineSpec:
     """The devices available to run rows."""
 
     device: str
-    num_devices: int
-    """GPUs, or cores if the device is the CPU."""
+    num_devices: int  # GPUs, or cores if the device is the CPU
 
     def __str__(self) -> str:
         what = "GPU" if self.device == "cuda" else "core"
@@ -46,8 +45,7 @@ class RowOptions:
     device: str
     data_dir: str | None
     runs: str
-    settings: dict[str, object]
-    """Flags of `paceline train` to pass on."""
+    settings: dict[str, object]  # flags of `paceline train` to pass on
 
 
 class RealRow(NumberedRow, Protocol):

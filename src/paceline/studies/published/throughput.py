@@ -12,8 +12,7 @@ from typing import Any
 class Epoch:
     """Figures of one epoch; accuracies in percent, None if not measured."""
 
-    number: int
-    """Counted from 1."""
+    number: int  # counted from 1
     seconds: float
     test_seconds: float | None
     test_accuracy: float | None
