@@ -19,7 +19,7 @@ from paceline.core.optimizers import Sgd
 from paceline.core.policies import Barrier, StaleSynchronous
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Training
-from paceline.core.server import Roster, Server, Updater
+from paceline.core.server import Server, Updater
 from paceline.interfaces import Decision
 from paceline.runs import checkpoint
 from paceline.runs.replay import Replay
@@ -225,13 +225,13 @@ def work_beyond_the_quota(patch: Patch) -> None:
 
 
 def send_an_old_version(patch: Patch) -> None:
-    build = Roster.reply
+    build = Server._reply
 
-    def older(self: Roster, worker: int, over: bool) -> Reply:
-        reply = build(self, worker, over)
+    def older(self: Server, worker: int, over: bool = False, again: bool = False) -> Reply:
+        reply = build(self, worker, over, again)
         return reply._replace(version=max(0, reply.version - 1))
 
-    patch.setattr(Roster, "reply", older)
+    patch.setattr(Server, "_reply", older)
 
 
 def miscount_what_is_dropped(patch: Patch) -> None:

@@ -253,11 +253,7 @@ class Server:
             return self._finish()
         members = self.members
         answered = dict.fromkeys((*decision.apply, *decision.release))
-        finished = [
-            worker
-            for worker in answered
-            if (m := members[worker]).draining or (m.quota is not None and m.accepted >= m.quota)
-        ]
+        finished = [w for w in answered if (m := members[w]).draining or (m.quota is not None and m.spent)]
         for worker in finished:
             members[worker].released = members[worker].draining
             self.roster.changed(worker)
