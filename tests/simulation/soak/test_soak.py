@@ -221,7 +221,7 @@ def spend_too_much(patch: Patch) -> None:
 
 
 def work_beyond_the_quota(patch: Patch) -> None:
-    patch.setattr(Member, "spent", property(lambda self: self.quota is not None and self.accepted > self.quota))
+    patch.setattr(Member, "quota_reached", property(lambda self: self.quota is not None and self.accepted > self.quota))
 
 
 def send_an_old_version(patch: Patch) -> None:
