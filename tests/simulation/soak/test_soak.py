@@ -188,7 +188,7 @@ def send_half_the_weights(patch: Patch) -> None:
     def torn(self: Plain, weights: torch.Tensor, state: object, worker: int, out: torch.Tensor) -> None:
         out[:2].copy_(weights[:2])
 
-    patch.setattr(Plain, "weights_for", torn)
+    patch.setattr(Plain, "reply_weights", torn)
 
 
 def average_without_weights(patch: Patch) -> None:
