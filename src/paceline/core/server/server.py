@@ -253,7 +253,7 @@ class Server:
             return self._finish()
         members = self.members
         answered = dict.fromkeys((*decision.apply, *decision.release))
-        finished = [w for w in answered if (m := members[w]).draining or (m.quota is not None and m.spent)]
+        finished = [w for w in answered if (m := members[w]).draining or (m.quota is not None and m.quota_reached)]
         for worker in finished:
             members[worker].released = members[worker].draining
             self.roster.changed(worker)
