@@ -22,33 +22,30 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
         self._known: list[argparse.Action] = []
-        self._titles: dict[str, Any] = {}
         self._choices: dict[str, tuple[str, ...]] = {}
-        wide = functools.partial(argparse.RawDescriptionHelpFormatter, width=UNLIMITED_WIDTH)
-        super().__init__(f"paceline {verb}", usage, description, formatter_class=wide, allow_abbrev=False)
+        super().__init__(f"paceline {verb}", usage, description, add_help=False, allow_abbrev=False)
+        self._groups: dict[str | None, Any] = {None: self}
+        self.add("-h/--help", "show this help message and exit", action="help")
 
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        action = super().add_argument(*names, **options)
-        self._known.append(action)
-        return action
+    def add(self, names: str, text: str, group: str | None = None, **options: Any) -> None:
+        """Add an argument with its help text, as in `add("-o/--output", "file to write", metavar="FILE")`."""
+        if options.get("type") in (int, float):
+            options["type"] = _number(options["type"])
+        if group not in self._groups:
+            self._groups[group] = self.add_argument_group(group)
+        self._known.append(self._groups[group].add_argument(*names.split("/"), help=text, **options))
 
-    def add_to(self, title: str, *names: str, **options: Any) -> None:
-        """Add an argument to the group with this title."""
-        if title not in self._titles:
-            self._titles[title] = self.add_argument_group(title)
-        self._known.append(self._titles[title].add_argument(*names, **options))
-
-    def add_choice(self, name: str, choices: tuple[str, ...], **options: Any) -> None:
+    def add_choice(self, name: str, choices: tuple[str, ...], text: str | None = None, **options: Any) -> None:
         """Add an argument that takes one of a few names."""
 
-        def choose(text: str) -> str:
-            if text not in choices:
-                raise unknown_name(name, text, choices)
-            return text
+        def choose(found: str) -> str:
+            if found not in choices:
+                raise unknown_name(name, found, choices)
+            return found
 
         self._choices[name] = choices
-        options.setdefault("help", " or ".join(choices))
-        self.add_argument(name, type=choose, metavar=f"{{{','.join(choices)}}}" if name[0] == "-" else None, **options)
+        options["metavar"] = f"{{{','.join(choices)}}}" if name[0] == "-" else None
+        self.add(name, text or " or ".join(choices), type=choose, **options)
 
     def add_either(self, **flags: str) -> None:
         """Add flags of which only one may be given, each with its help."""
@@ -59,30 +56,28 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Fold the help to the terminal: argparse itself breaks names and flags at their hyphens."""
         width = terminal_width()
-        self.formatter_class = functools.partial(
-            argparse.RawDescriptionHelpFormatter, width=UNLIMITED_WIDTH, max_help_position=24 if width >= NARROW else 6
-        )
+        indent, formatter = 24 if width >= NARROW else 6, argparse.RawDescriptionHelpFormatter
+        self.formatter_class = functools.partial(formatter, width=UNLIMITED_WIDTH, max_help_position=indent)
         return fold_help(super().format_help(), width)
 
     def error(self, message: str) -> NoReturn:
         _, required, names = message.partition("arguments are required: ")
         if required:
-            helps = {_name(action): action.help for action in self._known} | {
-                name: ", ".join(choices) for name, choices in self._choices.items()
-            }
+            helps = {_name(action): action.help for action in self._known}
+            helps |= {name: ", ".join(choices) for name, choices in self._choices.items()}
             message = ", ".join(f"{name} is missing ({helps[name]})" for name in names.split(", "))
         message = message.replace(": expected one argument", " needs a value: there is none behind it")
         raise UserError(f"{message}; see '{self.prog} --help'")
 
     def parse_strictly(self, arguments: list[str]) -> argparse.Namespace:
-        """Parse like parse_args, but answer an unknown flag with the ones that it may have meant."""
+        """Parse like parse_args, but for an unknown flag suggest similar flags."""
         try:
             parsed, unknown = self.parse_known_args(arguments)
         except UserError:
             typos = [word for word in arguments if self._is_unknown(word)]
             if not typos or argparse.REMAINDER in [action.nargs for action in self._known]:
                 raise
-            raise UserError(self._did_you_mean(typos[0])) from None  # what is missing may be what was mistyped
+            raise UserError(self._did_you_mean(typos[0])) from None  # the missing argument may be the mistyped one
         if unknown:
             raise UserError(self._did_you_mean(unknown[0]))
         return parsed
@@ -103,7 +98,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _name(action: argparse.Action) -> str:
-    """The name of an argument in the messages of argparse."""
+    """Return the name of an argument in the messages of argparse."""
     metavar = action.metavar if isinstance(action.metavar, str) else None
     return "/".join(action.option_strings) or metavar or action.dest
 
@@ -115,8 +110,8 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 1,1,2") from None
 
 
-def number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """A parser for numbers of one kind, whose mistakes say what was found."""
+def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """Return a parser of numbers whose error says what was found."""
 
     def parse(text: str) -> int | float:
         try:
@@ -134,8 +129,8 @@ def add_settings(parser: Parser, left_out: tuple[str, ...] = ()) -> None:
         if name in left_out:
             continue
         kind, text = str(spec.type), spec.metadata["help"] + _default_text(spec)
-        flags = ["--" + name.replace("_", "-")] + [f"--{spec.metadata['alias']}"] * bool(spec.metadata["alias"])
-        options: dict[str, Any] = {"dest": name, "default": None, "help": text.replace("%", "%%")}
+        alias = f"/--{spec.metadata['alias']}" if spec.metadata["alias"] else ""
+        options: dict[str, Any] = {"dest": name}
         if kind.startswith("bool"):
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -145,8 +140,9 @@ def add_settings(parser: Parser, left_out: tuple[str, ...] = ()) -> None:
         elif "list[float]" in kind:
             options["type"] = _numbers
         elif kind.startswith(("int", "float")):
-            options["type"] = number(int if kind.startswith("int") else float)
-        parser.add_to(spec.metadata["group"], *flags, **options)
+            options["type"] = int if kind.startswith("int") else float
+        flags = f"--{name.replace('_', '-')}{alias}"
+        parser.add(flags, text.replace("%", "%%"), spec.metadata["group"], **options)
 
 
 def _default_text(spec: dataclasses.Field[Any]) -> str:
@@ -159,7 +155,7 @@ def _default_text(spec: dataclasses.Field[Any]) -> str:
 
 
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
-    """Settings from `base`, then from a file, then from the flags that were given: a later one wins."""
+    """Return the settings of `base`, of the file and of the flags given; a later one wins."""
     values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}
     values |= {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
     return RunConfig(**values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.output import show
 from paceline.config import SIMULATED_ONLY, UPKEEP
 from paceline.errors import UserError
@@ -27,82 +27,61 @@ PATIENCE_SECONDS = 300.0
 
 def server_verb(arguments: list[str]) -> int:
     parser = Parser("server", SERVER_DESCRIPTION, "paceline server [RUN.toml] [flags]")
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="file of settings; flags override it")
-    parser.add_to("network", "--listen", metavar="HOST:PORT", help="address for workers [127.0.0.1 and a free port]")
-    parser.add_to(
-        "network", "--token-file", metavar="FILE", help="file with the token of the run [PACELINE_TOKEN, or a new one]"
-    )
-    parser.add_to("network", "--tls", action="store_true", help="encrypt, and show the fingerprint of the certificate")
-    parser.add_to("network", "--certificate", metavar="FILE", help="TLS certificate; needs --key [a new one]")
-    parser.add_to("network", "--key", metavar="FILE", help="private key of --certificate")
-    parser.add_to(
-        "network", "--servers", type=number(int), metavar="S",
-        help="divide the weights over S server processes [1; with --resume: as before]",
-    )  # fmt: skip
-    parser.add_to(
-        "network",
-        "--shards-elsewhere",
-        action="store_true",
-        help="wait for S - 1 'paceline shard' commands instead of starting processes here",
-    )
-    parser.add_to(
-        "network", "--wait", type=number(float), metavar="SECONDS",
-        help="exit with code 1 if not all workers have connected by then [no limit]",
-    )  # fmt: skip
-    parser.add_to("network", "--resume", metavar="RUN", help="continue a run whose server ended, at the same address")
+    parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
+    parser.add("--listen", "address for workers [127.0.0.1 and a free port]", "network", metavar="HOST:PORT")
+    token = "file with the token of the run [PACELINE_TOKEN, or a new one]"
+    parser.add("--token-file", token, "network", metavar="FILE")
+    parser.add("--tls", "encrypt, and show the fingerprint of the certificate", "network", action="store_true")
+    parser.add("--certificate", "TLS certificate; needs --key [a new one]", "network", metavar="FILE")
+    parser.add("--key", "private key of --certificate", "network", metavar="FILE")
+    servers = "divide the weights over S server processes [1; with --resume: as before]"
+    parser.add("--servers", servers, "network", type=int, metavar="S")
+    elsewhere = "wait for S - 1 'paceline shard' commands instead of starting processes here"
+    parser.add("--shards-elsewhere", elsewhere, "network", action="store_true")
+    wait = "exit with code 1 if not all workers have connected by then [no limit]"
+    parser.add("--wait", wait, "network", type=float, metavar="SECONDS")
+    parser.add("--resume", "continue a run whose server ended, at the same address", "network", metavar="RUN")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
+    parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import ListenOptions, serve, serve_again
 
     if (parsed.certificate is None) != (parsed.key is None):
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
-    tls = parsed.tls or parsed.certificate is not None
-    files = parsed.certificate, parsed.key
     if parsed.wait is not None and parsed.wait <= 0:
         raise UserError(f"--wait {parsed.wait:g}: give the seconds to wait for all workers, as in --wait 600")
-    others = parsed.servers, parsed.shards_elsewhere
-    entrance = ListenOptions(parsed.listen, parsed.token_file, tls, *files, *others, parsed.wait)
+    tls = parsed.tls or parsed.certificate is not None, parsed.certificate, parsed.key
+    shards = parsed.servers, parsed.shards_elsewhere
+    options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
     with Console() as console:
         if parsed.resume is not None:
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
-            folder, result = serve_again(Path(parsed.resume), entrance, console, upkeep=upkeep)
+            folder, result = serve_again(Path(parsed.resume), options, console, upkeep=upkeep)
         else:
-            folder, result = serve(config_from(parsed, parsed.file), entrance, console)
+            folder, result = serve(config_from(parsed, parsed.file), options, console)
     return show(folder, result, parsed.json)
 
 
 def add_proof(parser: Parser) -> None:
     """Add the flags that authenticate a client to a server, and the server to the client."""
-    parser.add_argument("--token-file", metavar="FILE", help="file with the token of the server [PACELINE_TOKEN]")
-    parser.add_argument(
-        "--tls", action="store_true", help="encrypt; the token authenticates the certificate of the server"
-    )
-    parser.add_argument(
-        "--fingerprint", metavar="HEX", help="use TLS, and accept only the certificate with this fingerprint"
-    )
-    parser.add_argument("--ca", metavar="FILE", help="use TLS, and accept only certificates that this one signed")
+    parser.add("--token-file", "file with the token of the server [PACELINE_TOKEN]", metavar="FILE")
+    parser.add("--tls", "encrypt; the token authenticates the certificate of the server", action="store_true")
+    parser.add("--fingerprint", "use TLS, and accept only the certificate with this fingerprint", metavar="HEX")
+    parser.add("--ca", "use TLS, and accept only certificates that this one signed", metavar="FILE")
 
 
-def _add_way(parser: Parser) -> None:
-    """Add the flags that say how to reach a server."""
-    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="address of the server")
+def _add_connection(parser: Parser) -> None:
+    parser.add("--connect", "address of the server", metavar="HOST:PORT", required=True)
     add_proof(parser)
-    parser.add_argument(
-        "--patience", type=number(float), default=PATIENCE_SECONDS, metavar="S",
-        help="seconds to retry while the server cannot be reached [%(default)g]",
-    )  # fmt: skip
+    patience = "seconds to retry while the server cannot be reached [%(default)g]"
+    parser.add("--patience", patience, type=float, default=PATIENCE_SECONDS, metavar="S")
 
 
 def shard_verb(arguments: list[str]) -> int:
     parser = Parser("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
-    _add_way(parser)
-    parser.add_argument(
-        "--listen", metavar="HOST:PORT", help="address for workers [the interface that reaches the server]"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="end when the server is gone, instead of waiting until it is back"
-    )
+    _add_connection(parser)
+    parser.add("--listen", "address for workers [the interface that reaches the server]", metavar="HOST:PORT")
+    parser.add("--once", "end when the server is gone, instead of waiting until it is back", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import join_as_shard
     from paceline.transports.auth import ConnectOptions
@@ -114,26 +93,20 @@ def shard_verb(arguments: list[str]) -> int:
 
 def worker_verb(arguments: list[str]) -> int:
     parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
-    _add_way(parser)
-    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set on this machine")
-    parser.add_argument("--threads", type=number(int), metavar="N", help="threads of this worker [all cores]")
-    parser.add_argument(
-        "--device", metavar="NAME", default="cpu",
-        help="cpu, cuda or cuda:N; with cuda the server needs --recovery checkpoint [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument("--worker", type=number(int), metavar="N", help="number of this worker [any free number]")
-    parser.add_argument(
-        "--overlap", type=number(int), default=0, metavar="D",
-        help="run D + 1 workers in this process: one computes while the push of another travels [%(default)s]",
-    )  # fmt: skip
+    _add_connection(parser)
+    parser.add("--data-dir", "folder that holds the data set on this machine", metavar="DIR")
+    parser.add("--threads", "threads of this worker [all cores]", type=int, metavar="N")
+    device = "cpu, cuda or cuda:N; with cuda the server needs --recovery checkpoint [%(default)s]"
+    parser.add("--device", device, metavar="NAME", default="cpu")
+    parser.add("--worker", "number of this worker [any free number]", type=int, metavar="N")
+    overlap = "run D + 1 workers in this process: one computes while the push of another travels [%(default)s]"
+    parser.add("--overlap", overlap, type=int, default=0, metavar="D")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import join_server
     from paceline.transports.auth import ConnectOptions
 
-    visitor = ConnectOptions(**vars(parsed))
     with Console() as console:
-        ended = join_server(visitor, console)
-    return 0 if ended else 1
+        return 0 if join_server(ConnectOptions(**vars(parsed)), console) else 1
 
 
 DESCRIPTION = """Remove workers from a running run. Each worker sends its current push, which is applied, and ends.
@@ -143,18 +116,15 @@ DESCRIPTION = """Remove workers from a running run. Each worker sends its curren
 
 def drain_verb(arguments: list[str]) -> int:
     parser = Parser("drain", DESCRIPTION)
-    parser.add_argument("run", metavar="RUN", help="the folder of a running run, as in runs/NAME")
-    parser.add_argument(
-        "workers", nargs="+", type=number(int), metavar="WORKER", help="numbers of the workers to remove"
-    )
+    parser.add("run", "the folder of a running run, as in runs/NAME", metavar="RUN")
+    parser.add("workers", "numbers of the workers to remove", nargs="+", type=int, metavar="WORKER")
     parsed = parser.parse_strictly(arguments)
     from paceline.runs.control_files import request_drain
     from paceline.runs.folder import RunFolder
     from paceline.settings.strategies import Feature, require_feature
 
     folder = RunFolder.open(Path(parsed.run))
-    config = folder.config()
-    require_feature(config, Feature.DRAIN, str(folder.path))
+    require_feature(folder.config(), Feature.DRAIN, str(folder.path))
     if not folder.is_locked():
         raise UserError(f"{folder.path} is not running: there is no worker to drain")
     workers = tuple(dict.fromkeys(parsed.workers))

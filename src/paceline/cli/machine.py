@@ -21,9 +21,9 @@ from paceline.system.terminal import fold_for, table_width
 def data_verb(arguments: list[str]) -> int:
     parser = Parser("data", "List the data sets and their folders, or download one.")
     parser.add_choice("action", ("list", "get"))
-    parser.add_argument("name", nargs="?", help="data set to download")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder to search first, or to download to")
-    parser.add_argument("--mirror", metavar="URL", help="address to download from, instead of the official one")
+    parser.add("name", "data set to download", nargs="?")
+    parser.add("--data-dir", "folder to search first, or to download to", metavar="DIR")
+    parser.add("--mirror", "address to download from, instead of the official one", metavar="URL")
     parsed = parser.parse_strictly(arguments)
     place = Path(parsed.data_dir) if parsed.data_dir is not None else None
     if parsed.action == "list":
@@ -33,7 +33,7 @@ def data_verb(arguments: list[str]) -> int:
         print(data_table(status(place), table_width()))
         return 0
     if parsed.name is None:
-        raise UserError("which one? 'paceline data list' shows them, as in 'paceline data get fashion-mnist'")
+        raise UserError("no data set given: 'paceline data list' shows them, as in 'paceline data get fashion-mnist'")
     from paceline.data.download import get
 
     print(get(parsed.name, place, parsed.mirror))
@@ -41,13 +41,13 @@ def data_verb(arguments: list[str]) -> int:
 
 
 def doctor_verb(arguments: list[str]) -> int:
-    Parser(
-        "doctor", "Check the software, cores, memory, disk and data sets of this machine, and advise what to change."
-    ).parse_strictly(arguments)
-
-    findings = examine()
-    print(fold_for(sys.stdout, findings.lines))
-    return 0 if findings.usable else 1
+    checks = "Check the software, cores, memory, disk and data sets of this machine, and advise what to change."
+    Parser("doctor", checks).parse_strictly(arguments)
+    found = MachineReport()
+    for check in (_software, _processor, _memory, _disk, _data):
+        check(found)
+    print(fold_for(sys.stdout, found.lines))
+    return 0 if found.usable else 1
 
 
 @dataclass
@@ -68,17 +68,6 @@ class MachineReport:
         self.usable = False
 
 
-def examine() -> MachineReport:
-    """Check everything that a run needs."""
-    found = MachineReport()
-    _software(found)
-    _processor(found)
-    _memory(found)
-    _disk(found)
-    _data(found)
-    return found
-
-
 def _software(found: MachineReport) -> None:
     found.good(f"Python {platform.python_version()} on {platform.system()} {platform.release()}")
     if platform.system() != "Linux":
@@ -86,9 +75,7 @@ def _software(found: MachineReport) -> None:
     try:
         import torch
     except ImportError as error:
-        found.bad(
-            f"torch cannot be imported ({error}): 'pip install -c constraints.txt -e .' in the project installs it"
-        )
+        found.bad(f"torch cannot be imported ({error}): 'pip install -c constraints.txt -e .' installs it")
         return
     found.good(f"torch {torch.__version__}, numpy {package_version('numpy')}, paceline {package_version('paceline')}")
     if torch.cuda.is_available():
@@ -146,7 +133,5 @@ def _data(found: MachineReport) -> None:
         if row.found and not row.sample:
             found.good(f"data set {row.name}: {row.origin}, {row.path}")
         elif not row.found or row.name == "fashion-mnist":
-            found.advise(
-                f"data set {row.name}: {'a built-in sample only' if row.found else 'not here'}; "
-                f"'paceline data get {row.name}' fetches it"
-            )
+            state = "a built-in sample only" if row.found else "not here"
+            found.advise(f"data set {row.name}: {state}; 'paceline data get {row.name}' fetches it")

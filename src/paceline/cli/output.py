@@ -1,4 +1,4 @@
-"""Show the end of a run: what the verbs that train share."""
+"""Print the result of a run at its end."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     if result["status"] == "diverged":
         print(fold_for(sys.stderr, [f"paceline: {result['reason']}"]), file=sys.stderr)
     if result["status"] == "stopped":
-        resume_hint = f"paceline: stopped early; {folder.resume_hint(folder.config())}"
-        print(fold_for(sys.stderr, [resume_hint]), file=sys.stderr)
+        hint = f"paceline: stopped early; {folder.resume_hint(folder.config())}"
+        print(fold_for(sys.stderr, [hint]), file=sys.stderr)
     return EXIT_CODES[result["status"]]

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import Parser, number
+from paceline.cli.arguments import Parser
 from paceline.errors import UserError
 from paceline.reports.console import Console
 
@@ -22,8 +22,8 @@ A run may be finished, running, killed, simulated or damaged: the page shows wha
 
 def report_verb(arguments: list[str]) -> int:
     parser = Parser("report", DESCRIPTION, "paceline report RUN... [-o FILE.html]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="file of the page [report.html]")
+    parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
+    parser.add("-o/--output", "file of the page [report.html]", default="report.html", metavar="FILE")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
     from paceline.reports.html import render
@@ -55,8 +55,6 @@ EXPORT_DESCRIPTION = """Send the metrics of runs to a tracker, from their folder
   paceline export runs --to tensorboard     then: tensorboard --logdir runs
   paceline export runs/NAME --to csv        metrics.csv in the run's folder
   paceline export runs/NAME --to mine.py:Tracker --follow"""
-
-
 TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: the work of each worker, and updates.
 
   paceline trace runs/NAME                          trace.json.gz in the run's folder
@@ -65,11 +63,9 @@ TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: 
 
 def export_verb(arguments: list[str]) -> int:
     parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
-    parser.add_argument(
-        "--to", required=True, metavar="NAME", help="tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS"
-    )
-    parser.add_argument("--follow", action="store_true", help="keep sending until the run ends")
+    parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
+    parser.add("--to", "tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS", required=True, metavar="NAME")
+    parser.add("--follow", "keep sending until the run ends", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
     from paceline.runs.folder import RunFolder
@@ -81,48 +77,38 @@ def export_verb(arguments: list[str]) -> int:
     paths, others = run_folders([Path(run) for run in parsed.runs])
     for line in others:
         print(f"paceline: {line}", file=sys.stderr)
-    folders = [RunFolder(path) for path in paths]
-    if parsed.follow and len(folders) > 1:
-        raise UserError(f"--follow takes one run at a time, got {len(folders)}: leave out the others")
-    for folder in folders:
+    if parsed.follow and len(paths) > 1:
+        raise UserError(f"--follow takes one run at a time, got {len(paths)}: leave out the others")
+    for folder in map(RunFolder, paths):
 
         def goes_on(folder: RunFolder = folder) -> bool:
             return parsed.follow and not folder.result_file.exists() and folder.is_locked()
 
-        fed = feed(folder, parsed.to, make_tracker(parsed.to), goes_on)
-        print(f"{folder.path}: {fed} rows to {parsed.to}", flush=True)
+        num_rows = feed(folder, parsed.to, make_tracker(parsed.to), goes_on)
+        print(f"{folder.path}: {num_rows} rows to {parsed.to}", flush=True)
     return 0
 
 
 def trace_verb(arguments: list[str]) -> int:
     parser = Parser("trace", TRACE_DESCRIPTION, "paceline trace RUN [-o FILE] [flags]")
-    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="file of the trace, .json or .json.gz [RUN/trace.json.gz]"
-    )
-    parser.add_argument(
-        "--from", dest="begin", type=number(float), metavar="S", help="begin at this second of training"
-    )
-    parser.add_argument("--to", dest="end", type=number(float), metavar="S", help="end at this second of training")
-    parser.add_argument(
-        "--pushes", type=number(int), metavar="N",
-        help="maximum number of pushes to draw; beyond it, several pushes become one span [30000]",
-    )  # fmt: skip
+    parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
+    parser.add("-o/--output", "file of the trace, .json or .json.gz [RUN/trace.json.gz]", metavar="FILE")
+    parser.add("--from", "begin at this second of training", dest="begin", type=float, metavar="S")
+    parser.add("--to", "end at this second of training", dest="end", type=float, metavar="S")
+    pushes = "maximum number of pushes to draw; beyond it, several pushes become one span [30000]"
+    parser.add("--pushes", pushes, type=int, metavar="N")
     parsed = parser.parse_strictly(arguments)
     from paceline.reports.chrome_trace import MAX_PUSHES, TraceWindow, write_trace
 
-    part = TraceWindow(
-        parsed.begin or 0.0, float("inf") if parsed.end is None else parsed.end, parsed.pushes or MAX_PUSHES
-    )
+    end = float("inf") if parsed.end is None else parsed.end
+    part = TraceWindow(parsed.begin or 0.0, end, parsed.pushes or MAX_PUSHES)
     if not part.begin < part.end:
         raise UserError(f"--from {part.begin:g} --to {part.end:g}: give a second of training and a later one")
     if parsed.pushes is not None and parsed.pushes < 1:
         raise UserError(f"--pushes must be at least 1, got {parsed.pushes}")
     output = Path(parsed.output) if parsed.output is not None else Path(parsed.run) / "trace.json.gz"
     num_events, notes = write_trace(Path(parsed.run), output, part)
-    print(f"{output}: {num_events:,} events; open it at https://ui.perfetto.dev")
-    for note in notes:
-        print(note)
+    print("\n".join([f"{output}: {num_events:,} events; open it at https://ui.perfetto.dev", *notes]))
     return 0
 
 
@@ -133,31 +119,19 @@ LANDSCAPE_DESCRIPTION = """Draw the path of training on the loss landscape, in t
   paceline landscape runs/a runs/b --grid 61 --samples 5000 --device cuda -o picture
 
 Writes landscape.png, landscape.csv (the grid) and landscape.json (the paths, and how well the plane fits them)."""
-
-
-MAX_PLACES = 1001
+MAX_POINTS = 1001
 
 
 def landscape_verb(arguments: list[str]) -> int:
     parser = Parser("landscape", LANDSCAPE_DESCRIPTION, "paceline landscape RUN... [flags]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, trained with --snapshots")
-    parser.add_argument(
-        "--grid",
-        type=number(int),
-        default=41,
-        metavar="N",
-        help="compute the loss at N x N points around the paths [41]",
-    )
-    parser.add_argument(
-        "--margin", type=number(float), default=0.25, help="margin around the paths, as a share of their extent [0.25]"
-    )
-    parser.add_choice("--on", ("train", "test"), default="train", help="data to compute the loss on [train]")
-    parser.add_argument(
-        "--samples", type=number(int), default=1000, metavar="N", help="number of samples to compute the loss on [1000]"
-    )
-    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device that computes the losses [cpu]")
-    parser.add_argument("-o", "--output", default="landscape", metavar="DIR", help="folder for the files [landscape]")
-    parser.add_argument("--json", action="store_true", help="print landscape.json on standard output")
+    parser.add("runs", "run folders, trained with --snapshots", nargs="+", metavar="RUN")
+    parser.add("--grid", "compute the loss at N x N points around the paths [41]", type=int, default=41, metavar="N")
+    parser.add("--margin", "margin around the paths, as a share of their extent [0.25]", type=float, default=0.25)
+    parser.add_choice("--on", ("train", "test"), "data to compute the loss on [train]", default="train")
+    parser.add("--samples", "number of samples to compute the loss on [1000]", type=int, default=1000, metavar="N")
+    parser.add_choice("--device", ("cpu", "cuda"), "device that computes the losses [cpu]", default="cpu")
+    parser.add("-o/--output", "folder for the files [landscape]", default="landscape", metavar="DIR")
+    parser.add("--json", "print landscape.json on standard output", action="store_true")
     parsed = parser.parse_strictly(arguments)
     _check(parsed)
     from paceline.studies.landscape.figure import draw
@@ -165,11 +139,11 @@ def landscape_verb(arguments: list[str]) -> int:
     from paceline.studies.landscape.survey import LandscapeView, summary, survey
 
     runs = open_runs([Path(run) for run in parsed.runs])
-    folder = _made(Path(parsed.output))
+    folder = Path(parsed.output)
+    _make_writable(folder)
     with Console() as console:
-        found = survey(
-            runs, LandscapeView(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device), console
-        )
+        view = LandscapeView(parsed.grid, parsed.margin, parsed.on, parsed.samples, parsed.device)
+        found = survey(runs, view, console)
     print("\n".join(summary(found.facts)), file=sys.stderr if parsed.json else sys.stdout)
     try:
         found.save(folder)
@@ -182,16 +156,16 @@ def landscape_verb(arguments: list[str]) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    if not 2 <= parsed.grid <= MAX_PLACES:
-        raise UserError(f"--grid {parsed.grid}: give a number of places from 2 to {MAX_PLACES}, as in --grid 41")
+    if not 2 <= parsed.grid <= MAX_POINTS:
+        raise UserError(f"--grid {parsed.grid}: give a number of points from 2 to {MAX_POINTS}, as in --grid 41")
     if not 0.0 <= parsed.margin <= 100.0:
         raise UserError(f"--margin {parsed.margin:g}: give a number from 0 to 100, as in --margin 0.25")
     if parsed.samples < 1:
-        raise UserError(f"--samples {parsed.samples}: at least one sample makes a loss")
+        raise UserError(f"--samples {parsed.samples}: give at least 1, as in --samples 1000")
 
 
-def _made(folder: Path) -> Path:
-    """Make the output folder, and check that it can be written before anything is computed."""
+def _make_writable(folder: Path) -> None:
+    """Create the output folder and check, before anything is computed, that it can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".landscape.tmp"
@@ -199,4 +173,3 @@ def _made(folder: Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise UserError(f"--output {folder} cannot be written: {error.strerror}; give another folder") from None
-    return folder

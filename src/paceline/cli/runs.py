@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.arguments import Parser, number
+from paceline.cli.arguments import Parser
 from paceline.cli.cluster import add_proof
 from paceline.errors import UserError
 from paceline.reports.status_table import format_status
@@ -21,7 +21,6 @@ STATUS_DESCRIPTION = """Show the state of a run, how each worker spends its time
   paceline status runs/NAME                 a run in any state: running, finished, killed, simulated
   paceline status runs/NAME --watch 2       repeat every two seconds until the run ends
   paceline status 10.0.0.1:29500            the run of a server; needs its token"""
-
 LIST_DESCRIPTION = """List the runs of a folder, newest first, with the state of each; for a damaged run, what is wrong.
 
   paceline list runs --where status=killed
@@ -35,13 +34,9 @@ COMPARE_DESCRIPTION = """Compare runs in one table: the settings that differ, an
 
 def status_verb(arguments: list[str]) -> int:
     parser = Parser("status", STATUS_DESCRIPTION)
-    parser.add_argument(
-        "run", metavar="RUN|HOST:PORT", help="a run folder, as in runs/NAME, or the address of a server"
-    )
-    parser.add_argument(
-        "--watch", type=number(float), metavar="SECONDS", help="repeat every this many seconds until the run ends"
-    )
-    parser.add_argument("--json", action="store_true", help="print the state as JSON; with --watch one line each time")
+    parser.add("run", "a run folder, as in runs/NAME, or the address of a server", metavar="RUN|HOST:PORT")
+    parser.add("--watch", "repeat every this many seconds until the run ends", type=float, metavar="SECONDS")
+    parser.add("--json", "print the state as JSON; with --watch one line each time", action="store_true")
     add_proof(parser)
     parsed = parser.parse_strictly(arguments)
     if parsed.watch is not None and not 0.0 < parsed.watch < 86400.0:
@@ -59,28 +54,20 @@ def status_verb(arguments: list[str]) -> int:
                 text = json.dumps(row, indent=None if parsed.watch is not None else 2)
             else:
                 text = format_status(found, terminal_width())
-            print(_clear() + text if parsed.watch is not None and not parsed.json else text, flush=True)
+                if parsed.watch is not None:
+                    text = ("\x1b[H\x1b[2J" if can_redraw(sys.stdout) else "\n") + text
+            print(text, flush=True)
             if parsed.watch is None or found.status not in UNDER_WAY:
                 return 0
             time.sleep(parsed.watch)
 
 
-def _clear() -> str:
-    """Clear a terminal; elsewhere print an empty line between two looks."""
-    return "\x1b[H\x1b[2J" if can_redraw(sys.stdout) else "\n"
-
-
 def _add_selection(parser: Parser) -> None:
-    parser.add_argument(
-        "--where", action="append", default=[], metavar="FIELD=VALUE",
-        help="list only runs with this value, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sort",
-        metavar="FIELD",
-        help="sort by a setting or a result: accuracies and speeds highest first, others lowest first",
-    )
-    parser.add_argument("--reverse", action="store_true", help="reverse the order")
+    where = "list only runs with this value, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated"
+    parser.add("--where", where, action="append", default=[], metavar="FIELD=VALUE")
+    order = "sort by a setting or a result: accuracies and speeds highest first, others lowest first"
+    parser.add("--sort", order, metavar="FIELD")
+    parser.add("--reverse", "reverse the order", action="store_true")
     parser.add_either(json="print all settings and results as JSON", csv="print all settings and results as CSV")
 
 
@@ -98,7 +85,7 @@ def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: st
 
 def list_verb(arguments: list[str]) -> int:
     parser = Parser("list", LIST_DESCRIPTION)
-    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="folder of runs [runs]")
+    parser.add("folder", "folder of runs [runs]", nargs="?", default="runs", metavar="DIR")
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import choose, runs_in
@@ -111,7 +98,7 @@ def list_verb(arguments: list[str]) -> int:
 
 def compare_verb(arguments: list[str]) -> int:
     parser = Parser("compare", COMPARE_DESCRIPTION, "paceline compare RUN|DIR... [flags]")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
+    parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import choose, runs_of

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.output import show
 from paceline.config import to_dict
 from paceline.errors import UserError
@@ -20,25 +20,24 @@ SIMULATE_DESCRIPTION = """Train on a simulated cluster, under a virtual clock.
   paceline simulate --workers 4 --speeds 1,1,1,4 --link 1gbit,0.2ms
   paceline simulate --workers 8 --speeds lognormal:30ms,.3 --faults faults.toml
   paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
-
 PLAN_DESCRIPTION = """Simulate each strategy and number of workers on a cluster, and compare the forecasts in one table.
 
   paceline plan                                        measure step times on this machine first
   paceline plan --like runs/NAME --workers 8           use the step times of a run
   paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
-
 SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check the invariants of training.
 
   paceline soak --seeds 2000
   paceline soak --seeds 1 --first 4711                        repeat one seed
   paceline soak --seeds 1 --first 4711 --faults faults.toml   with the faults of a file"""
+NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "durable")
 
 
 def simulate_verb(arguments: list[str]) -> int:
     parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="file of settings; flags override it")
+    parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
     add_settings(parser, left_out=("device", "restart", "durable"))
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
+    parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file, _settings_of(parsed.like))
     from paceline.simulation.run import simulate
@@ -51,21 +50,11 @@ def simulate_verb(arguments: list[str]) -> int:
 def plan_verb(arguments: list[str]) -> int:
     parser = Parser("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
     left_out = (
-        "device",
-        "strategy",
-        "timing_only",
-        "faults",
-        "name",
-        "runs",
-        "max_seconds",
-        "target_accuracy",
-        "target",
-        "best",
-        "eval_every",
-        "snapshots",
+        *("device", "strategy", "timing_only", "faults", "name", "runs", "max_seconds", "target_accuracy", "target"),
+        *("best", "eval_every", "snapshots"),
     )
-    add_settings(parser, left_out=left_out)
-    parser.add_argument("--json", action="store_true", help="print every forecast as JSON")
+    add_settings(parser, left_out)
+    parser.add("--json", "print every forecast as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, None, _settings_of(parsed.like))
     from paceline.studies.plan import make_plan, plan_lines
@@ -78,27 +67,22 @@ def plan_verb(arguments: list[str]) -> int:
     return 0
 
 
-LEFT_BEHIND = ("name", "runs", "faults", "delay", "snapshots", "restart", "durable")
-
-
 def _settings_of(run: str | None) -> dict[str, Any]:
-    """The settings that a new run takes from an old one: those of its training, without names and faults."""
+    """Return the settings that a new run inherits from a run folder."""
     if run is None:
         return {}
     from paceline.runs.folder import RunFolder
 
-    config = RunFolder.open(Path(run)).config()
-    return {name: value for name, value in to_dict(config).items() if name not in LEFT_BEHIND}
+    settings = to_dict(RunFolder.open(Path(run)).config())
+    return {name: value for name, value in settings.items() if name not in NOT_INHERITED}
 
 
 def soak_verb(arguments: list[str]) -> int:
     parser = Parser("soak", SOAK_DESCRIPTION, "paceline soak [--seeds N] [--first S] [--faults FILE] [--json]")
-    parser.add_argument(
-        "--seeds", type=number(int), default=2000, metavar="N", help="number of runs, each with its own seed [2000]"
-    )
-    parser.add_argument("--first", type=number(int), default=0, metavar="S", help="seed of the first run [0]")
-    parser.add_argument("--faults", metavar="FILE", help="TOML file of faults to inject instead of random ones")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
+    parser.add("--seeds", "number of runs, each with its own seed [2000]", type=int, default=2000, metavar="N")
+    parser.add("--first", "seed of the first run [0]", type=int, default=0, metavar="S")
+    parser.add("--faults", "TOML file of faults to inject instead of random ones", metavar="FILE")
+    parser.add("--json", "print the summary as JSON on standard output", action="store_true")
     parsed = parser.parse_strictly(arguments)
     if parsed.seeds < 1:
         raise UserError(f"--seeds {parsed.seeds}: give at least one seed to try, as in --seeds 2000")

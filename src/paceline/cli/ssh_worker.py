@@ -19,7 +19,7 @@ ENDING_SECONDS = 5.0
 
 
 def read_line() -> str:
-    """The first line of standard input, and not a byte more."""
+    """Read the first line of standard input, and no byte beyond it."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.config import FIELDS, SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -18,7 +19,6 @@ REPRODUCE_DESCRIPTION = """Repeat the runs of a published table, and show our re
   paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1
   paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; real runs, one by one
   paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    key-value store; real runs, one by one"""
-
 SWEEP_DESCRIPTION = """Run every combination of a grid of settings on simulated workers, and compare them in one table.
 
   paceline sweep examples/sweep.toml
@@ -28,6 +28,7 @@ The file has settings under [run] and lists of settings under [grid]; folds = 5 
 Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command continues;
 finished runs are not repeated."""
 
+Draw = Callable[[Path], str | None]  # draws to a path; returns why it drew nothing, or None
 REAL_TABLES = ("distml", "mxnet")  # tables whose rows are trained on real processes; they have their own flags
 
 
@@ -35,19 +36,15 @@ def reproduce_verb(arguments: list[str]) -> int:
     if arguments and arguments[0] in REAL_TABLES:
         return reproduce_for_real(arguments[0], arguments[1:])
     parser = Parser("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
-    parser.add_choice("table", ("optml", *REAL_TABLES), help="which published table")
-    parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
-    parser.add_argument(
-        "--seeds", type=number(int), default=1, help="number of runs of each row; the table shows mean and spread [1]"
-    )
-    parser.add_argument("--epochs", type=number(float), default=6.0, help="passes of each worker over its data [6]")
-    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device; cuda computes all rows at once [cpu]")
-    rule_help = "auto: run every row also with --rule auto, in a third column [plain]"
-    parser.add_choice("--rule", ("plain", "auto"), default="plain", help=rule_help)
-    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data set")
-    parser.add_argument(
-        "--runs", metavar="DIR", default="runs/optml", help="folder for one run folder per row [runs/optml]"
-    )
+    parser.add_choice("table", ("optml", *REAL_TABLES), "which published table")
+    parser.add("--rows", "numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
+    parser.add("--seeds", "number of runs of each row; the table shows mean and spread [1]", type=int, default=1)
+    parser.add("--epochs", "passes of each worker over its data [6]", type=float, default=6.0)
+    parser.add_choice("--device", ("cpu", "cuda"), "device; cuda computes all rows at once [cpu]", default="cpu")
+    rule = "auto: run every row also with --rule auto, in a third column [plain]"
+    parser.add_choice("--rule", ("plain", "auto"), rule, default="plain")
+    parser.add("--data-dir", "folder that holds the data set", metavar="DIR")
+    parser.add("--runs", "folder for one run folder per row [runs/optml]", metavar="DIR", default="runs/optml")
     parsed = parser.parse_strictly(arguments)
     if parsed.seeds < 1 or not parsed.epochs > 0:
         raise UserError(f"--seeds {parsed.seeds} --epochs {parsed.epochs:g}: both must be above zero")
@@ -56,29 +53,24 @@ def reproduce_verb(arguments: list[str]) -> int:
 
     rows, folder = choose_rows(parsed.rows), Path(parsed.runs)
     with Console() as console:
-        with_automatic = parsed.rule == "auto"
-        where = (parsed.device, parsed.data_dir, folder, console)
-        found = reproduce(rows, parsed.seeds, parsed.epochs, *where, with_automatic)
+        options = (parsed.device, parsed.data_dir, folder, console, parsed.rule == "auto")
+        found = reproduce(rows, parsed.seeds, parsed.epochs, *options)
         table = markdown(found)
-        made = write(folder, {"table.md": table, "table.csv": as_csv(found), "runs.csv": runs_as_csv(found)})
-        why_not = draw(found, folder / "figure.png")
-        if why_not is not None:
-            console.note(why_not)
-    print(table + "\n" + "\n".join([*summary(found), *made, *([] if why_not else [f"{folder}/figure.png"])]))
+        files = {"table.md": table, "table.csv": as_csv(found), "runs.csv": runs_as_csv(found)}
+        made = _write(folder, files, console, lambda path: draw(found, path))
+    print(table + "\n" + "\n".join([*summary(found), *made]))
     return 0
 
 
 def sweep_verb(arguments: list[str]) -> int:
     parser = Parser("sweep", SWEEP_DESCRIPTION, "paceline sweep FILE.toml [flags]")
-    parser.add_argument("file", metavar="FILE.toml", help="file with the grid of settings")
-    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device; cuda computes many runs at once [cpu]")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
-    parser.add_argument(
-        "--runs", metavar="DIR", default="runs", help="folder in which the folder of the sweep is made [runs]"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check and list the runs, but run none")
-    parser.add_argument("--yes", action="store_true", help="allow more than 1,000 runs")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output at the end")
+    parser.add("file", "file with the grid of settings", metavar="FILE.toml")
+    parser.add_choice("--device", ("cpu", "cuda"), "device; cuda computes many runs at once [cpu]", default="cpu")
+    parser.add("--data-dir", "folder that holds the data sets", metavar="DIR")
+    parser.add("--runs", "folder in which the folder of the sweep is made [runs]", metavar="DIR", default="runs")
+    parser.add("--dry-run", "check and list the runs, but run none", action="store_true")
+    parser.add("--yes", "allow more than 1,000 runs", action="store_true")
+    parser.add("--json", "print the table as JSON on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.sweep_file import read_grid
 
@@ -105,12 +97,9 @@ def sweep_verb(arguments: list[str]) -> int:
             "table.csv": as_csv(rows),
             "runs.csv": sweep_table.runs_as_csv(grid, configs, results),
         }
-        made = write(folder, files)
-        why_not = sweep_table.draw(grid, swept, folder / "figure.png")
-        if why_not is not None:
-            console.note(why_not)
-    lines = [sweep_table.plain(swept, table_width()), "", *made, *([] if why_not else [f"{folder}/figure.png"])]
-    print("\n".join([*lines, sweep_table.disposition(swept)]), file=sys.stderr if parsed.json else sys.stdout)
+        made = _write(folder, files, console, lambda path: sweep_table.draw(grid, swept, path))
+    lines = [sweep_table.plain(swept, table_width()), "", *made, sweep_table.disposition(swept)]
+    print("\n".join(lines), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         best = rows[0] if swept.best is not None else None
         found = {"folder": str(folder), "score": swept.score, "settings": rows, "best": best}
@@ -118,11 +107,14 @@ def sweep_verb(arguments: list[str]) -> int:
     return 0
 
 
-def write(folder: Path, files: dict[str, str]) -> list[str]:
-    """Write the files; return their paths."""
+def _write(folder: Path, files: dict[str, str], console: Console, draw: Draw = lambda _: "") -> list[str]:
+    """Write the files, then draw the figure; return the paths of the files made."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return [f"{folder}/{name}" for name in files]
+    no_figure = draw(folder / "figure.png")
+    if no_figure:
+        console.note(no_figure)
+    return [f"{folder}/{name}" for name in (*files, *(["figure.png"] if no_figure is None else []))]
 
 
 DESCRIPTION = """Measure the same run on 1, 2, 4, ... workers: samples/s, efficiency, and where the time goes.
@@ -137,21 +129,13 @@ After a stop, the same command continues."""
 
 def bench_verb(arguments: list[str]) -> int:
     parser = Parser("bench", DESCRIPTION, "paceline bench scaling [flags]")
-    parser.add_choice("benchmark", ("scaling",), help="what to measure")
-    parser.add_choice("--kind", ("strong", "weak"), default="weak", help="strong or weak scaling [weak]")
-    parser.add_argument(
-        "--workers",
-        dest="counts",
-        metavar="N,N,...",
-        help="numbers of workers, as in 1,2,4 (default: up to the number of cores)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=number(int),
-        default=1,
-        help="number of runs for each number of workers; the table shows the median [1]",
-    )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON on standard output at the end")
+    parser.add_choice("benchmark", ("scaling",), "what to measure")
+    parser.add_choice("--kind", ("strong", "weak"), "strong or weak scaling [weak]", default="weak")
+    counts = "numbers of workers, as in 1,2,4 (default: up to the number of cores)"
+    parser.add("--workers", counts, dest="counts", metavar="N,N,...")
+    repeats = "number of runs for each number of workers; the table shows the median [1]"
+    parser.add("--repeats", repeats, type=int, default=1)
+    parser.add("--json", "print the table as JSON on standard output at the end", action="store_true")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "workers", "epochs", "epoch_mode", "shard_weights", "score"))
     parsed = parser.parse_strictly(arguments)
     if parsed.repeats < 1:
@@ -160,31 +144,24 @@ def bench_verb(arguments: list[str]) -> int:
     from paceline.studies import scaling_table
     from paceline.studies.scaling import measure, parse_counts
 
-    asked = config_from(parsed, None)
-    usual = f"scaling-{parsed.kind}-{asked.strategy.replace(':', '')}-{asked.model}"
-    folder = Path(asked.runs) / (asked.name or usual)
+    config = config_from(parsed, None)
+    name = config.name or f"scaling-{parsed.kind}-{config.strategy.replace(':', '')}-{config.model}"
+    folder = Path(config.runs) / name
     with Console() as console:
-        counts = parse_counts(parsed.counts, asked.device)
-        found = measure(asked, parsed.kind, counts, parsed.repeats, folder, console)
+        found = measure(
+            config, parsed.kind, parse_counts(parsed.counts, config.device), parsed.repeats, folder, console
+        )
         rows = scaling_table.rows_of(found)
         files = {"table.md": scaling_table.markdown(found), "table.csv": as_csv(rows)}
-        made = write(folder, files)
-        why_not = scaling_table.draw(found, folder / "figure.png")
-        if why_not is not None:
-            console.note(why_not)
-    made += [] if why_not else [f"{folder}/figure.png"]
-    print(
-        "\n".join([scaling_table.plain(found, table_width()), "", *made]),
-        file=sys.stderr if parsed.json else sys.stdout,
-    )
+        made = _write(folder, files, console, lambda path: scaling_table.draw(found, path))
+    text = "\n".join([scaling_table.plain(found, table_width()), "", *made])
+    print(text, file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         print(json.dumps({"folder": str(folder), "kind": found.kind, "counts": rows}, indent=2))
     return 0
 
 
 HANDED_ON = ("precision", "compile", "capture", "channels_last", "accumulate", "threads", "seed", "warmup", "scale_lr")
-
-
 DESCRIPTIONS = {
     "distml": """Repeat a table of all-reduce in JAX on Ray: ResNets on MNIST, a transformer on SST-5, 1 to 5 GPUs.
 
@@ -200,15 +177,13 @@ DESCRIPTIONS = {
 def reproduce_for_real(table: str, arguments: list[str]) -> int:
     more = "\n\nRows that this machine cannot run are listed with the reason. Finished rows are not repeated."
     parser = Parser(f"reproduce {table}", DESCRIPTIONS[table] + more, f"paceline reproduce {table} [flags]")
-    parser.add_argument("--rows", help="numbers and ranges (1,4,7-9), or words of the names (resnet18 lm1) [all]")
-    parser.add_argument("--epochs", type=number(float), help="number of epochs [as published]")
-    parser.add_argument("--steps", type=number(int), help="stop after this many updates instead of --epochs")
-    parser.add_choice("--device", ("cpu", "cuda"), default="cpu", help="device of the workers [cpu]")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder that holds the data sets")
-    parser.add_argument(
-        "--runs", metavar="DIR", default=f"runs/{table}", help=f"folder for one run folder per row [runs/{table}]"
-    )
-    parser.add_argument("--strategy", metavar="NAME", help="strategy of rows on several devices [allreduce]")
+    parser.add("--rows", "numbers and ranges (1,4,7-9), or words of the names (resnet18 lm1) [all]")
+    parser.add("--epochs", "number of epochs [as published]", type=float)
+    parser.add("--steps", "stop after this many updates instead of --epochs", type=int)
+    parser.add_choice("--device", ("cpu", "cuda"), "device of the workers [cpu]", default="cpu")
+    parser.add("--data-dir", "folder that holds the data sets", metavar="DIR")
+    parser.add("--runs", f"folder for one run folder per row [runs/{table}]", metavar="DIR", default=f"runs/{table}")
+    parser.add("--strategy", "strategy of rows on several devices [allreduce]", metavar="NAME")
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in HANDED_ON))
     parsed = parser.parse_strictly(arguments)
     if (parsed.epochs is not None and not parsed.epochs > 0) or (parsed.steps is not None and parsed.steps < 1):
@@ -216,7 +191,7 @@ def reproduce_for_real(table: str, arguments: list[str]) -> int:
     if parsed.epochs is not None and parsed.steps is not None:
         raise UserError("--epochs and --steps both say how long: leave out one")
     if parsed.strategy is not None and table != "distml":
-        raise UserError("--strategy is for distml: the rows of mxnet say how they keep pace")
+        raise UserError("--strategy is for distml: the rows of mxnet are sync or async as published")
     from paceline.assembly.preflight import require_device
     from paceline.config import RunConfig
     from paceline.reports.tables import as_csv
@@ -226,21 +201,21 @@ def reproduce_for_real(table: str, arguments: list[str]) -> int:
     require_device(RunConfig(device=parsed.device))
     names = (*HANDED_ON, *(["strategy"] if table == "distml" else []))
     settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
-    asked = RowOptions(parsed.epochs, parsed.steps, parsed.device, parsed.data_dir, parsed.runs, settings)
+    options = RowOptions(parsed.epochs, parsed.steps, parsed.device, parsed.data_dir, parsed.runs, settings)
     folder = Path(parsed.runs)
     with Console() as console:
         if table == "distml":
             from paceline.studies.published import distml, distml_table
 
-            found = run_rows(choose(distml.published_rows(), parsed.rows), asked, console)
+            found = run_rows(choose(distml.published_rows(), parsed.rows), options, console)
             text, rows = distml_table.markdown(found), distml_table.rows_of(found)
             files = {"log.md": distml_table.log(found)}
         else:
             from paceline.studies.published import mxnet, mxnet_table
 
-            made = run_rows(choose(mxnet.published_rows(), parsed.rows), asked, console)
-            text, rows, files = mxnet_table.markdown(made), mxnet_table.rows_of(made), {}
+            ours = run_rows(choose(mxnet.published_rows(), parsed.rows), options, console)
+            text, rows, files = mxnet_table.markdown(ours), mxnet_table.rows_of(ours), {}
         folder.mkdir(parents=True, exist_ok=True)
-        paths = write(folder, {"table.md": text, "table.csv": as_csv(rows), **files})
-    print("\n".join([text, *paths]))
+        made = _write(folder, {"table.md": text, "table.csv": as_csv(rows), **files}, console)
+    print("\n".join([text, *made]))
     return 0

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import Parser, add_settings, config_from, number
+from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
@@ -23,27 +23,9 @@ if TYPE_CHECKING:
 ENGINES = ("ray",)
 SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
-    "workers",
-    "dataset",
-    "model",
-    "task",
-    "data_dir",
-    "batch_size",
-    "device",
-    "precision",
-    "compile",
-    "capture",
-    "channels_last",
-    "accumulate",
-    "validation",
-    "fold",
-    "eval_every",
-    "eval_train",
-    "score",
-    "target_accuracy",
-    "best",
-    "restart",
-    "recovery",
+    *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
+    *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
+    *("best", "restart", "recovery"),
 )
 TRAIN_DESCRIPTION = """Train a model; all results are written to the run folder.
 
@@ -54,16 +36,12 @@ TRAIN_DESCRIPTION = """Train a model; all results are written to the run folder.
 
 def train_verb(arguments: list[str]) -> int:
     parser = Parser("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="file of settings; flags override it")
+    parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
     add_settings(parser, left_out=SIMULATED_ONLY)
     _add_places(parser)
-    parser.add_to(
-        "several machines", "--skip-failed", action="store_true", help="with --hosts: skip hosts that fail a check"
-    )
-    parser.add_to(
-        "several machines", "--engine", metavar="NAME", help="ray: run server and workers as actors of a Ray cluster"
-    )
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
+    parser.add("--skip-failed", "with --hosts: skip hosts that fail a check", "several machines", action="store_true")
+    parser.add("--engine", "ray: run server and workers as actors of a Ray cluster", "several machines", metavar="NAME")
+    parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file)
     rank = rank_here() if any(name in os.environ for name in LAUNCHER_VARIABLES) else None
@@ -75,11 +53,11 @@ def train_verb(arguments: list[str]) -> int:
 
 def _add_places(parser: Parser) -> None:
     hosts = "start workers over ssh on the hosts in this file, one per line; the server runs here"
-    parser.add_to("several machines", "--hosts", metavar="FILE", help=hosts)
+    parser.add("--hosts", hosts, "several machines", metavar="FILE")
     listen = "with --hosts: address of this machine that workers connect to [any interface, a free port]"
-    parser.add_to("several machines", "--listen", metavar="HOST:PORT", help=listen)
+    parser.add("--listen", listen, "several machines", metavar="HOST:PORT")
     tls = "with --hosts, Ray, torchrun or srun: encrypt the connections of workers"
-    parser.add_to("several machines", "--tls", action="store_true", help=tls)
+    parser.add("--tls", tls, "several machines", action="store_true")
 
 
 def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
@@ -121,12 +99,10 @@ def run_verb(arguments: list[str]) -> int:
 
     description = "Run a training script on several workers. The script calls paceline.join()."
     parser = Parser("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
-    parser.add_argument("-n", "--workers", type=number(int), default=None, help="number of workers [2]")
+    parser.add("-n/--workers", "number of workers [2]", type=int)
     add_settings(parser, left_out=SCRIPT_DECIDES)
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...", help="the script and its arguments"
-    )
+    parser.add("--json", "print result.json on standard output at the end", action="store_true")
+    parser.add("script", "the script and its arguments", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...")
     parsed = parser.parse_strictly(arguments)
     with Console() as console:
         folder, result = run_script(config_from(parsed, None), parsed.script, console)
@@ -135,10 +111,10 @@ def run_verb(arguments: list[str]) -> int:
 
 def resume_verb(arguments: list[str]) -> int:
     parser = Parser("resume", "Continue a run that was stopped or killed; no acknowledged push is lost.")
-    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
+    parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
     _add_places(parser)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
-    parser.add_argument("--json", action="store_true", help="print result.json on standard output at the end")
+    parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     with Console() as console:
         folder, result = _resume(parsed, console)
@@ -152,9 +128,8 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
     if parsed.hosts is not None:
         from paceline.runtimes.cluster.ssh_launch import HostOptions, resume_on_hosts
 
-        return resume_on_hosts(
-            Path(parsed.run), HostOptions(parsed.hosts, parsed.listen, tls=parsed.tls), console, upkeep
-        )
+        options = HostOptions(parsed.hosts, parsed.listen, tls=parsed.tls)
+        return resume_on_hosts(Path(parsed.run), options, console, upkeep)
     from paceline.launch import resume
 
     return resume(Path(parsed.run), console, upkeep, rank)
@@ -162,10 +137,10 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
 
 def replay_verb(arguments: list[str]) -> int:
     parser = Parser("replay", "Compute a run again from its log, and compare weights and losses bit by bit.")
-    parser.add_argument("run", metavar="RUN", help="a run folder, as in runs/NAME")
-    parser.add_argument("--until", type=number(int), metavar="N", help="stop after update N and save its weights")
-    parser.add_argument("--output", metavar="FILE", help="file for the weights of --until [RUN/replay-N.safetensors]")
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
+    parser.add("--until", "stop after update N and save its weights", type=int, metavar="N")
+    parser.add("--output", "file for the weights of --until [RUN/replay-N.safetensors]", metavar="FILE")
+    parser.add("--json", "print the comparison as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.studies.replay import describe, replay
 

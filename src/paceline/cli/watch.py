@@ -31,25 +31,13 @@ Prometheus reads /metrics at the same address. Ctrl-C ends the page; the runs co
 
 def watch_verb(arguments: list[str]) -> int:
     parser = Parser("watch", DESCRIPTION, "paceline watch [RUN|DIR|HOST:PORT] [flags]")
-    parser.add_argument(
-        "what",
-        nargs="?",
-        default="runs",
-        metavar="RUN|DIR|HOST:PORT",
-        help="run, folder of runs, or address of a server [runs]",
-    )
-    parser.add_argument(
-        "--listen", metavar="HOST:PORT", help="address of the page [127.0.0.1:7223, or the next free port]"
-    )
-    parser.add_argument(
-        "--page-token", metavar="FILE", help="file with the token that browsers on other machines need [a new one]"
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument(
-        "--terminal",
-        action="store_true",
-        help="show the runs in this terminal; plain lines if the output is no terminal",
-    )
+    what = "run, folder of runs, or address of a server [runs]"
+    parser.add("what", what, nargs="?", default="runs", metavar="RUN|DIR|HOST:PORT")
+    parser.add("--listen", "address of the page [127.0.0.1:7223, or the next free port]", metavar="HOST:PORT")
+    parser.add("--page-token", "file with the token that browsers on other machines need [a new one]", metavar="FILE")
+    parser.add("--open", "open the page in the browser", action="store_true")
+    terminal = "show the runs in this terminal; plain lines if the output is no terminal"
+    parser.add("--terminal", terminal, action="store_true")
     add_proof(parser)
     parsed = parser.parse_strictly(arguments)
     _check(parsed)
@@ -75,7 +63,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _source(parsed: argparse.Namespace) -> Iterator[RunSource]:
-    """The source of what is shown: a run, a folder of runs, or a server on another machine."""
+    """Open the run, the folder of runs, or the server on another machine."""
     from paceline.reports.watch.remote import is_served, mirrored
     from paceline.reports.watch.sources import FolderSource, RemoteRun
     from paceline.transports.auth import ConnectOptions
@@ -105,7 +93,7 @@ def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
     print(f"watching {source.title}: {address}")
     if not is_loopback(host):
         print("it is not encrypted: on a network that others use, prefer 'ssh -L' instead of --listen")
-    print("Ctrl-C ends it; the runs go on", flush=True)
+    print("Ctrl-C ends the page; the runs continue", flush=True)
     if parsed.open:
         import webbrowser
 
@@ -118,14 +106,14 @@ def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
 
 
 def _name(host: str) -> str:
-    """The host in the address of the page: the name of this machine if it listens on all interfaces."""
+    """Return the host for the page's address: the name of this machine if it listens on all interfaces."""
     import socket
 
     return socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
 def _token(host: str, file: str | None) -> str | None:
-    """The token that a browser must send; none on this machine only, unless asked for."""
+    """Return the token that a browser must send; None if only this machine can reach the page and no file is given."""
     from paceline.transports.auth import make_token, read_token
 
     if file is not None:

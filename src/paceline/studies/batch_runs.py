@@ -1,7 +1,4 @@
-"""Run many configs into one folder and keep finished runs: in the lab, simulated, or trained for real.
-
-Used by `paceline reproduce`, `paceline sweep` and `paceline bench scaling`.
-"""
+"""Run many configs into one folder and keep finished runs: in the lab, simulated, or trained for real."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +78,8 @@ def is_done(config: RunConfig) -> bool:
     then = folder.config()
     for name in FIELDS:
         if name not in MAY_DIFFER and getattr(then, name) != getattr(config, name):
-            raise UserError(
-                f"{folder.path} was made with {name} = {getattr(then, name)!r}, not {getattr(config, name)!r}: "
-                "use another --runs, or remove it"
-            )
+            made = f"{folder.path} was made with {name} = {getattr(then, name)!r}, not {getattr(config, name)!r}"
+            raise UserError(f"{made}: use another --runs, or remove it")
     result = folder.result()
     return result is not None and result.get("reason") not in (INTERRUPTED, TERMINATED)
 
@@ -104,8 +99,26 @@ def result_of(config: RunConfig) -> dict[str, Any]:
 def run_missing(configs: list[RunConfig], device: str, console: Console) -> None:
     """Run every resolved config that has no result yet, and save each result as soon as its run ends."""
     require_device(RunConfig(device=device))
+    with _missing(configs, console) as (todo, progress):
+        for config in todo:
+            remove_incomplete(folder_of(config))
+        _run_all(todo, device, console, progress)
+
+
+@contextlib.contextmanager
+def _missing(configs: list[RunConfig], console: Console) -> Iterator[tuple[list[RunConfig], BatchProgress]]:
+    """Lock the folder and yield the configs without a result; if interrupted, say how to continue."""
     with lock_folder(Path(configs[0].runs)):
-        _run_locked(configs, device, console)
+        todo = [config for config in configs if not is_done(config)]
+        there, total = len(configs) - len(todo), len(configs)
+        if there:
+            console.note(f"{there} of {total} runs are there already")
+        progress = BatchProgress(console, len(todo))
+        try:
+            yield todo, progress
+        except KeyboardInterrupt:
+            kept = f"{there + progress.num_done} of {total} runs are done and kept in {configs[0].runs}"
+            raise Interrupted(f"interrupted: {kept}; run the same command to continue") from None
 
 
 @contextlib.contextmanager
@@ -124,23 +137,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _run_locked(configs: list[RunConfig], device: str, console: Console) -> None:
-    todo = [config for config in configs if not is_done(config)]
-    if len(todo) < len(configs):
-        console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
-    for config in todo:
-        remove_incomplete(folder_of(config))
-    progress = BatchProgress(console, len(todo))
-    try:
-        _run_all(todo, device, console, progress)
-    except KeyboardInterrupt:
-        num_done = len(configs) - len(todo) + progress.num_done
-        raise Interrupted(
-            f"interrupted: {num_done} of {len(configs)} runs are done and kept in {configs[0].runs}; "
-            "run the same command to continue"
-        ) from None
 
 
 def _run_all(todo: list[RunConfig], device: str, console: Console, progress: BatchProgress) -> None:
@@ -185,11 +181,11 @@ def _run_in_lab(configs: list[RunConfig], device: str, progress: BatchProgress) 
     return spent
 
 
-def _same_data(configs: list[RunConfig]) -> Iterator[list[RunConfig]]:
+def _same_data(configs: list[RunConfig]) -> Iterable[list[RunConfig]]:
     parts: dict[tuple[object, ...], list[RunConfig]] = {}
     for config in configs:
         parts.setdefault((config.dataset, config.data_dir, config.max_length, config.image_size), []).append(config)
-    yield from parts.values()
+    return parts.values()
 
 
 def _write_run(finished: LabResult, facts: dict[str, Any]) -> None:
@@ -215,8 +211,7 @@ class BatchProgress:
     """Reports to the console how many runs are done and how long the rest will take."""
 
     def __init__(self, console: Console, total: int) -> None:
-        self.num_done = 0
-        self._console, self._total = console, total
+        self.console, self.num_done, self._total = console, 0, total
         self._began = time.perf_counter()
 
     def part(self, size: int) -> Progress:
@@ -224,22 +219,16 @@ class BatchProgress:
         before = self.num_done
 
         def progress(text: str, share: float) -> None:
-            self.show(text if size > 1 else "training", (before + share * size) / self._total)
+            self.show(text if size > 1 else "training", before + share * size)
 
         return progress
 
-    def show(self, text: str, share: float) -> None:
+    def show(self, text: str, num_done: float) -> None:
+        """Show that `num_done` runs are done, with the fraction of those that still run."""
+        share = num_done / self._total
         done = f"{self.num_done} of {self._total} runs done, {text}"
         left = (time.perf_counter() - self._began) * (1 - share) / share if share > 0.02 else None
-        self._console.report({"kind": "working", "text": done, "fraction": share, "seconds_left": left})
-
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-        self._console.note(text)
-
-    def show_one(self, text: str, share: float) -> None:
-        """Show that the current run is `share` done, if runs are made one at a time."""
-        self.show(text, (self.num_done + share) / self._total)
+        self.console.report({"kind": "working", "text": done, "fraction": share, "seconds_left": left})
 
 
 class InnerConsole(Console):
@@ -251,10 +240,10 @@ class InnerConsole(Console):
 
     def report(self, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
-            self._batch.show_one(self._text, row["fraction"])
+            self._batch.show(self._text, self._batch.num_done + row["fraction"])
         elif row["kind"] == "stopping":
             self.stopping = row["reason"]
-            self._batch.note(f"{self.stopping}: ending the current run")
+            self._batch.console.note(f"{self.stopping}: ending the current run")
 
 
 def resolve_for_training(config: RunConfig) -> RunConfig:
@@ -266,23 +255,11 @@ def train_missing(configs: list[RunConfig], console: Console) -> None:
     """Train every resolved config that has no result yet."""
     for config in configs:
         require_device(config)
-    with lock_folder(Path(configs[0].runs)):
-        todo = [config for config in configs if not is_done(config)]
-        if len(todo) < len(configs):
-            console.note(f"{len(configs) - len(todo)} of {len(configs)} runs are there already")
-        progress = BatchProgress(console, len(todo))
+    with _missing(configs, console) as (todo, progress):
         for config in todo:
             remove_incomplete(folder_of(config))
             inner = InnerConsole(progress, f"training {config.name}")
-            try:
-                _, result = train(config, inner, rank_here())
-                progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
-                stopped = inner.stopping is not None  # the run may still have finished
-            except KeyboardInterrupt:
-                stopped = True
-            if stopped:
-                num_done = len(configs) - len(todo) + progress.num_done
-                raise Interrupted(
-                    f"interrupted: {num_done} of {len(configs)} runs are done and kept in {config.runs}; "
-                    "run the same command to continue"
-                )
+            _, result = train(config, inner, rank_here())
+            progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
+            if inner.stopping is not None:  # the run may still have finished
+                raise KeyboardInterrupt

@@ -62,9 +62,8 @@ def sizes(config: RunConfig) -> list[int]:
 def make_plan(config: RunConfig, console: Console) -> Plan:
     """Probe this machine if no step times are given, simulate every candidate, and choose one."""
     if config.speeds is not None and ("*" in config.speeds or ("," in config.speeds and ":" not in config.speeds)):
-        raise UserError(
-            f"--speeds '{config.speeds}': a plan tries several numbers of workers; give one speed for all, as in 30ms"
-        )
+        found = f"--speeds '{config.speeds}': a plan tries several numbers of workers"
+        raise UserError(f"{found}; give one speed for all, as in 30ms")
     if config.speeds is not None or config.like is not None:
         return _simulate_all(config, console)
     with tempfile.TemporaryDirectory() as temporary:
@@ -107,7 +106,6 @@ def choose(found: list[Forecast]) -> Plan:
 
 
 def _reason(choice: Forecast, fastest: Forecast) -> str:
-    """Return the reason for the choice as one sentence."""
     share = choice.samples_per_second / fastest.samples_per_second
     pace = f"{choice.strategy} on {choice.workers} worker{'s' if choice.workers > 1 else ''}"
     speed = f"{100 * share:.0f} % of the fastest ({fastest.strategy} on {fastest.workers})"
@@ -115,16 +113,8 @@ def _reason(choice: Forecast, fastest: Forecast) -> str:
     return f"{pace}: {'the fastest here' if choice is fastest else speed}, {stale}"
 
 
-COLUMNS = (
-    Column("workers", 0),
-    Column("samples/s", 0),
-    Column("times", 4),
-    Column("stale", 5),
-    Column("p95", 1),
-    Column("computing", 3),
-    Column("MB/s", 2),
-    Column("", 0),
-)
+HEAD = {"workers": 0, "samples/s": 0, "times": 4, "stale": 5, "p95": 1, "computing": 3, "MB/s": 2, "": 0}
+"""Columns of the table, each with its order of removal from a narrow table (0: never)."""
 
 
 def plan_lines(plan: Plan, width: int = UNLIMITED_WIDTH) -> list[str]:
@@ -134,20 +124,12 @@ def plan_lines(plan: Plan, width: int = UNLIMITED_WIDTH) -> list[str]:
     for one in plan.forecasts:
         rarely = "*" if strategy_of(one.strategy).is_local else ""
         times = f"{one.samples_per_second / alone:.2f}" if alone else "-"
-        rows.append(
-            [
-                f"{one.workers} x {one.strategy}{rarely}",
-                f"{one.samples_per_second:,.0f}",
-                times,
-                f"{one.staleness:.1f}",
-                f"{one.staleness_p95:.0f}",
-                f"{100 * one.computing:.0f} %",
-                f"{one.bytes_per_second / 1e6:,.1f}",
-                "<- use this" if one is plan.choice else "",
-            ]
-        )
+        figures = [f"{one.samples_per_second:,.0f}", times, f"{one.staleness:.1f}", f"{one.staleness_p95:.0f}"]
+        figures += [f"{100 * one.computing:.0f} %", f"{one.bytes_per_second / 1e6:,.1f}"]
+        mark = "<- use this" if one is plan.choice else ""
+        rows.append([f"{one.workers} x {one.strategy}{rarely}", *figures, mark])
     return [
-        fit_table(COLUMNS, rows, width, keep_empty=True),
+        fit_table([Column(*column) for column in HEAD.items()], rows, width, keep_empty=True),
         fold("* several local steps between exchanges: accuracy in docs/local-steps.md", width),
         "",
         fold(f"use {plan.reason}", width),

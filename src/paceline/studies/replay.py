@@ -27,10 +27,8 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     """Replay in this process: a `LocalWorker` recomputes every push."""
     config = recording.config
     if config.codec is not None and on_ring(config):
-        raise UserError(
-            f"{recording.folder.path} used --codec {config.codec} on a ring, whose buckets a replay cannot rebuild: "
-            "only ring runs without a codec can be replayed"
-        )
+        found = f"{recording.folder.path} used --codec {config.codec} on a ring, whose buckets a replay cannot rebuild"
+        raise UserError(f"{found}: only ring runs without a codec can be replayed")
     location = locate_data(config)
     require_device(config)
 
@@ -89,7 +87,6 @@ def describe(outcome: dict[str, Any]) -> list[str]:
 
 
 def _where(mismatch: dict[str, Any]) -> str:
-    """Return the first mismatch as text: its update, its push, and the differing value."""
     recorded, replayed, what = mismatch["recorded"], mismatch["replayed"], mismatch["what"]
     if what == "weights":  # the first difference lies after the last equal loss
         return f"by update {mismatch['update']}: its weights were {recorded}, are {replayed}"

@@ -9,7 +9,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.settings.strategies import strategy_of
-from paceline.studies.batch_runs import note_sample, resolve_for_training, result_of, train_missing
+from paceline.studies.batch_runs import folder_of, note_sample, resolve_for_training, result_of, train_missing
 from paceline.studies.scaling_table import ScalingTable, gather
 from paceline.system.cpu import cores
 
@@ -41,20 +41,18 @@ def configs_for(base: RunConfig, kind: str, counts: list[int], repeats: int) -> 
     Strong scaling divides --batch-size among the workers; weak scaling gives it to each. Steps are counted per
     worker, so that with perfect scaling every run takes equally long.
     """
-    strategy = strategy_of(base)
     configs = []
     for count in counts:
         if kind == "strong" and base.batch_size % count:
-            raise UserError(
-                f"--kind strong divides --batch-size {base.batch_size} among the workers, and {count} do not divide "
-                f"it: try --batch-size {count * max(1, base.batch_size // count)}, or --kind weak"
+            found = (
+                f"--kind strong divides --batch-size {base.batch_size} among the workers, and {count} do not divide it"
             )
+            fitting = count * max(1, base.batch_size // count)
+            raise UserError(f"{found}: try --batch-size {fitting}, or --kind weak")
         batch = base.batch_size // count if kind == "strong" else base.batch_size
-        steps = (base.steps or STEPS) * (1 if strategy.in_rounds else count)
-        for repeat in range(repeats):
-            name = f"{count}-workers-{repeat + 1}"
-            how = replace(base, workers=count, batch_size=batch, steps=steps, threads=base.threads or 1, score="none")
-            configs.append(replace(how, name=name))
+        steps = (base.steps or STEPS) * (1 if strategy_of(base).in_rounds else count)
+        how = replace(base, workers=count, batch_size=batch, steps=steps, threads=base.threads or 1, score="none")
+        configs += [replace(how, name=f"{count}-workers-{repeat + 1}") for repeat in range(repeats)]
     return configs
 
 
@@ -67,13 +65,9 @@ def measure(
     note_sample(configs, resolved, console)
     room = cores() // (base.threads or 1)
     if base.device == "cpu" and counts[-1] > room:
-        console.note(
-            f"{cores()} cores fit {room} workers of {base.threads or 1} threads: more workers share cores, and the "
-            "ideal stays the same"
-        )
+        fit = f"{cores()} cores fit {room} workers of {base.threads or 1} threads"
+        console.note(f"{fit}: more workers share cores, and the ideal stays the same")
     train_missing(resolved, console)
     ideal = [min(count, max(1, room)) if base.device == "cpu" else 1 for count in counts]
-    rows = [
-        (config.workers or 1, config.batch_size, folder / str(config.name), result_of(config)) for config in resolved
-    ]
+    rows = [(one.workers or 1, one.batch_size, folder_of(one).path, result_of(one)) for one in resolved]
     return gather(kind, base.strategy, base.model, dict(zip(counts, ideal, strict=True)), rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +83,8 @@ def gather(
         base_rate, base_ideal = (counts[0].rate, next(iter(ideals.values()))) if counts else (rate, ideal)
         speedup = rate / base_rate if base_rate else 0.0
         splits = [found for folder, result in finished if (found := split_of(result, _timing(folder))) is not None]
-        counts.append(
-            WorkerCount(
-                workers,
-                mine[0][1],
-                rates,
-                base_rate * ideal / base_ideal,
-                speedup,
-                speedup * base_ideal / ideal,
-                _mean(splits),
-                len(mine) - len(finished),
-            )
-        )
+        figures = rates, base_rate * ideal / base_ideal, speedup, speedup * base_ideal / ideal
+        counts.append(WorkerCount(workers, mine[0][1], *figures, _mean(splits), len(mine) - len(finished)))
     return ScalingTable(kind, strategy, model, counts)
 
 
@@ -151,32 +141,20 @@ def rows_of(scaling: ScalingTable) -> list[dict[str, Any]]:
     """Return the rows of `table.csv` and `--json`."""
     rows = []
     for count in scaling.counts:
-        split = count.split
-        rows.append(
-            {
-                "workers": count.workers,
-                "batch_size": count.batch,
-                "samples_per_second": count.rate,
-                "ideal": round(count.ideal, 3),
-                "speedup": round(count.speedup, 4),
-                "efficiency": round(count.efficiency, 4),
-                "compute": split.compute if split else None,
-                "exchange": split.exchange if split else None,
-                "wait": split.wait if split else None,
-                "runs": len(count.rates),
-                "unfinished": count.unfinished,
-            }
-        )
+        row: dict[str, Any] = {"workers": count.workers, "batch_size": count.batch, "samples_per_second": count.rate}
+        row |= {"ideal": round(count.ideal, 3), "speedup": round(count.speedup, 4)}
+        row |= {"efficiency": round(count.efficiency, 4), "compute": None, "exchange": None, "wait": None}
+        row |= asdict(count.split) if count.split is not None else {}
+        rows.append({**row, "runs": len(count.rates), "unfinished": count.unfinished})
     return rows
 
 
 def draw(scaling: ScalingTable, path: Path) -> str | None:
     """Draw samples/s over workers and the ideal line; return why no figure was drawn, or None."""
     counts = scaling.counts
-    spread = [statistics.stdev(count.rates) if len(count.rates) > 1 else None for count in counts]
-    measured = [
-        Point(count.rate if count.rates else None, bar, count.unfinished > 0)
-        for count, bar in zip(counts, spread, strict=True)
-    ]
+    measured = []
+    for count in counts:
+        spread = statistics.stdev(count.rates) if len(count.rates) > 1 else None
+        measured.append(Point(count.rate if count.rates else None, spread, count.unfinished > 0))
     series = [Series("ideal", [Point(count.ideal) for count in counts]), Series(scaling.strategy, measured)]
     return draw_lines(path, title(scaling), "samples/s", "workers", [count.workers for count in counts], series)

@@ -47,9 +47,9 @@ def _check_division(
     config: RunConfig, divided: set[tuple[Any, ...]], data: dict[tuple[str, str | None], Dataset]
 ) -> None:
     """Split the data as the run will, to find mistakes early; once per distinct split."""
-    c = config
-    how = (c.dataset, c.data_dir, c.task, c.split, c.workers, c.batch_size, c.validation, c.fold)
-    address = (*how, c.seed if c.split != "full" else 0, tuple(c.shard_weights or ()))
+    names = ("dataset", "data_dir", "task", "split", "workers", "batch_size", "validation", "fold")
+    how = [getattr(config, name) for name in names]
+    address = (*how, config.seed if config.split != "full" else 0, tuple(config.shard_weights or ()))
     if address in divided:
         return
     divided.add(address)

@@ -119,13 +119,8 @@ def read_grid(path: Path) -> SweepGrid:
     both = sorted(set(fixed) & set(axes))
     if both:
         raise UserError(f"{path}: {both[0]} is under [run] and under [grid]: leave out one of the two")
-    return SweepGrid(
-        path,
-        name,
-        {key: _fixed(path, key, value) for key, value in fixed.items()},
-        {key: _axis(path, key, values) for key, values in axes.items()},
-        folds,
-    )
+    run = {key: _fixed(path, key, value) for key, value in fixed.items()}
+    return SweepGrid(path, name, run, {key: _axis(path, key, values) for key, values in axes.items()}, folds)
 
 
 def _table(path: Path, raw: dict[str, Any], title: str) -> dict[str, Any]:
@@ -155,9 +150,8 @@ def _fixed(path: Path, key: str, value: Any) -> Any:
 
 def _axis(path: Path, key: str, values: Any) -> list[Any]:
     if not isinstance(values, list):
-        raise UserError(
-            f"{path}: {key} = {values!r} under [grid] is not a list: write [{values!r}], or put it under [run]"
-        )
+        problem = f"{path}: {key} = {values!r} under [grid] is not a list"
+        raise UserError(f"{problem}: write [{values!r}], or put it under [run]")
     if not values:
         raise UserError(f"{path}: {key} = [] under [grid] is empty: give at least one value")
     found: dict[str, Any] = {}

@@ -30,12 +30,11 @@ def draw(facts: dict[str, Any], x: list[float], y: list[float], losses: list[lis
         figures = importlib.import_module("matplotlib.figure")
         layout = importlib.import_module("matplotlib.layout_engine").ConstrainedLayoutEngine
     except ModuleNotFoundError:
-        raise UserError(
-            "the figure needs matplotlib, which is not installed: pip install 'paceline[report]'; "
-            f"its numbers are in {path.parent}/landscape.csv and landscape.json"
-        ) from None
-    width, height = _size(x, y)
-    figure = figures.Figure(figsize=(width, height), dpi=150, layout=layout(compress=True))
+        install = "the figure needs matplotlib, which is not installed: pip install 'paceline[report]'"
+        numbers = f"its numbers are in {path.parent}/landscape.csv and landscape.json"
+        raise UserError(f"{install}; {numbers}") from None
+    height = min(9.0, 5.9 * (y[-1] - y[0]) / (x[-1] - x[0]) + 1.7)  # inches; the same scale on both axes
+    figure = figures.Figure(figsize=(7.5, height), dpi=150, layout=layout(compress=True))
     axes = figure.add_subplot()
     _draw_surface(figure, axes, facts, x, y, losses)
     for number, run in enumerate(facts["runs"]):
@@ -61,35 +60,25 @@ def _faithfulness(facts: dict[str, Any]) -> str:
     return f"snapshots are up to {_short(far)} off this plane; their true loss differs by up to {_short(gap)}"
 
 
-def _size(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Return width and height in inches, with the same scale on both axes."""
-    return 7.5, min(9.0, 5.9 * (y[-1] - y[0]) / (x[-1] - x[0]) + 1.7)
-
-
 def _draw_surface(
     figure: Any, axes: Any, facts: dict[str, Any], x: list[float], y: list[float], losses: list[list[float]]
 ) -> None:
-    levels, norm = _levels([loss for row in losses for loss in row], _highest_path_loss(facts))
+    on_paths = [point["loss_in_plane"] for run in facts["runs"] for point in run["path"]]
+    highest = max((loss for loss in on_paths if loss is not None), default=math.inf)
+    levels, norm = _levels([loss for row in losses for loss in row], highest)
     ticker = importlib.import_module("matplotlib.ticker")
     top = levels[-1]
     shown = [[loss if math.isfinite(loss) else top + abs(top) for loss in row] for row in losses]
     beyond = "max" if any(loss > top for row in shown for loss in row) else "neither"
     filled = axes.contourf(x, y, shown, levels=levels, norm=norm, cmap="YlGnBu_r", extend=beyond, alpha=0.75)
     lines = axes.contour(x, y, shown, levels=levels, norm=norm, colors="white", linewidths=0.6)
-    labels = axes.clabel(lines, levels=levels[1::LABELLED], fmt=_short, fontsize=7, colors="#08306b")
-    for label in labels:
+    for label in axes.clabel(lines, levels=levels[1::LABELLED], fmt=_short, fontsize=7, colors="#08306b"):
         label.set_path_effects([_outline(2.0)])
     bar = figure.colorbar(filled, ax=axes, pad=0.02, format=ticker.FuncFormatter(lambda v, _: _short(v)))
     bar.set_ticks(levels[1::LABELLED])
     bar.ax.minorticks_off()
     bar.set_label(f"{facts['on']} loss", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-
-
-def _highest_path_loss(facts: dict[str, Any]) -> float:
-    """Return the highest in-plane loss of all paths."""
-    seen = [point["loss_in_plane"] for run in facts["runs"] for point in run["path"]]
-    return max((loss for loss in seen if loss is not None), default=math.inf)
 
 
 def _levels(losses: list[float], highest: float) -> tuple[list[float], Any]:
@@ -141,11 +130,10 @@ def _draw_path(axes: Any, run: dict[str, Any], number: int, labels: list[str]) -
     axes.plot(xs, ys, **style, label=labels[number] + ending, zorder=2.95 + 0.1 * number)
     axes.plot(xs[0], ys[0], marker="o", markersize=9, color="white", markeredgecolor=color, zorder=4)
     axes.plot(xs[-1], ys[-1], marker="*", markersize=15, color=color, markeredgecolor="white", zorder=5)
-    offset = OFFSETS[number % len(OFFSETS)]
     if number == 0:
         _write(axes, "start", (xs[0], ys[0]), color, (-8, -17))
     for index, epoch in _whole_epochs(path):
-        _write(axes, str(epoch), (xs[index], ys[index]), color, offset)
+        _write(axes, str(epoch), (xs[index], ys[index]), color, OFFSETS[number % len(OFFSETS)])
 
 
 def _whole_epochs(path: list[dict[str, Any]]) -> list[tuple[int, int]]:

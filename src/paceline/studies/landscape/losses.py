@@ -92,10 +92,8 @@ class Losses:
                 return self._mean(model, tensors)
             except torch.OutOfMemoryError:
                 if self._batch <= MIN_BATCH:
-                    raise UserError(
-                        f"{self.device} has too little memory to evaluate {MIN_BATCH} samples: free some of it, "
-                        "or use --device cpu"
-                    ) from None
+                    found = f"{self.device} has too little memory to evaluate {MIN_BATCH} samples"
+                    raise UserError(f"{found}: free some of it, or use --device cpu") from None
                 self._batch //= 2
 
     def _mean(self, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:

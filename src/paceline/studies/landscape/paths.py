@@ -58,23 +58,18 @@ def open_runs(paths: list[Path]) -> list[RunSnapshots]:
         folder = RunFolder.open(path)
         config = folder.config()
         if is_script(config):
-            raise UserError(
-                f"{path} is a run of a script, whose model cannot be evaluated here: give runs of 'paceline train'"
-            )
+            script = f"{path} is a run of a script, whose model cannot be evaluated here"
+            raise UserError(f"{script}: give runs of 'paceline train'")
         entries = read_index(folder)
         if len(entries) < MIN_POINTS:
             found = f"{len(entries)} snapshot{'s' if len(entries) > 1 else ''}" if entries else "no snapshots"
-            raise UserError(
-                f"{path} has {found}, a path needs at least {MIN_POINTS}: train with --snapshots N (N per epoch), "
-                "as in 'paceline train --snapshots 4'"
-            )
+            remedy = "train with --snapshots N (N per epoch), as in 'paceline train --snapshots 4'"
+            raise UserError(f"{path} has {found}, a path needs at least {MIN_POINTS}: {remedy}")
         runs.append(RunSnapshots(folder, config, entries))
     for run in runs[1:]:
         if run.trained != runs[0].trained:
-            raise UserError(
-                f"{runs[0].folder.path} trained {runs[0].trained}, {run.folder.path} {run.trained}: "
-                "give runs of one model on one data set"
-            )
+            found = f"{runs[0].folder.path} trained {runs[0].trained}, {run.folder.path} {run.trained}"
+            raise UserError(f"{found}: give runs of one model on one data set")
     if len({run.folder.path.resolve() for run in runs}) < len(runs):
         raise UserError("a run is given twice: give each once")
     return runs
@@ -82,8 +77,7 @@ def open_runs(paths: list[Path]) -> list[RunSnapshots]:
 
 def read_path(run: RunSnapshots, task: SupervisedTask) -> TrainingPath:
     """Read every snapshot as a flat vector; leave out those with a NaN or an infinity."""
-    flat = task.flat
-    count = len(run.entries)
+    flat, count = task.flat, len(run.entries)
     require_memory(4 * count * (flat.layout.size + flat.state_size), f"snapshots of {run.folder.path}")
     points, states = torch.zeros(count, flat.layout.size), torch.zeros(count, flat.state_size)
     for number, entry in enumerate(run.entries):
@@ -95,10 +89,8 @@ def read_path(run: RunSnapshots, task: SupervisedTask) -> TrainingPath:
     entries = [entry for entry, good in zip(run.entries, finite, strict=True) if good]
     left_out = [entry.version for entry, good in zip(run.entries, finite, strict=True) if not good]
     if len(entries) < MIN_POINTS:
-        raise UserError(
-            f"{run.folder.path} has {len(entries)} snapshots without a NaN or an infinity, a path needs {MIN_POINTS}: "
-            "the run diverged; train again with a lower --lr"
-        )
+        found = f"{run.folder.path} has {len(entries)} snapshots without a NaN or an infinity"
+        raise UserError(f"{found}, a path needs {MIN_POINTS}: the run diverged; train again with a lower --lr")
     keep = torch.tensor(finite)
     kept = points[keep] if left_out else points
     return TrainingPath(run, entries, kept, states[keep] if flat.state_size else None, left_out)
@@ -109,8 +101,6 @@ def _fill(layout: Layout, out: Tensor, tensors: dict[str, Tensor], run: RunSnaps
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != view.shape:
             found = "is not in" if tensor is None else f"has shape {list(tensor.shape)} in"
-            raise UserError(
-                f"{name} {found} snapshot {entry.version} of {run.folder.path}, the model's has {list(view.shape)}: "
-                "the model was changed since the run; train it again"
-            )
+            found += f" snapshot {entry.version} of {run.folder.path}, the model's has {list(view.shape)}"
+            raise UserError(f"{name} {found}: the model was changed since the run; train it again")
         view.copy_(tensor)

@@ -24,7 +24,6 @@ from paceline.studies.landscape.losses import Losses
 from paceline.studies.landscape.paths import RunSnapshots, TrainingPath, read_path
 from paceline.studies.landscape.plane import Plane, nearest_plane
 from paceline.system.cpu import cores
-from paceline.tasks.supervised import SupervisedTask
 
 SCHEMA = 1
 SHOWN_SHARES = 10
@@ -72,24 +71,20 @@ def survey(runs: list[RunSnapshots], view: LandscapeView, console: Console) -> L
     require_device(RunConfig(device=view.device))
     torch.set_num_threads(cores())
     try:
-        task = _task_of(runs[0])
+        config = runs[0].config
+        location = locate_data(config)
+        task = make_task(config, load(location) if location is not None else None)
         paths = [read_path(run, task) for run in runs]
         plane = nearest_plane(torch.cat([path.points for path in paths]))
         task.to(torch.device(view.device))
         data = task.train if view.on == "train" else task.test
         if data is None:
             raise UserError(f"--on {view.on}: {runs[0].trained} has no test data; use --on train")
-        built_in = runs[0].config.task is None
-        return evaluate(paths, plane, Losses(task, data, view.samples, built_in), view, console)
+        losses = Losses(task, data, view.samples, side_by_side=config.task is None)
+        return evaluate(paths, plane, losses, view, console)
     except torch.OutOfMemoryError:
-        raise UserError(
-            f"--device {view.device} has too little memory for the data: use fewer --samples, or --device cpu"
-        ) from None
-
-
-def _task_of(run: RunSnapshots) -> SupervisedTask:
-    location = locate_data(run.config)
-    return make_task(run.config, load(location) if location is not None else None)
+        found = f"--device {view.device} has too little memory for the data"
+        raise UserError(f"{found}: use fewer --samples, or --device cpu") from None
 
 
 def evaluate(
@@ -176,28 +171,14 @@ def _number(value: float) -> float | None:
 
 def _path_facts(path: TrainingPath, place: Tensor, true: Tensor, seen: Tensor, distances: Tensor) -> dict[str, Any]:
     config = path.run.config
+    points = []
     columns = (place.tolist(), true.tolist(), seen.tolist(), distances.tolist())
-    return {
-        "run": str(path.run.folder.path),
-        "strategy": config.strategy,
-        "workers": config.workers,
-        "split": config.split,
-        "rule": config.rule,
-        "left_out": path.left_out,
-        "path": [
-            {
-                "version": entry.version,
-                "samples": entry.samples,
-                "epochs": entry.epochs,
-                "x": x,
-                "y": y,
-                "loss": _number(loss),
-                "loss_in_plane": _number(in_plane),
-                "distance_from_plane": distance,
-            }
-            for entry, (x, y), loss, in_plane, distance in zip(path.entries, *columns, strict=True)
-        ],
-    }
+    for entry, (x, y), loss, in_plane, distance in zip(path.entries, *columns, strict=True):
+        point = {"version": entry.version, "samples": entry.samples, "epochs": entry.epochs, "x": x, "y": y}
+        losses = {"loss": _number(loss), "loss_in_plane": _number(in_plane)}
+        points.append({**point, **losses, "distance_from_plane": distance})
+    settings = {name: getattr(config, name) for name in ("strategy", "workers", "split", "rule")}
+    return {"run": str(path.run.folder.path), **settings, "left_out": path.left_out, "path": points}
 
 
 def summary(facts: dict[str, Any]) -> list[str]:

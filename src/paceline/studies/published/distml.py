@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
-from paceline.studies.published.rows import MachineSpec, RowOptions, cells_of, figure
+from paceline.studies.published.rows import MachineSpec, RowOptions, percent, read_table
 
 EPOCHS = 4.0
 LR = 0.01
 MAX_LENGTH = 256
+COLUMNS = (str, str, str, int, str, int, float, float, float, percent)
 
 
 @dataclass(frozen=True)
@@ -80,22 +81,4 @@ class DistmlRow:
 
 def published_rows() -> list[DistmlRow]:
     """Return the published rows in their order."""
-    rows = []
-    for number, cells in enumerate(cells_of("distml.csv"), 1):
-        accuracy = figure(cells["test_accuracy_epoch_3"])
-        rows.append(
-            DistmlRow(
-                number,
-                cells["model"],
-                cells["dataset"],
-                cells["gpus"],
-                int(cells["nodes"]),
-                cells["machine"],
-                int(cells["batch_per_gpu"]),
-                float(cells["samples_per_second"]),
-                float(cells["speedup"]),
-                float(cells["baseline"]),
-                None if accuracy is None else 100.0 * accuracy,
-            )
-        )
-    return rows
+    return [DistmlRow(number, *cells) for number, cells in enumerate(read_table("distml.csv", COLUMNS), 1)]

@@ -9,7 +9,7 @@ from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.studies.published.distml import DistmlRow
 from paceline.studies.published.rows import RowResult
-from paceline.studies.published.throughput import Epoch, epochs_of, rates_by_step
+from paceline.studies.published.throughput import epochs_of, rates_by_step
 
 HEAD = (
     *("row", "GPUs", "data/sec", "ours", "speed-up", "of", "ours", "test %, epoch 3", "ours", "epoch s, ours"),
@@ -36,7 +36,7 @@ def rows_of(results: Rows) -> list[dict[str, Any]]:
 def _values(one: RowResult[DistmlRow], alone: float | None) -> dict[str, Any]:
     row, result = one.row, one.result or {}
     rate = result.get("samples_per_second")
-    epochs = _epochs(one) if one.result is not None else []
+    epochs = epochs_of(_events(one)) if one.result is not None else []
     tested = [epoch.test_seconds for epoch in epochs if epoch.test_seconds is not None]
     here = one.why_not or f"{result['strategy']}, {row.workers} on {result['device']}, {result['updates']:,} steps"
     return {
@@ -53,10 +53,6 @@ def _values(one: RowResult[DistmlRow], alone: float | None) -> dict[str, Any]:
         "test_seconds": sum(tested) / len(tested) if tested else None,
         "here": here if result.get("status") in (None, "finished") else f"{result['status']}: {here}",
     }
-
-
-def _epochs(one: RowResult[DistmlRow]) -> list[Epoch]:
-    return epochs_of(_events(one))
 
 
 def _events(one: RowResult[DistmlRow]) -> list[dict[str, Any]]:
@@ -79,7 +75,7 @@ def log(results: Rows) -> str:
         lines += [f"## {one.row.model}-{one.row.dataset}, {one.row.workers} on {one.result['device']}", ""]
         rates = [f"- Step{step}: {rate:.2f} data/sec" for step, rate in rates_by_step(_events(one))]
         lines += rates or [f"- Step{one.result['updates']}: {one.result['samples_per_second']:.2f} data/sec"]
-        for epoch in _epochs(one):
+        for epoch in epochs_of(_events(one)):
             tested = f", test time {epoch.test_seconds:.2f} sec" if epoch.test_seconds is not None else ""
             accuracy = f", test accuracy: {epoch.test_accuracy / 100:.4f}" if epoch.test_accuracy is not None else ""
             lines.append(f"- Epoch {epoch.number - 1} in {epoch.seconds:.2f} sec{tested}{accuracy}")

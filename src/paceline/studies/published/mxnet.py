@@ -7,11 +7,13 @@ machines together. The publication leaves its async section on CIFAR-10 empty; w
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.config import RunConfig
-from paceline.studies.published.rows import MachineSpec, RowOptions, cells_of
+from paceline.studies.published.rows import MachineSpec, RowOptions, percent, read_table
 
 STRATEGIES = {"single": "classic", "sync": "sync", "async": "async"}
+COLUMNS = (str, str, int, int, str, int, float, int, percent, percent, float)
 EMPTY_EPOCHS = 40.0  # epochs of the rows published without figures: the same as the other rows
 
 
@@ -78,17 +80,9 @@ class MxnetRow:
 
 def published_rows() -> list[MxnetRow]:
     """Return the published runs in their order, with the async CIFAR-10 rows after the sync ones."""
-    runs: dict[tuple[str, ...], list[tuple[int, EpochFigures]]] = {}
-    for cells in cells_of("mxnet.csv"):
-        key = tuple(cells[name] for name in ("model", "dataset", "machines", "gpus", "mode", "batch_per_machine", "lr"))
-        accuracies = [100.0 * float(cells[f"{part}_accuracy"]) for part in ("train", "valid")]
-        found = EpochFigures(accuracies[0], accuracies[1], float(cells["epoch_seconds"]))
-        runs.setdefault(key, []).append((int(cells["epoch"]), found))
+    runs: dict[tuple[Any, ...], list[tuple[int, EpochFigures]]] = {}
+    for *key, epoch, train, valid, seconds in read_table("mxnet.csv", COLUMNS):
+        runs.setdefault(tuple(key), []).append((epoch, EpochFigures(train, valid, seconds)))
     left_empty = [(*key[:4], "async", *key[5:]) for key in runs if key[1] == "cifar10" and key[4] == "sync"]
     keys = [key for key in runs if key[1] == "cifar10"] + left_empty + [key for key in runs if key[1] != "cifar10"]
-    return [_row(number, *key, epochs=runs.get(key, [])) for number, key in enumerate(keys, 1)]
-
-
-def _row(number: int, *key: str, epochs: list[tuple[int, EpochFigures]]) -> MxnetRow:
-    model, dataset, machines, gpus, mode, batch, lr = key
-    return MxnetRow(number, model, dataset, int(machines), int(gpus), mode, int(batch), float(lr), tuple(epochs))
+    return [MxnetRow(number, *(*key, tuple(runs.get(key, ())))) for number, key in enumerate(keys, 1)]

@@ -17,6 +17,8 @@ NOTES = """Published: machines with two GTX 980 each and 1 Gbit/s between them; 
 momentum .9. Each published machine is one worker here; if workers share a device, compare accuracy but not seconds.
 Our train accuracy is measured on the whole train set after the epoch, the published one during it on augmented images.
 Valid is the test set. The async rows on CIFAR-10 were published without figures."""
+PAIRS = {"train_accuracy": "train_accuracy", "valid_accuracy": "test_accuracy", "seconds": "seconds"}
+"""Published figures of an epoch, and the names of ours."""
 EVERY = 10  # shown epochs of a row published without figures: every tenth
 Rows = list[RowResult[MxnetRow]]
 
@@ -35,19 +37,10 @@ def _lines(one: RowResult[MxnetRow]) -> list[dict[str, Any]]:
     lines = []
     for number in numbers or [0]:
         published, mine = theirs.get(number), ours.get(number)
-        lines.append(
-            {
-                "row": one.row.name,
-                "epoch": number or None,
-                "published_train_accuracy": published.train_accuracy if published else None,
-                "train_accuracy": mine.train_accuracy if mine else None,
-                "published_valid_accuracy": published.valid_accuracy if published else None,
-                "valid_accuracy": mine.test_accuracy if mine else None,
-                "published_seconds": published.seconds if published else None,
-                "seconds": mine.seconds if mine else None,
-                "here": _here(one, mine),
-            }
-        )
+        line: dict[str, Any] = {"row": one.row.name, "epoch": number or None}
+        for name, ours_name in PAIRS.items():
+            line |= {f"published_{name}": getattr(published, name, None), name: getattr(mine, ours_name, None)}
+        lines.append({**line, "here": _here(one, mine)})
     return lines
 
 
@@ -71,9 +64,8 @@ def _here(one: RowResult[MxnetRow], mine: Epoch | None) -> str:
         return f"{result['status']} after {result['updates']:,} updates: {how}"
     if mine is None:
         return f"{how}: not run so far"
-    return f"{how}, {result['updates']:,} updates in all" + (
-        f", {result['samples']:,} samples" if not mine.number else ""
-    )
+    samples = f", {result['samples']:,} samples" if not mine.number else ""
+    return f"{how}, {result['updates']:,} updates in all{samples}"
 
 
 def markdown(results: Rows) -> str:

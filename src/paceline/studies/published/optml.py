@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.studies.published.rows import cells_of, choose, figure
+from paceline.studies.published.rows import choose, figure, read_table
 
 EPOCHS = 6.0
 BETAS = [0.99, 0.999]
@@ -83,23 +84,8 @@ def automatic(row: PublishedRow, seed: int, epochs: float, data_dir: str | None,
 
 def published_rows() -> list[PublishedRow]:
     """Return the published rows in their order."""
-    return [
-        PublishedRow(
-            number,
-            cells["mode"],
-            int(cells["workers"]),
-            cells["split"],
-            cells["model"],
-            cells["optimizer"],
-            float(cells["lr"]),
-            figure(cells["momentum"]) or 0.0,
-            *(
-                figure(cells[name])
-                for name in ("seconds", "train_accuracy", "train_loss", "test_accuracy", "test_loss")
-            ),
-        )
-        for number, cells in enumerate(cells_of("optml.csv"), 1)
-    ]
+    kinds: list[Callable[[str], Any]] = [str, int, str, str, str, float, lambda cell: float(cell or 0.0), *[figure] * 5]
+    return [PublishedRow(number, *cells) for number, cells in enumerate(read_table("optml.csv", kinds), 1)]
 
 
 def choose_rows(text: str | None) -> list[PublishedRow]:

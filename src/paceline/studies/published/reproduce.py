@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.analysis.statistics import RunStatistics
 from paceline.config import RunConfig
+from paceline.reports import tables
 from paceline.reports.charts import Point, Series, draw_rows
 from paceline.reports.console import Console
-from paceline.reports.tables import markdown_table
 from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
 from paceline.studies.published.optml import PublishedRow, automatic, published_rows
 
@@ -73,24 +72,16 @@ def markdown(found: list[ReproducedRow]) -> str:
     """Return the table: published figures, ours, and the difference in test accuracy."""
     rows = []
     for one in found:
-        theirs = one.published
-        cells = [
-            theirs.name,
-            _cell(theirs.train_accuracy),
-            one.ours.text("train_accuracy"),
-            "NaN" if theirs.diverged else _cell(theirs.test_accuracy),
-            _accuracy(one.ours),
-            _cell(one.difference, "+.2f"),
-            _accuracy(one.automatic) if one.automatic is not None else "-",
-            "" if theirs.diverged else _cell(theirs.train_loss, ".4f"),
-            one.ours.text("train_loss", ".4f"),
-            "" if theirs.diverged else _cell(theirs.test_loss, ".4f"),
-            one.ours.text("test_loss", ".4f"),
-            _cell(theirs.seconds, ",.0f"),
-            f"{one.lab_seconds:,.0f}",
-        ]
-        rows.append(cells)
-    return "\n".join(markdown_table(HEAD, rows)) + "\n"
+        theirs, ours = one.published, one.ours
+        accuracies = [_cell(theirs.train_accuracy), ours.text("train_accuracy")]
+        accuracies += ["NaN" if theirs.diverged else _cell(theirs.test_accuracy), _accuracy(ours)]
+        accuracies += [_cell(one.difference, "+.2f"), _accuracy(one.automatic) if one.automatic is not None else "-"]
+        losses = []
+        for name in ("train_loss", "test_loss"):
+            published = "" if theirs.diverged else _cell(getattr(theirs, name), ".4f")
+            losses += [published, ours.text(name, ".4f")]
+        rows.append([theirs.name, *accuracies, *losses, _cell(theirs.seconds, ",.0f"), f"{one.lab_seconds:,.0f}"])
+    return "\n".join(tables.markdown_table(HEAD, rows)) + "\n"
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:
@@ -107,30 +98,23 @@ def _accuracy(runs: RunStatistics) -> str:
 
 def as_csv(found: list[ReproducedRow]) -> str:
     """Return one CSV line per row: the published figures, our means and spreads."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    ours = [f"{name}_{part}" for name in FIGURES for part in ("mean", "spread")]
-    head = ["row", *(f"published_{name}" for name in FIGURES), "published_seconds", *ours]
-    writer.writerow([*head, "runs", "diverged", "automatic_test_accuracy_mean", "lab_seconds"])
+    rows = []
     for one in found:
-        theirs = [getattr(one.published, name) for name in (*FIGURES, "seconds")]
-        measured = [value for name in FIGURES for value in (one.ours.mean(name), one.ours.spread(name))]
+        row: dict[str, Any] = {"row": one.published.name}
+        row |= {f"published_{name}": getattr(one.published, name) for name in (*FIGURES, "seconds")}
+        for name in FIGURES:
+            row |= {f"{name}_mean": one.ours.mean(name), f"{name}_spread": one.ours.spread(name)}
         automatic = one.automatic.mean("test_accuracy") if one.automatic is not None else None
-        counts = [len(one.ours.results), one.ours.num_diverged]
-        writer.writerow([one.published.name, *theirs, *measured, *counts, automatic, one.lab_seconds])
-    return text.getvalue()
+        row |= {"runs": len(one.ours.results), "diverged": one.ours.num_diverged}
+        rows.append({**row, "automatic_test_accuracy_mean": automatic, "lab_seconds": one.lab_seconds})
+    return tables.as_csv(rows)
 
 
 def runs_as_csv(found: list[ReproducedRow]) -> str:
     """Return one CSV line per run."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["row", "seed", *FIGURES, "status", "updates", "lab_seconds"])
-    for one in found:
-        for result in one.ours.results:
-            named = [result[name] for name in (*FIGURES, "status", "updates", "lab_seconds")]
-            writer.writerow([one.published.name, result["seed"], *named])
-    return text.getvalue()
+    names = ("seed", *FIGURES, "status", "updates", "lab_seconds")
+    results = [(one.published.name, result) for one in found for result in one.ours.results]
+    return tables.as_csv([{"row": row} | {name: result[name] for name in names} for row, result in results])
 
 
 def draw(found: list[ReproducedRow], path: Path) -> str | None:

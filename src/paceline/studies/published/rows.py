@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -77,15 +77,21 @@ class RowResult(Generic[AnyRealRow]):
     why_not: str | None = None
 
 
-def cells_of(file: str) -> Iterable[dict[str, str]]:
-    """Read a table shipped with the package, as one dict per line."""
+def read_table(file: str, kinds: Sequence[Callable[[str], Any]]) -> list[list[Any]]:
+    """Read a table shipped with the package, and convert the cells of each column with its function in `kinds`."""
     text = resources.files("paceline.studies.published").joinpath(file).read_text(encoding="utf-8")
-    return csv.DictReader(io.StringIO(text))
+    _, *rows = csv.reader(io.StringIO(text))
+    return [[kind(cell) for kind, cell in zip(kinds, row, strict=True)] for row in rows]
 
 
 def figure(cell: str) -> float | None:
     """Return the number in a cell, or None if the cell is empty."""
     return float(cell) if cell else None
+
+
+def percent(cell: str) -> float | None:
+    """Return the share in a cell as percent, or None if the cell is empty."""
+    return 100.0 * float(cell) if cell else None
 
 
 def choose(rows: Sequence[AnyRow], text: str | None) -> list[AnyRow]:
