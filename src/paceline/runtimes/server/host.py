@@ -74,7 +74,7 @@ class Host:
         folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
         self.events = events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
-        self._checkpoints = Checkpoints(server, config, folder, self.log, events, report, seconds, virtual)
+        self._checkpoints = Checkpoints(server, config, folder, (self.log, events), report, seconds, virtual)
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
         keeps_best = config.eval_every is not None and not virtual and self.task is not None

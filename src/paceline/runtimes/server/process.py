@@ -25,11 +25,11 @@ from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import Peers, Runtime
-from paceline.runtimes.server.service import Service, SupervisorChannel
+from paceline.runtimes.server.runtime import Runtime
+from paceline.runtimes.server.service import LocalPeers, Service, SupervisorChannel
 from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
 from paceline.tasks.supervised import SupervisedTask
-from paceline.transports.shared_memory import SharedBuffers, SharedMemoryPeer
+from paceline.transports.shared_memory import SharedBuffers
 
 HostPieces: TypeAlias = tuple[Server, SupervisedTask, WorkAssignment, RunConfig, RunFolder, Report, Runtime]
 
@@ -40,7 +40,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: SupervisorChannel) -> None:
         config, folder = from_dict(spec["config"]), RunFolder(Path(spec["folder"]))
         dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
-        peers: Peers[SharedMemoryPeer] = Peers()
+        peers = LocalPeers()
         host = make_host(config, dataset, folder, control.send, peers, spec["facts"], spec["resume"])
         assert host.task is not None
         with torch.inference_mode():  # updates need no autograd
