@@ -75,10 +75,9 @@ class RingRendezvous:
         except ConnectionResetError:
             packet = b""
         if packet:
-            wrong = mismatched_keys(identity_of(self.place.task), json.loads(packet))
-            if wrong:
-                wrong_text = " and ".join(wrong)
-                raise UserError(f"worker {worker} differs from worker 0 in {wrong_text}: give all the same data")
+            if wrong := mismatched_keys(identity_of(self.place.task), json.loads(packet)):
+                names = " and ".join(wrong)
+                raise UserError(f"worker {worker} differs from worker 0 in {names}: give all the same data")
             self._hellos.add(worker)
             return
         self.ring.forget(connection)

@@ -68,7 +68,7 @@ class ProcessGroup:
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 raise UserError(
                     f"{ranks} of 0 to {self.rank.size - 1} did not come within {self._patience:g} s: start as many "
-                    "processes as the launcher was told of, and see on its machine what stopped it"
+                    "processes as the launcher expects, and see on its machine what stopped it"
                 )
             time.sleep(0.02)
 

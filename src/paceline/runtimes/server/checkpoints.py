@@ -17,24 +17,17 @@ from paceline.runs.checkpoint import Checkpoint, CopyBuffers, take_checkpoint, t
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
 
-Logs: TypeAlias = tuple[ArrivalLog, EventLog]
+Sinks: TypeAlias = tuple[ArrivalLog, EventLog, Report]  # of inputs, of events, and of messages to the user
 
 
 class Checkpoints:
     """The checkpoints of one server. Snapshots and best weights share `writer`; failures of all are reported here."""
 
     def __init__(
-        self,
-        server: Server,
-        config: RunConfig,
-        folder: RunFolder,
-        logs: Logs,
-        report: Report,
-        seconds: float,
-        virtual: bool,
+        self, server: Server, config: RunConfig, folder: RunFolder, sinks: Sinks, seconds: float, virtual: bool
     ) -> None:
-        self._server, self._config, self._folder, self._report = server, config, folder, report
-        (self._log, self._events), self._virtual = logs, virtual
+        self._server, self._config, self._folder, self._virtual = server, config, folder, virtual
+        self._log, self._events, self._report = sinks
         self.writer, self._room = BackgroundWriter(background=not virtual), CopyBuffers()
         self.next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_room = math.inf if virtual else seconds + config.checkpoint_every / 2

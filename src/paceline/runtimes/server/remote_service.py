@@ -185,7 +185,7 @@ class RemoteService:
         self._listen(peer)
 
     def _reconnect(self, applicant: JoinRequest, peer: TcpPeer) -> None:
-        """Let a worker whose connection broke go on where it was."""
+        """Let a worker whose connection broke continue under its old number."""
         self._disconnect(peer)
         applicant.welcome_back(peer, {})
         self._listen(peer)
@@ -253,7 +253,6 @@ class RemoteService:
         peer.close()
 
     def _expel(self, peer: TcpPeer, why: str) -> None:
-        """Remove a worker, and tell the user why."""
         self._control.note(why)
         self._remove(peer)
 

@@ -116,7 +116,6 @@ class Coordinator(PushGate):
         self._peers.loop.watch_writes(shard.link)
 
     def _count(self, shard: ShardPeer, message: Message) -> None:
-        """Count a server's vote on its part of a message."""
         part = PushId(*message["part"])
         peer = self._peers.by_worker.get(part.worker)
         if peer is None or peer.incarnation != part.incarnation or self._is_repeated(part):

@@ -58,6 +58,11 @@ def poison(update: Tensor) -> None:
     update[0] = math.nan
 
 
+def at_work(server: Server) -> list[int]:
+    """The workers whose last sent weights belong in a checkpoint."""
+    return [worker for worker, member in sorted(server.members.items()) if member.live and not member.inactive]
+
+
 def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor]:
     """All tensors of a shard, in the order in which they are sent."""
     return [weights, *(state[name] for name in sorted(state)), *sent]
@@ -66,5 +71,4 @@ def tensors_of(weights: Tensor, state: State, sent: list[Tensor]) -> list[Tensor
 def sent_to(server: Server, memories: dict[int, WorkerBuffers]) -> list[Tensor]:
     """The weights that each active worker has: as last sent or, if replies are encoded, the sum of what was sent."""
     held = server.differences.held if server.differences is not None else {}
-    active = [worker for worker, member in sorted(server.members.items()) if member.live and not member.inactive]
-    return [held[worker] if worker in held else memories[worker].weights for worker in active]
+    return [held[worker] if worker in held else memories[worker].weights for worker in at_work(server)]

@@ -118,8 +118,7 @@ def serve_part(
 
     Unless `once`, wait `patience` seconds for the first server to come back: a resumed run needs this server again.
     """
-    here = is_loopback(parse_address(connect)[0])
-    listen = listen or ("127.0.0.1:0" if here else "0.0.0.0:0")
+    listen = listen or ("127.0.0.1:0" if is_loopback(parse_address(connect)[0]) else "0.0.0.0:0")
     if not token and not is_loopback(parse_address(listen)[0]):
         what = f"--listen {listen} lets other machines in"
         raise UserError(f"{what}: give the run's token, by --token-file or {TOKEN_VARIABLE}")
