@@ -19,7 +19,7 @@ def barrier_of(run: RecordedRun) -> Iterator[tuple[StartBarrier, list[str]]]:
     line = ForegroundChannel(lambda row: said.append(row["text"]))
     with line.connection, line._other:
         dispatcher = Dispatcher(run.host, line, {})
-        yield StartBarrier(run.host, TcpPeers(), line, dispatcher.miss, "127.0.0.1:1"), said
+        yield StartBarrier(run.host, TcpPeers(), dispatcher, "127.0.0.1:1"), said
 
 
 def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Record) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.codecs.lowrank import LowRank
 from paceline.core.worker import one_vector
-from paceline.interfaces import Codec, Layout, State
+from paceline.interfaces import Codec, Layout
 from paceline.settings.codecs import build_codec, codec_of
 
 
@@ -60,7 +60,13 @@ def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool)
         memory, out = codec.start(key), torch.empty_like(vector) if adds else vector
         if adds:
             memory["error"] = vector
-        return out, lambda: _reduce(codec, memory, None if adds else vector, out)
+
+        def reduce() -> None:
+            if not adds:
+                memory["error"].add_(vector)
+            codec.reduce(memory, out, lambda part: dist.all_reduce(part.div_(dist.get_world_size())))
+
+        return out, reduce
     gathered = GatheredPayloads(codec, key, vector.device)
 
     def exchange() -> None:
@@ -68,16 +74,6 @@ def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool)
         gathered.mean(vector)
 
     return vector, exchange
-
-
-def _reduce(codec: LowRank, memory: State, update: Tensor | None, out: Tensor) -> None:
-    if update is not None:
-        memory["error"].add_(update)
-    codec.reduce(memory, out, _average)
-
-
-def _average(vector: Tensor) -> None:
-    dist.all_reduce(vector.div_(dist.get_world_size()))
 
 
 class GatherBuckets:

@@ -42,7 +42,7 @@ class GradientCoverage(DistributedDataParallel):
                 raise
             raise UserError(
                 "a step left some parameters without a gradient, and ranks of allreduce wait for all of them: use "
-                "--strategy sync, where such a gradient counts as zero, or freeze what is never used"
+                "--strategy sync, in which such a gradient counts as zero, or freeze what is never used"
             ) from None
 
 
@@ -55,9 +55,8 @@ class SampleWeightedLoader:
     def __init__(
         self, loader: Loader, task: SupervisedTask, work: WorkAssignment, config: RunConfig, worker: int
     ) -> None:
-        self._loader, self._task = loader, task
+        self._loader, self._task, self._worker = loader, task, worker
         self._batches = [work.batches(place, config) for place in range(config.workers or 1)]
-        self._worker = worker
 
     def batch(self, number: int) -> Batch:
         sizes = [batches.samples_before(number + 1) - batches.samples_before(number) for batches in self._batches]

@@ -12,22 +12,18 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import polls_before_sleep
-from paceline.assembly.run import make_worker
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict
 from paceline.core.driver import BareDriver
-from paceline.core.messages import Join
 from paceline.core.server import Server
 from paceline.data.datasets import Dataset
 from paceline.data.shared import attach
 from paceline.errors import ProtocolError, UserError, mismatched_keys
 from paceline.runs.checkpoint import newest_checkpoint, restore
 from paceline.runs.folder import RunFolder
-from paceline.runs.recovery import rebuild
-from paceline.runtimes.ring.replica import Replica, ReplyInbox, RingWorker
+from paceline.runtimes.ring.replica import Replica, RingWorker
 from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
-from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.process import reporting
+from paceline.runtimes.server.process import reporting, start_host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.server.service import SupervisorChannel
 from paceline.system.memory import keep_freed_memory
@@ -44,9 +40,8 @@ class RingRendezvous:
         self.connections: dict[int, socket.socket] = {}
         self.missing: list[int] = []
         self.stop_reason: str | None = None
-        size, num = place.task.layout.size, place.num_workers
-        self.memory = RingMemory.create(num, size, place.task.state_size)
-        self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(num)]
+        self.memory = RingMemory.create(place.num_workers, place.task.layout.size, place.task.state_size)
+        self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(place.num_workers)]
         self.ring = SharedRing(self.memory, 0, self.bells, polls_before_sleep(place.config))
         self.ring.listen(control.connection, self._order)
         self.note_fault: Callable[[dict[str, Any]], None] = lambda fault: None  # no fault comes before training
@@ -59,11 +54,9 @@ class RingRendezvous:
 
     def welcome(self, resumed: bool) -> None:
         """Send the ring's memory to all workers that came."""
-        facts = {"missing": self.missing, "resumed": resumed}
+        facts = json.dumps({"missing": self.missing, "resumed": resumed}).encode()
         for worker in sorted(self._hellos):
-            socket.send_fds(
-                self.connections[worker], [json.dumps(facts).encode()], [self.memory.segment.fd, *self.bells]
-            )
+            socket.send_fds(self.connections[worker], [facts], [self.memory.segment.fd, *self.bells])
 
     def _order(self) -> None:
         order, fds = self.control.receive()
@@ -82,7 +75,10 @@ class RingRendezvous:
         except ConnectionResetError:
             packet = b""
         if packet:
-            self._admit(worker, json.loads(packet))
+            if wrong := mismatched_keys(identity_of(self.place.task), json.loads(packet)):
+                names = " and ".join(wrong)
+                raise UserError(f"worker {worker} differs from worker 0 in {names}: give all the same data")
+            self._hellos.add(worker)
             return
         self.ring.forget(connection)
         connection.close()
@@ -90,12 +86,6 @@ class RingRendezvous:
             self.ring.lose(worker)
         else:
             self.missing.append(worker)
-
-    def _admit(self, worker: int, facts: dict[str, Any]) -> None:
-        wrong = mismatched_keys(identity_of(self.place.task), facts)
-        if wrong:
-            raise UserError(f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data")
-        self._hellos.add(worker)
 
 
 def host(spec: dict[str, Any], fds: list[int]) -> int:
@@ -105,15 +95,17 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
         dataset = _dataset(spec, fds)
         place = _place(spec, dataset, 0)
         gathering = RingRendezvous(place, control)
-        instance = place.instance(gathering.ring)
-        inbox = ReplyInbox(0)
-        hosting = _make_host(spec, dataset, place, control, LocalRuntime(inbox.put, way="waiting"))
-        hosting.memories.update(place.memories(instance.memory))
+        instance, folder = place.instance(gathering.ring), RunFolder(Path(spec["folder"]))
+        to_folder = folder, control.send, LocalRuntime(place.put, way="waiting")
+        pieces = place.server, place.task, place.work, place.config, *to_folder
+        hosting = start_host(pieces, dataset, spec["facts"], spec["resume"])
+        if spec["resume"]:
+            hosting.checkpoint_now()  # the other workers start from it
         gathering.note_fault = hosting.note_fault
-        replica = Replica(hosting, instance, gathering.ring, place.config, inbox, hosting.timings)
+        replica = Replica(place, hosting, instance, gathering.ring, hosting.timings)
         gathering.wait()
         gathering.welcome(spec["resume"])
-        replica.start(place.membership(gathering.missing))
+        replica.start(gathering.missing)
         control.send({"kind": "clock", "now": hosting.clock.now(), "runs": True})
 
         def stopping() -> bool:
@@ -144,24 +136,6 @@ def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> RingWo
     return RingWorker(config, make_task(config, dataset), worker, spec["incarnation"])
 
 
-def _make_host(
-    spec: dict[str, Any], dataset: Dataset | None, place: RingWorker, control: SupervisorChannel, runtime: LocalRuntime
-) -> Host:
-    folder = RunFolder(Path(spec["folder"]))
-    pieces = place.server, place.task, place.work, place.config, folder, control.send, runtime
-    if not spec["resume"]:
-        return Host(*pieces, 0.0, spec["facts"])
-
-    def instance(join: Join) -> Any:
-        return make_worker(place.config, make_task(place.config, dataset), place.work, join)
-
-    rebuilt = rebuild(place.server, instance, place.task, place.config, folder, control.send)
-    hosting = Host(*pieces, rebuilt.now, spec["facts"])
-    hosting.resume_from(rebuilt)
-    hosting.checkpoint_now()  # the other workers start from it
-    return hosting
-
-
 def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Run any other worker until training is over or worker 0 is gone."""
     place = _place(spec, _dataset(spec, fds), spec["worker"])
@@ -178,19 +152,15 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     ring.listen(connection, lambda: os._exit(0))
     if welcome["resumed"]:
         _catch_up(place.server, RunFolder(Path(spec["folder"])))
-    instance = place.instance(ring)
-    inbox = ReplyInbox(spec["worker"])
-    driver = BareDriver(place.server, inbox.put)
-    driver.memories = place.memories(instance.memory)
-    replica = Replica(driver, instance, ring, place.config, inbox)
-    replica.start(place.membership(welcome["missing"]))
+    replica = Replica(place, BareDriver(place.server, place.put), place.instance(ring), ring, None)
+    replica.start(welcome["missing"])
     replica.run()
     return 0
 
 
 def _catch_up(server: Server, folder: RunFolder) -> None:
     """Load the checkpoint that worker 0 has just written."""
-    cut, _ = newest_checkpoint(folder.checkpoints)
-    if cut is None:
+    checkpoint, _ = newest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
         raise ProtocolError(f"{folder.checkpoints} holds no checkpoint, though worker 0 has just written one")
-    restore(server, cut)
+    restore(server, checkpoint)

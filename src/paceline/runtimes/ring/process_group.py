@@ -32,15 +32,10 @@ class ProcessGroup:
 
     def __init__(self, rank: Rank, patience: float = ROLL_CALL_SECONDS) -> None:
         self.rank, self._patience = rank, patience
-        timeout = datetime.timedelta(seconds=patience)
+        timeout, is_master = datetime.timedelta(seconds=patience), rank.leads and not rank.store_is_there
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                rank.address,
-                rank.port,
-                rank.size,
-                is_master=rank.leads and not rank.store_is_there,
-                timeout=timeout,
-                wait_for_workers=False,
+                rank.address, rank.port, rank.size, is_master=is_master, timeout=timeout, wait_for_workers=False
             )
         except RuntimeError as error:
             raise UserError(
@@ -52,31 +47,28 @@ class ProcessGroup:
     def open(self, identity: dict[str, Any], device: str) -> None:
         """Wait until every rank has come with the same settings, code and data; then create the process group."""
         self.store.set(f"here/{self.rank.number}", json.dumps(identity))
-        self._call_the_roll("here")
+        self._await_all("here")
         there = [json.loads(self.store.get(f"here/{number}")) for number in range(self.rank.size)]
         self.store.set(f"looked/{self.rank.number}", "")
-        self._call_the_roll("looked")  # before a rank leaves and closes the store
+        self._await_all("looked")  # before a rank leaves and closes the store
         for number, theirs in enumerate(there):
-            wrong = mismatched_keys(identity, theirs)
-            if wrong:
+            if wrong := mismatched_keys(identity, theirs):
                 raise UserError(
                     f"rank {number} differs from rank {self.rank.number} in {' and '.join(wrong)}: give all ranks the "
                     "same settings, code and data"
                 )
-        backend = "nccl" if device == "cuda" else "gloo"
-        timeout = datetime.timedelta(seconds=EXCHANGE_SECONDS)
+        backend, timeout = "nccl" if device == "cuda" else "gloo", datetime.timedelta(seconds=EXCHANGE_SECONDS)
         number, size = self.rank.number, self.rank.size
         dist.init_process_group(backend, store=self.store, rank=number, world_size=size, timeout=timeout)
 
-    def _call_the_roll(self, name: str) -> None:
-        deadline = time.monotonic() + self._patience
-        missing = list(range(self.rank.size))
+    def _await_all(self, name: str) -> None:
+        deadline, missing = time.monotonic() + self._patience, list(range(self.rank.size))
         while missing := [number for number in missing if not self._is_there(f"{name}/{number}")]:
             if time.monotonic() > deadline:
-                who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 raise UserError(
-                    f"{who} of 0 to {self.rank.size - 1} did not come within {self._patience:g} s: start as many "
-                    "processes as the launcher was told of, and see on its machine what stopped it"
+                    f"{ranks} of 0 to {self.rank.size - 1} did not come within {self._patience:g} s: start as many "
+                    "processes as the launcher expects, and see on its machine what stopped it"
                 )
             time.sleep(0.02)
 
@@ -95,8 +87,7 @@ class ProcessGroup:
     def hear(self, name: str) -> dict[str, Any]:
         """Wait for a row that another rank publishes."""
         self.store.set_timeout(datetime.timedelta(seconds=EXCHANGE_SECONDS))
-        row: dict[str, Any] = json.loads(self.store.get(name))
-        return row
+        return dict(json.loads(self.store.get(name)))
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
         """Wait for a row that another rank publishes. Return None after `seconds`."""
@@ -105,8 +96,7 @@ class ProcessGroup:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
-        row: dict[str, Any] = json.loads(self.store.get(name))
-        return row
+        return dict(json.loads(self.store.get(name)))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -153,8 +143,7 @@ class ProcessGroupRing:
 
     def exchange(self, push: Push, timing: Timing) -> RingRound:
         """Exchange facts and running statistics, and compute the mean of all gradients in `average`."""
-        row = [*facts_of(push, timing), float(self._stop)]
-        self._own[:NUM_FACTS] = torch.tensor(row, dtype=torch.float64)
+        self._own[:NUM_FACTS] = torch.tensor([*facts_of(push, timing), float(self._stop)], dtype=torch.float64)
         self._own[NUM_FACTS:].view(torch.float32)[: len(self.state)] = self.state
         dist.all_gather(list(self._beside.unbind(0)), self._own)
         rows = self._beside[:, :NUM_FACTS].tolist()

@@ -23,7 +23,7 @@ from paceline.runs.folder import RunFolder, holding
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import SampleWeightedLoader, make_parallel
 from paceline.runtimes.ring.process_group import ProcessGroup, ProcessGroupRing, failing_on_lost_rank
-from paceline.runtimes.ring.replica import Replica, ReplyInbox, RingWorker
+from paceline.runtimes.ring.replica import Replica, RingWorker
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.settings.codecs import build_codec, codec_of
@@ -69,7 +69,7 @@ class RankWorker:
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = ProcessGroupRing(rank, task.layout.size, task.state_size, device)
         nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)
-        self.place = RingWorker(config, task, rank.number, 0, self.ring.mean, nbytes)
+        self.place = RingWorker(config, task, rank.number, 0, (self.ring.mean, nbytes))
         self.instance = self._instance()
 
     def _instance(self) -> LocalWorker:
@@ -77,14 +77,16 @@ class RankWorker:
         config, task, ring = self.config, self.place.task, self.ring
         is_local, key = strategy_of(config).is_local, mix64(config.seed, self.rank.number)
         ring.is_even = not is_local
-        instance = self.place.instance(ring, self._even if ring.is_even else None)
+
+        def weighted(loader: Loader) -> Loader:
+            return SampleWeightedLoader(loader, task, self.place.work, config, self.rank.number)
+
+        instance = self.place.instance(ring, weighted if ring.is_even else None)
         if is_local or travels_whole(config.codec):
             if config.codec is not None:
-                task.flat.accumulates = (
-                    not is_local and config.device == "cpu" and codec_of(config.codec).name == "lowrank"
-                )
-                exchange = exchange_of(config.codec, task.layout, key, ring.gradient, task.flat.accumulates)
-                ring.average, ring.by_codec = exchange
+                is_lowrank = codec_of(config.codec).name == "lowrank"
+                adds = task.flat.accumulates = is_lowrank and not is_local and config.device == "cpu"
+                ring.average, ring.by_codec = exchange_of(config.codec, task.layout, key, ring.gradient, adds)
             return instance
         ring.overlapped = True
         parallel = make_parallel(task)
@@ -92,24 +94,17 @@ class RankWorker:
             compress(parallel, config.codec, key)
         return instance
 
-    def _even(self, loader: Loader) -> Loader:
-        return SampleWeightedLoader(loader, self.place.task, self.place.work, self.config, self.rank.number)
-
     def lead(
         self, folder: RunFolder, report: Report, facts: dict[str, Any], stopped: Callable[[], str | None]
     ) -> dict[str, Any]:
         """On rank 0: train with the others, keep the run folder, and publish the result."""
-        place = self.place
-        inbox = ReplyInbox(place.join.worker)
-        runtime = LocalRuntime(inbox.put, way="waiting")
+        place, runtime = self.place, LocalRuntime(self.place.put, way="waiting")
         host = Host(place.server, place.task, place.work, self.config, folder, report, runtime, 0.0, facts)
-        host.memories.update(place.memories(self.instance.memory))
-        replica = Replica(host, self.instance, self.ring, self.config, inbox, host.timings)
-        replica.start(place.membership())
+        replica = Replica(place, host, self.instance, self.ring, host.timings)
+        replica.start()
 
         def stopping() -> bool:
-            reason = stopped()
-            if reason is not None:
+            if (reason := stopped()) is not None:
                 host.stop(reason)
             host.check_time_limit()
             return host.server.finished
@@ -126,12 +121,10 @@ class RankWorker:
 
     def follow(self) -> dict[str, Any]:
         """On other ranks: train, then wait for the result of rank 0."""
-        inbox = ReplyInbox(self.place.join.worker)
-        driver = BareDriver(self.place.server, inbox.put)
-        driver.memories = self.place.memories(self.instance.memory)
-        replica = Replica(driver, self.instance, self.ring, self.config, inbox)
-        replica.start(self.place.membership())
-        with failing_on_lost_rank(self.rank, lambda: self.place.server.version):
+        server = self.place.server
+        replica = Replica(self.place, BareDriver(server, self.place.put), self.instance, self.ring, None)
+        replica.start()
+        with failing_on_lost_rank(self.rank, lambda: server.version):
             replica.run()
             return self.meeting.hear("result")
 

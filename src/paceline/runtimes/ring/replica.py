@@ -1,20 +1,19 @@
 """A worker of a ring: it computes gradients and has its own copy of the server, which gets the pushes of all workers.
 
-All copies get the same pushes in the same order, so all workers have the same weights, bit for bit, without sending
-them.
+All copies get the same pushes in the same order, so all workers have bit-identical weights without sending them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from paceline.assembly.run import make_join, make_server, make_steps, work_of
 from paceline.config import RunConfig
 from paceline.core.buffers import BufferSizes, WorkerBuffers
-from paceline.core.messages import Input, Join, Leave, Push, Reply
+from paceline.core.messages import Input, Leave, Push, Reply
 from paceline.core.server import Mean, Server
 from paceline.core.worker import LocalWorker
 from paceline.interfaces import Loader
@@ -32,9 +31,7 @@ class Ring(Protocol):
     state: Tensor
 
     def ready(self) -> None: ...
-
     def exchange(self, push: Push, timing: Timing) -> RingRound: ...
-
     def done(self) -> None: ...
 
 
@@ -42,48 +39,31 @@ class InputDriver(Protocol):
     """What feeds inputs to a server: a Host, which logs and evaluates, or the bare driver."""
 
     server: Server
+    memories: dict[int, WorkerBuffers]
 
     def handle(self, message: Input) -> None: ...
 
 
-class ReplyInbox:
-    """The latest reply to this worker, put there by the driver of its server copy."""
-
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
-        self.reply: Reply | None = None
-
-    def put(self, reply: Reply) -> None:
-        """Keep a reply to this worker; the other workers' copies answer the others."""
-        if reply.worker == self._worker:
-            self.reply = reply
+Reduced: TypeAlias = tuple[Mean | None, int | None]
+"""How a round's mean is obtained if pushes arrive reduced, and what a push then costs in bytes."""
 
 
 class RingWorker:
     """What every worker of a ring builds: its task, its data and its copy of the server."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        task: SupervisedTask,
-        worker: int,
-        incarnation: int,
-        mean: Mean | None = None,
-        nbytes: int | None = None,
+        self, config: RunConfig, task: SupervisedTask, worker: int, incarnation: int, reduced: Reduced = (None, None)
     ) -> None:
-        self.config, self.task = config, task
+        self.config, self.task, self.num_workers = config, task, config.workers or 1
         self.work = work_of(task, config)
-        self.server = make_server(config, task, self.work, mean, nbytes)
+        self.server = make_server(config, task, self.work, *reduced)
         self.join = make_join(config, self.work, worker, incarnation)
-        self.num_workers = config.workers or 1
+        self.reply: Reply | None = None  # the latest reply of the server copy to this worker
 
-    def membership(self, missing: Sequence[int] = ()) -> list[Join | Leave]:
-        """The joins of all workers, in worker order, with a leave for each missing one."""
-        incarnation = self.join.incarnation
-        return [
-            Leave(worker, incarnation) if worker in missing else make_join(self.config, self.work, worker, incarnation)
-            for worker in range(self.num_workers)
-        ]
+    def put(self, reply: Reply) -> None:
+        """Keep a reply to this worker; the other workers' copies answer the others."""
+        if reply.worker == self.join.worker:
+            self.reply = reply
 
     def instance(self, ring: Ring, around: Callable[[Loader], Loader] | None = None) -> LocalWorker:
         """Build this worker. It computes on the weights of its server copy, so no reply copies them."""
@@ -93,45 +73,35 @@ class RingWorker:
         def memory(sizes: BufferSizes) -> WorkerBuffers:
             return WorkerBuffers.private(sizes, weights=weights, update=ring.gradient, state=ring.state)
 
-        return LocalWorker(
-            task, loader if around is None else around(loader), self.join, weights.device, make_memory=memory
-        )
-
-    def memories(self, own: WorkerBuffers) -> dict[int, WorkerBuffers]:
-        """The buffers of each worker, as the server copy sees them: only this worker's are real."""
-        others = WorkerBuffers.private(BufferSizes(0), weights=self.server.weights)
-        return {worker: own if worker == self.join.worker else others for worker in range(self.num_workers)}
+        loader = loader if around is None else around(loader)
+        return LocalWorker(task, loader, self.join, weights.device, make_memory=memory)
 
 
 class Replica:
-    """One worker and its copy of the server."""
+    """One worker and its copy of the server. `driver` sends replies to `place.put`."""
 
     def __init__(
-        self,
-        driver: InputDriver,
-        instance: LocalWorker,
-        ring: Ring,
-        config: RunConfig,
-        inbox: ReplyInbox,
-        timings: TimingCollector | None = None,
+        self, place: RingWorker, driver: InputDriver, instance: LocalWorker, ring: Ring, timings: TimingCollector | None
     ) -> None:
-        self._driver, self._ring, self._join = driver, ring, instance.join
-        self._loop = WorkerLoop(instance, config)
-        self._timings = timings
-        self._inbox = inbox
+        self._place, self._driver, self._ring, self._timings = place, driver, ring, timings
+        self._loop, self._join = WorkerLoop(instance, place.config), place.join
+        # only this worker's buffers are real: the server copy writes no weights for other workers
+        others = WorkerBuffers.private(BufferSizes(0), weights=place.server.weights)
+        driver.memories.update(dict.fromkeys(range(place.num_workers), others))
+        driver.memories[place.join.worker] = instance.memory
 
-    def start(self, joins: list[Join | Leave]) -> None:
-        """Feed the joins and leaves of `RingWorker.membership` to the server copy."""
-        for message in joins:
-            self._driver.handle(message)
+    def start(self, missing: Sequence[int] = ()) -> None:
+        """Feed the server copy a join of each worker, in worker order, or a leave if the worker is missing."""
+        place, incarnation = self._place, self._join.incarnation
+        for worker in range(place.num_workers):
+            join = make_join(place.config, place.work, worker, incarnation)
+            self._driver.handle(Leave(worker, incarnation) if worker in missing else join)
 
     def run(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Train round by round until the budget is spent, the first worker stops, or `stopping` returns True."""
         server = self._driver.server
         self._loop.timer.restart()
-        while (
-            (reply := self._inbox.reply) is not None and not reply.finished and not server.finished and not stopping()
-        ):
+        while (reply := self._place.reply) is not None and not (reply.finished or server.finished or stopping()):
             self._ring.ready()
             rounds = self._ring.exchange(*self._loop.step(reply))
             if rounds.stop:
@@ -146,6 +116,6 @@ class Replica:
 
     def final_exchange(self) -> None:
         """Take part in one last round that is not applied, because it carries the stop to the other workers."""
-        steps = 1 if self._driver.server.inside is not None else 0
+        steps = int(self._driver.server.inside is not None)
         reply = Reply(self._join.worker, self._join.incarnation, 0, 0, 0, steps=steps)
         self._ring.exchange(*self._loop.step(reply))

@@ -62,15 +62,14 @@ class RingMemory:
         offset = page_aligned(self.counters.nbytes)
         self.facts = segment.array((num_workers, NUM_FACTS), np.float64, offset)
         offset += page_aligned(self.facts.nbytes)
-        self.gradients = [self._floats(offset + worker * page_aligned(4 * size), size) for worker in range(num_workers)]
-        offset += num_workers * page_aligned(4 * size)
-        part = page_aligned(4 * state_size)
-        self.states = [self._floats(offset + worker * part, state_size) for worker in range(num_workers)]
+        self.gradients = self._vectors(offset, size)
+        self.states = self._vectors(offset + num_workers * page_aligned(4 * size), state_size)
 
-    def _floats(self, offset: int, size: int) -> Tensor:
+    def _vectors(self, offset: int, size: int) -> list[Tensor]:
         if not size:
-            return torch.empty(0)
-        return torch.frombuffer(self.segment.memory, dtype=torch.float32, count=size, offset=offset)
+            return [torch.empty(0)] * self.num_workers
+        places = [offset + worker * page_aligned(4 * size) for worker in range(self.num_workers)]
+        return [torch.frombuffer(self.segment.memory, dtype=torch.float32, count=size, offset=at) for at in places]
 
     @staticmethod
     def nbytes(num_workers: int, size: int, state_size: int) -> int:

@@ -1,12 +1,12 @@
 """Account for each worker's time during a run: computing, sending, waiting, being served; and its staleness.
 
 The server sees when a push comes and when its reply leaves. Workers report how long they computed and waited
-(`timing.py`). The rest is the time under way. Pure: times are arguments.
+(`timing.py`). The rest is the time under way. All times are arguments.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -32,7 +32,6 @@ class TimeShares(NamedTuple):
 
 
 DIGITS = {"step": 6, "send": 6}
-
 Way = Literal["server", "sending", "waiting"]
 
 
@@ -45,9 +44,8 @@ class WorkerAccount:
         self.seen: float | None = None
         self.lost, self.new = False, True
         self.pushes = self.staleness = 0
-        self.waiting = self.server = 0.0
-        self.came = self.began = self.answered = 0.0
-        """Of the latest push: when it came, when the server began the input that released its reply, when that left."""
+        self.waiting = self.server = self.came = self.began = self.answered = 0.0
+        """Of the latest push: it `came`, the server `began` the input that released its reply, and `answered`."""
         self.held: deque[float] = deque(maxlen=RECENT)
 
     def join(self, now: float) -> None:
@@ -78,15 +76,11 @@ class TimeAccounting:
     """
 
     def __init__(
-        self,
-        timings: TimingCollector,
-        way: Way = "server",
-        known: Callable[[int], TimeShares | None] = lambda worker: None,
+        self, timings: TimingCollector, way: Way = "server", known: Callable[[int], TimeShares | None] = lambda _: None
     ) -> None:
         self.failure_detector = FailureDetector(start=30.0, floor=1.0, ceiling=300.0)
-        self._way, self._known = way, known
-        self._timings = timings
-        self._accounts: dict[int, WorkerAccount] = {}
+        self._timings, self._way, self._known = timings, way, known
+        self._accounts: defaultdict[int, WorkerAccount] = defaultdict(WorkerAccount)
 
     def on_input(self, message: Input, server: Server, now: float) -> None:
         """Record an input before the server handles it."""
@@ -94,7 +88,7 @@ class TimeAccounting:
             worker, member = message.worker, server.members.get(message.worker)
             if member is None or message.incarnation != member.incarnation or message.seq <= member.seq:
                 return  # repeated, or of an incarnation that has left
-            account = self._accounts.get(worker) or self._of(worker)
+            account = self._accounts[worker]
             account.waiting += account.began - account.came
             account.server += account.answered - account.began
             account.held.append(account.answered - account.came)
@@ -104,16 +98,16 @@ class TimeAccounting:
             account.staleness += server.version - member.version
             self.failure_detector.record_message(worker, now)
         elif isinstance(message, Join):
-            self._of(message.worker).join(now)
+            self._accounts[message.worker].join(now)
         elif isinstance(message, Leave):
             member = server.members.get(message.worker)
             if member is None or message.incarnation >= member.incarnation:  # else an earlier incarnation's
                 self.failure_detector.forget(message.worker)
-                self._of(message.worker).lost = not server.finished
+                self._accounts[message.worker].lost = not server.finished
 
     def on_reply(self, reply: Reply, began: float, now: float) -> None:
         """Record a reply that was sent, released by the input whose handling began at `began`."""
-        account = self._accounts.get(reply.worker) or self._of(reply.worker)
+        account = self._accounts[reply.worker]
         if not account.new:
             account.began, account.answered = began, now
         if reply.finished:
@@ -121,24 +115,17 @@ class TimeAccounting:
         else:
             self.failure_detector.start_wait(reply.worker, now)
 
-    def _of(self, worker: int) -> WorkerAccount:
-        account = self._accounts.get(worker)
-        if account is None:
-            account = self._accounts[worker] = WorkerAccount()
-        return account
-
     def _spent(self, worker: int) -> TimeShares:
-        told, account = self._timings.told(worker), self._of(worker)
-        if told is None:
+        report, account = self._timings.report(worker), self._accounts[worker]
+        if report is None:
             return TimeShares(steps=account.pushes)
         parts = {"waiting": account.waiting, "server": account.server}
-        parts[self._way] = parts.get(self._way, 0.0) + max(0.0, told.waited - account.waiting - account.server)
-        step = median(seconds for seconds, _ in told.recent)
-        if self._way != "sending":
-            return TimeShares(told.computing, steps=told.steps, step=step, **parts)
-        latest = zip(reversed(told.recent), reversed(account.held), strict=False)
-        under_way = [max(0.0, waited - held) for (_, waited), held in latest]
-        return TimeShares(told.computing, steps=told.steps, step=step, send=median(under_way or [0.0]), **parts)
+        parts[self._way] = parts.get(self._way, 0.0) + max(0.0, report.waited - account.waiting - account.server)
+        step = median(seconds for seconds, _ in report.recent)
+        if self._way == "sending":
+            latest = zip(reversed(report.recent), reversed(account.held), strict=False)
+            parts["send"] = median([max(0.0, waited - held) for (_, waited), held in latest] or [0.0])
+        return TimeShares(report.computing, steps=report.steps, step=step, **parts)
 
     def row(self, server: Server, now: float) -> dict[str, Any]:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.
@@ -148,11 +135,9 @@ class TimeAccounting:
         """
         workers = sorted(set(range(server.num_workers)) | set(server.members))
         late = self.failure_detector.due(now) if not server.finished else []
-        accounts = [self._of(worker) for worker in workers]
-        row: dict[str, Any] = {
-            "worker": workers,
-            "state": [self._state(worker, server, worker in late) for worker in workers],
-        }
+        accounts = [self._accounts[worker] for worker in workers]
+        row: dict[str, Any] = {"worker": workers}
+        row["state"] = [self._state(worker, server, worker in late) for worker in workers]
         times = [self._known(worker) or self._spent(worker) for worker in workers]
         for name in TimeShares._fields:
             values = [getattr(spent, name) for spent in times]
@@ -172,12 +157,12 @@ class TimeAccounting:
         member = server.members.get(worker)
         if member is not None and member.inactive:
             return "done"
-        if self._of(worker).lost:
+        if self._accounts[worker].lost:
             return "lost"
-        if member is None or not member.live:
-            return "done" if server.finished else "awaited"
         if server.finished:
             return "done"
+        if member is None or not member.live:
+            return "awaited"
         if late:
             return "paused"
         return "draining" if member.draining else "held" if member.waiting else "live"

@@ -12,8 +12,8 @@ from paceline.config import to_dict
 from paceline.core.buffers import BufferSizes
 from paceline.runs.folder import NOT_COME
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import Peers
-from paceline.runtimes.server.service import SupervisorChannel
+from paceline.runtimes.server.runtime import TcpPeers
+from paceline.runtimes.server.service import Dispatcher
 from paceline.system.environment import machine_name, package_version
 from paceline.transports.connection import ANYWHERE, parse_address
 from paceline.transports.listener import JoinRequest
@@ -45,11 +45,10 @@ class WorkerHosts:
 
     def __init__(self) -> None:
         self._places: dict[int, WorkerHost] = {}
-        self._crowded: set[str] = set()
-        self._off: set[str] = set()
+        self._crowded, self._off = set[str](), set[str]()  # machines that a warning was given about
 
-    def come(self, worker: int, told: object, now: float) -> list[str]:
-        """Note where a new worker computes; returns the warnings that its machine gives rise to.
+    def come(self, worker: int, report: object, now: float) -> list[str]:
+        """Note which machine a new worker computes on; returns warnings about that machine.
 
         >>> machines, here = WorkerHosts(), {"machine": "m", "cores": 2, "threads": 2, "clock": 70.0}
         >>> machines.come(0, here | {"process": 71}, 70.1), machines.come(1, here | {"process": 71}, 70.1)
@@ -57,7 +56,7 @@ class WorkerHosts:
         >>> print(*machines.come(2, here | {"process": 72}, 70.1))
         workers 0, 1 and 2 share the 2 cores of a machine with 4 threads, and wait for each other: give each --threads 1
         """
-        place = _parse(told)
+        place = _parse(report)
         if place is None:
             return []
         self._places[worker] = place
@@ -74,47 +73,38 @@ class WorkerHosts:
         if total > place.cores and len(threads) > 1 and place.machine not in self._crowded:
             self._crowded.add(place.machine)
             *others, last = sorted(here)
-            yield (
-                f"workers {', '.join(map(str, others))} and {last} share the {place.cores} cores of a machine with "
-                f"{total} threads, and wait for each other: give each --threads {max(1, place.cores // len(threads))}"
-            )
+            what = f"workers {', '.join(map(str, others))} and {last} share the {place.cores} cores of a machine with"
+            each = max(1, place.cores // len(threads))
+            yield f"{what} {total} threads, and wait for each other: give each --threads {each}"
 
     def _skew(self, worker: int, place: WorkerHost, now: float) -> Iterator[str]:
         behind = now - place.clock
         if abs(behind) > SKEW_SECONDS and place.machine not in self._off:
             self._off.add(place.machine)
             off = f"{abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead of'} ours"
-            yield (
-                f"the clock of worker {worker}'s machine is {off}: training does not mind, but dates of files and "
-                "certificates will not agree; set it right"
-            )
+            what = f"the clock of worker {worker}'s machine is {off}: training does not mind, but dates of files and"
+            yield f"{what} certificates will not agree; set it right"
 
 
-def _parse(told: object) -> WorkerHost | None:
+def _parse(report: object) -> WorkerHost | None:
     """Read a worker's report; None if it is malformed.
 
     >>> _parse({"machine": "m", "cores": 0, "process": 7, "threads": 1, "clock": 7.0}) is None
     True
     """
-    if not isinstance(told, Mapping) or set(told) != set(WorkerHost._fields):
+    if not isinstance(report, Mapping) or set(report) != set(WorkerHost._fields):
         return None
-    place = WorkerHost(**told)
+    place = WorkerHost(**report)
     counts = (place.cores, place.process, place.threads)
-    if not isinstance(place.machine, str) or not isinstance(place.clock, float):
-        return None
-    return place if all(type(count) is int and count > 0 for count in counts) else None
+    is_sound = isinstance(place.machine, str) and isinstance(place.clock, float)
+    return place if is_sound and all(type(count) is int and count > 0 for count in counts) else None
 
 
 class Admission:
     """Decides on a worker's request to join: its number and incarnation, or why it is refused."""
 
     def __init__(
-        self,
-        host: Host,
-        peers: Peers[TcpPeer],
-        largest: BufferSizes,
-        welcome: Mapping[str, Any],
-        note: Callable[[str], None],
+        self, host: Host, peers: TcpPeers, largest: BufferSizes, welcome: Mapping[str, Any], note: Callable[[str], None]
     ) -> None:
         """`largest` bounds a worker's memory. `welcome` is sent to every worker in addition to the settings."""
         self._host, self._peers, self._largest, self._note = host, peers, largest, note
@@ -128,8 +118,7 @@ class Admission:
 
     def number_for(self, fields: Mapping[str, Any]) -> int | str:
         """The number that a new worker gets, or why it is refused."""
-        why_not = self._why_not(fields)
-        if why_not is not None:
+        if (why_not := self._why_not(fields)) is not None:
             return why_not
         wanted = fields.get("worker")
         number = self._free_number(wanted)
@@ -168,10 +157,8 @@ class Admission:
             return f"it has paceline {fields.get('version')}, and this run is served by {version}: install the same"
         device = fields.get("device", "cpu")
         if device != "cpu" and self._host.config.recovery != "checkpoint":
-            return (
-                f"it computes on {device}, and after a crash the server cannot recompute its pushes bit for bit: "
-                "start the server with --recovery checkpoint"
-            )
+            what = f"it computes on {device}, and after a crash the server cannot recompute its pushes bit for bit"
+            return f"{what}: start the server with --recovery checkpoint"
         return "training is over" if self._host.server.finished else None
 
     def _free_number(self, wanted: Any) -> int | None:
@@ -197,19 +184,12 @@ class StartBarrier:
     """Watches a run that has not started: reminds the user of missing workers, and does not wait for lost ones."""
 
     def __init__(
-        self,
-        host: Host,
-        peers: Peers[TcpPeer],
-        control: SupervisorChannel,
-        miss: Callable[[int], None],
-        address: str,
-        wait_seconds: float | None = None,
+        self, host: Host, peers: TcpPeers, dispatcher: Dispatcher, address: str, wait_seconds: float | None = None
     ) -> None:
-        """`miss` gives a worker up. After `wait_seconds` the run stops if not all workers have joined."""
-        self._host, self._peers, self._control, self._miss = host, peers, control, miss
+        """After `wait_seconds` the run stops if not all workers have joined."""
+        self._host, self._peers, self._dispatcher = host, peers, dispatcher
         self._address, self._wait_seconds = address, wait_seconds
-        self._since = time.monotonic()
-        self._remind_after = REMIND_SECONDS
+        self._since, self._remind_after = time.monotonic(), REMIND_SECONDS
         self._joined_at: float | None = None  # when the first worker was seen at the start barrier of a resumed run
 
     def check(self, now: float) -> None:
@@ -226,10 +206,8 @@ class StartBarrier:
             host, port = parse_address(self._address)
             where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._address
             here, expected = len(self._peers.by_worker), self._host.server.num_workers
-            self._control.note(
-                f"{here} of {expected} workers are here after {seconds:.0f} s: start the others with "
-                f"'paceline worker --connect {where}'"
-            )
+            what = f"{here} of {expected} workers are here after {seconds:.0f} s"
+            self._dispatcher.note(f"{what}: start the others with 'paceline worker --connect {where}'")
 
     def give_up_lost(self, now: float) -> None:
         """Start a resumed run without workers that do not come back in time; they may still join later."""
@@ -243,7 +221,6 @@ class StartBarrier:
             return
         for worker in server.pending_workers:
             if worker not in self._peers.by_worker:
-                self._control.note(
-                    f"worker {worker} did not come back within {CEILING_SECONDS:g} s: the run goes on without it"
-                )
-                self._miss(worker)
+                what = f"worker {worker} did not come back within {CEILING_SECONDS:g} s"
+                self._dispatcher.note(f"{what}: the run goes on without it")
+                self._dispatcher.miss(worker)

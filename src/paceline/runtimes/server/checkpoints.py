@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.config import RunConfig
 from paceline.core.buffers import WorkerBuffers
@@ -17,49 +17,37 @@ from paceline.runs.checkpoint import Checkpoint, CopyBuffers, take_checkpoint, t
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
 
+Sinks: TypeAlias = tuple[ArrivalLog, EventLog, Report]  # of inputs, of events, and of messages to the user
+
 
 class Checkpoints:
     """The checkpoints of one server. Snapshots and best weights share `writer`; failures of all are reported here."""
 
     def __init__(
-        self,
-        server: Server,
-        config: RunConfig,
-        folder: RunFolder,
-        log: ArrivalLog,
-        events: EventLog,
-        report: Report,
-        seconds: float,
-        virtual: bool,
+        self, server: Server, config: RunConfig, folder: RunFolder, sinks: Sinks, seconds: float, virtual: bool
     ) -> None:
-        self._server, self._config, self._folder = server, config, folder
-        self._log, self._events, self._report = log, events, report
-        self.writer = BackgroundWriter(background=not virtual)
-        self._virtual = virtual
-        self._room = CopyBuffers()
+        self._server, self._config, self._folder, self._virtual = server, config, folder, virtual
+        self._log, self._events, self._report = sinks
+        self.writer, self._room = BackgroundWriter(background=not virtual), CopyBuffers()
         self.next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_room = math.inf if virtual else seconds + config.checkpoint_every / 2
         self.next_due = min(self.next_checkpoint, self._next_room)  # when to call `is_ready` again
 
     def is_ready(self, now: float, memories: dict[int, WorkerBuffers]) -> bool:
         """Whether a checkpoint is due and can be taken now. Long before the first one, buffers are made for it."""
-        if now >= self._next_room:
-            self._make_room(memories)
+        if now >= self._next_room:  # on the other thread, so that the first checkpoint's pause is no longer than others
+            self._next_room, self.next_due = math.inf, self.next_checkpoint
+            kinds = tensor_kinds(self._server, memories)
+            self.writer.submit("room for checkpoints", lambda: self._room.make(kinds))
         return now >= self.next_checkpoint and self._server.can_checkpoint and not self.writer.busy
-
-    def _make_room(self, memories: dict[int, WorkerBuffers]) -> None:
-        """Allocate the buffers on the other thread, so that the first checkpoint's pause is no longer than others."""
-        self._next_room, self.next_due = math.inf, self.next_checkpoint
-        kinds = tensor_kinds(self._server, memories)
-        self.writer.submit("room for checkpoints", lambda: self._room.make(kinds))
 
     def take(self, now: float, memories: dict[int, WorkerBuffers], gather: Callable[[], None]) -> None:
         """Copy a checkpoint now and write it on another thread; report it if an earlier one failed."""
         began = time.perf_counter()
         gather()
-        cut = take_checkpoint(self._server, memories, self._log.nbytes, now, self._room)
+        checkpoint = take_checkpoint(self._server, memories, self._log.nbytes, now, self._room)
         pause = {} if self._virtual else {"pause_seconds": round(time.perf_counter() - began, 6)}
-        self.writer.submit("a checkpoint", lambda: self._write(cut))
+        self.writer.submit("a checkpoint", lambda: self._write(checkpoint))
         self._events.write("checkpoint", now, updates=self._server.version, **pause)
         self.next_checkpoint = now + self._config.checkpoint_every
         self.next_due = min(self.next_checkpoint, self._next_room)
@@ -70,21 +58,21 @@ class Checkpoints:
         gather()
         self._write(take_checkpoint(self._server, memories, self._log.nbytes, now))
 
-    def _write(self, cut: Checkpoint) -> None:
+    def _write(self, checkpoint: Checkpoint) -> None:
         """Write the log first: a checkpoint never covers more than the log, even after a power failure."""
         self._log.sync()
-        write_checkpoint(self._folder.checkpoints, cut, self._config.keep)
-        self._room.recycle(cut)
+        write_checkpoint(self._folder.checkpoints, checkpoint, self._config.keep)
+        self._room.recycle(checkpoint)
 
     def complain(self, now: float) -> None:
         """Report what could not be written, and what can be written again."""
         for what, failure in self.writer.changes():
             if failure is None:
+                text = f"{what} could be written again"
                 self._events.write("writing_works", now, what=what)
-                self._report({"kind": "note", "text": f"{what} could be written again"})
-                continue
-            text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
-            self._events.write("writing_failed", now, what=what, error=str(failure))
+            else:
+                text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
+                self._events.write("writing_failed", now, what=what, error=str(failure))
             self._report({"kind": "note", "text": text})
 
     def upkeep(self) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Serve a run's files to observers over the network: one thread an observer.
-
-The server's thread only admits them.
-"""
+"""Serve a run's files to observers over the network: one thread an observer."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ ENDING_SECONDS = 3.0  # how long observers may still read the result after the r
 
 
 class FileService:
-    """The observers of one run."""
+    """The observers of one run. The server's thread only admits them."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

@@ -56,9 +56,8 @@ class Host:
         source: Callable[[], float] | None = None,
     ) -> None:
         """`seconds` of training came before, in a resumed run. `source` is the clock of a simulated run."""
-        self.server, self.config, self.folder = server, config, folder
+        self.server, self.config, self.folder, self.work = server, config, folder, work
         self.task = task if isinstance(task, SupervisedTask) else None
-        self.work = work
         self.memories: dict[int, WorkerBuffers] = {}
         self.stop_reason: str | None = None
         self.figures: dict[str, dict[str, float]] = {}
@@ -74,7 +73,7 @@ class Host:
         folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
         self.events = events = EventLog(folder.events_file)
         self.log = ArrivalLog(folder.arrivals_file, config)
-        self._checkpoints = Checkpoints(server, config, folder, self.log, events, report, seconds, virtual)
+        self._checkpoints = Checkpoints(server, config, folder, (self.log, events, report), seconds, virtual)
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
         keeps_best = config.eval_every is not None and not virtual and self.task is not None

@@ -5,16 +5,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.run import make_server, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig, from_dict, max_workers_of
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
+from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset
 from paceline.data.shared import attach
@@ -23,10 +25,13 @@ from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import Peers, Runtime
-from paceline.runtimes.server.service import Service, SupervisorChannel
+from paceline.runtimes.server.runtime import Runtime
+from paceline.runtimes.server.service import LocalPeers, Service, SupervisorChannel
 from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
-from paceline.transports.shared_memory import SharedBuffers, SharedMemoryPeer
+from paceline.tasks.supervised import SupervisedTask
+from paceline.transports.shared_memory import SharedBuffers
+
+HostPieces: TypeAlias = tuple[Server, SupervisedTask, WorkAssignment, RunConfig, RunFolder, Report, Runtime]
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
@@ -35,7 +40,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: SupervisorChannel) -> None:
         config, folder = from_dict(spec["config"]), RunFolder(Path(spec["folder"]))
         dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
-        peers: Peers[SharedMemoryPeer] = Peers()
+        peers = LocalPeers()
         host = make_host(config, dataset, folder, control.send, peers, spec["facts"], spec["resume"])
         assert host.task is not None
         with torch.inference_mode():  # updates need no autograd
@@ -69,20 +74,26 @@ def make_host(
     facts: dict[str, Any],
     resume: bool,
 ) -> Host:
-    """The host of a new run, or of one rebuilt from its checkpoint and log."""
+    """Build the server of a run and start its host."""
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
     sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
     require_memory(max_workers_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
+    return start_host((server, task, work, config, folder, report, runtime), dataset, facts, resume)
+
+
+def start_host(pieces: HostPieces, dataset: Dataset | None, facts: dict[str, Any], resume: bool) -> Host:
+    """Start the host of a new run, or of one rebuilt from its checkpoint and log."""
     if not resume:
-        return Host(server, task, work, config, folder, report, runtime, 0.0, facts)
+        return Host(*pieces, 0.0, facts)
+    server, task, work, config, folder, report, _ = pieces
 
     def instance(join: Join) -> LocalWorker:
         return make_worker(config, make_task(config, dataset), work, join)
 
     rebuilt = rebuild(server, instance, task, config, folder, report)
-    host = Host(server, task, work, config, folder, report, runtime, rebuilt.now, facts)
+    host = Host(*pieces, rebuilt.now, facts)
     host.resume_from(rebuilt)
     return host

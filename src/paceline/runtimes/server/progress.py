@@ -114,9 +114,8 @@ class AccountRows:
         return self._events.write("workers", self._clock.now(), **row)
 
 
-TOLD_SECONDS = 0.25
-ROW_SECONDS = 1.0
-VIRTUAL_SHARE = 0.01  # A simulated run reports at every hundredth of its budget, since its seconds are virtual
+REPORT_SECONDS, ROW_SECONDS = 0.25, 1.0
+VIRTUAL_SHARE = 0.01  # a simulated run reports at every hundredth of its budget, since its seconds are virtual
 
 
 class Progress:
@@ -130,8 +129,7 @@ class Progress:
         self.next_share = 0.0 if virtual else None
         """The share of the budget at which a simulated run reports next; None for a real run."""
         self.next_due = 0.0  # when to call `is_due` again
-        self._next_row = 0.0
-        self._since, self._samples_then = seconds, server.samples
+        self._next_row, self._since, self._samples_then = 0.0, seconds, server.samples
         self.losses: list[float] = []  # of the pushes since the last event row
 
     def is_due(self, now: float) -> bool:
@@ -160,7 +158,7 @@ class Progress:
         }
         self._report({"kind": "progress", "now": round(now, 3), **row})
         if self.next_share is None:
-            self.next_due = now + TOLD_SECONDS
+            self.next_due = now + REPORT_SECONDS
         else:
             self.next_share, self._next_row = share + VIRTUAL_SHARE, now
         if now >= self._next_row and self.losses:

@@ -113,13 +113,13 @@ class RemoteService:
         self._host, self._peers, self._control, self._listener, self._gate = host, peers, control, listener, gate
         self._dispatcher = Dispatcher(host, control, expected)
         self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note)
-        self._start = StartBarrier(host, peers, control, self._dispatcher.miss, listener.address, wait_seconds)
+        self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
         self.observers = FileService(host.folder)
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from
         self._checked = time.monotonic()
         self._empty_since: float | None = None
-        peers.loop.register(control.connection, self._on_order)
+        peers.loop.register(control.connection, lambda: host.stop(control.receive()[0]["reason"]))
         peers.loop.register(listener, lambda: self.admit(listener.serve()))
         gate.open(self._expel)
 
@@ -137,7 +137,7 @@ class RemoteService:
         return not here and (self._peers.by_worker.keys() <= self._peers.released or time.monotonic() > deadline)
 
     def _check(self) -> float:
-        """Do what time alone makes due."""
+        """Do what time alone makes due; returns the time of the next call."""
         now = time.monotonic()
         was_busy = now - self._checked > LOOK_SECONDS + BUSY_SECONDS  # scoring, say: unread messages wait
         if was_busy:
@@ -156,10 +156,6 @@ class RemoteService:
             if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
                 self._host.stop(ALL_GONE)
         return time.perf_counter() + LOOK_SECONDS
-
-    def _on_order(self) -> None:
-        order, _ = self._control.receive()
-        self._host.stop(order["reason"])
 
     # workers come
 
@@ -189,7 +185,7 @@ class RemoteService:
         self._listen(peer)
 
     def _reconnect(self, applicant: JoinRequest, peer: TcpPeer) -> None:
-        """Let a worker whose connection broke go on where it was."""
+        """Let a worker whose connection broke continue under its old number."""
         self._disconnect(peer)
         applicant.welcome_back(peer, {})
         self._listen(peer)
@@ -216,8 +212,7 @@ class RemoteService:
         if peer.wants_write:
             peer.flush()
         try:
-            message = peer.receive()
-            if message is not None:
+            if (message := peer.receive()) is not None:
                 self._heard(peer.worker)
             if isinstance(message, Push):
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
@@ -240,8 +235,7 @@ class RemoteService:
             self._expel(peer, str(error))
 
     def _join(self, peer: TcpPeer, hello: Hello) -> None:
-        why_not = self._dispatcher.join(hello, self._gate.capacities)
-        if why_not is not None:
+        if (why_not := self._dispatcher.join(hello, self._gate.capacities)) is not None:
             peer.dismiss(f"{why_not}: give it the same code and the same data")
             self._expel(peer, f"worker {peer.worker} was refused: {why_not}")
 
@@ -259,7 +253,6 @@ class RemoteService:
         peer.close()
 
     def _expel(self, peer: TcpPeer, why: str) -> None:
-        """Remove a worker, and tell the user why."""
         self._control.note(why)
         self._remove(peer)
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.core.messages import Leave, Push, SetLrFactor
 from paceline.core.step_balancing import StepBalancer
@@ -23,6 +23,8 @@ from paceline.transports.protocol import Hello, Peer
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 GRACE_SECONDS = 5.0  # after the end of training: how long to wait until every worker has its last reply
+
+LocalPeers: TypeAlias = Peers[SharedMemoryPeer]
 
 
 class SupervisorChannel:
@@ -60,6 +62,7 @@ class Dispatcher:
     def __init__(self, host: Host, control: SupervisorChannel, expected: dict[str, Any]) -> None:
         """`expected` are the facts about model and data in which every worker must agree with the run."""
         self._host, self._control, self._expected = host, control, expected
+        self.note = control.note
         self._pacing = StepBalancer() if host.config.local_steps == "speed" else None
         self._clock_runs = False
 
@@ -79,10 +82,7 @@ class Dispatcher:
             raise ProtocolError(f"worker {worker}: {error}") from None
 
     def join(self, hello: Hello, capacities: tuple[int | None, int | None]) -> str | None:
-        """Let a worker join. Returns why not if its model, data or codecs differ from this run's.
-
-        `capacities` are the most bytes of an encoded push and of an encoded reply.
-        """
+        """Let a worker join. Returns why not if its model, data or codecs differ from this run's."""
         wrong = mismatched_keys(self._expected, hello.facts)
         if hello.slot.sizes[0] != self._host.server.weights.numel():
             wrong.append("size")
@@ -116,10 +116,9 @@ class Dispatcher:
 def serve_until(
     host: Host, loop: EventLoop, all_know: Callable[[float], bool], check: Callable[[], float] | None = None
 ) -> None:
-    """Serve until training is over and every worker knows it.
+    """Serve until training is over and `all_know` that, given the end of the grace period.
 
-    `all_know` says whether they do, given the end of the grace period. `check` is called between messages when it is
-    due; it returns the time (`perf_counter`) of its next call.
+    `check` is called between messages when it is due; it returns the time (`perf_counter`) of its next call.
     """
     next_check = 0.0 if check is not None else float("inf")
     deadline: float | None = None
@@ -143,12 +142,7 @@ class Service:
     """Serves workers over shared memory; the supervisor starts them and passes their connections on."""
 
     def __init__(
-        self,
-        host: Host,
-        peers: Peers[SharedMemoryPeer],
-        control: SupervisorChannel,
-        expected: dict[str, Any],
-        patient: bool = False,
+        self, host: Host, peers: LocalPeers, control: SupervisorChannel, expected: dict[str, Any], patient: bool = False
     ) -> None:
         """`peers` is the host's runtime. A patient service runs until every worker has left."""
         self._host, self._peers, self._control, self._patient = host, peers, control, patient
@@ -181,7 +175,6 @@ class Service:
         self._loop.register(peer, functools.partial(self._on_message, peer))
 
     def _on_order(self) -> None:
-        """Do what the supervisor asks for."""
         order, fds = self._control.receive()
         if order["kind"] == "worker":
             self.admit(SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
@@ -228,8 +221,7 @@ class Service:
 
     def join(self, peer: SharedMemoryPeer, hello: Hello) -> None:
         """Let a worker join, or refuse and disconnect it."""
-        why_not = self._dispatcher.join(hello, self._host.server.codecs.capacities)
-        if why_not is not None:
+        if (why_not := self._dispatcher.join(hello, self._host.server.codecs.capacities)) is not None:
             self._control.note(f"worker {peer.worker} was refused: {why_not}")
             self.remove(peer)
 

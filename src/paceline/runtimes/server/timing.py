@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,10 +13,8 @@ import numpy as np
 
 from paceline.transports.protocol import Timing
 
-KEPT = 2000
-WARM_UP = 10
+KEPT, RECENT, WARM_UP = 2000, 33, 10  # steps of one worker: kept, used for medians, left out at the start
 LEVELS = 33
-RECENT = 33
 
 
 class WorkerReport(NamedTuple):
@@ -57,16 +55,15 @@ class TimingCollector:
     """The server's record: what workers report of their steps, and its own processor time without scoring."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, RecentSteps] = {}
+        self._workers: defaultdict[int, RecentSteps] = defaultdict(RecentSteps)
         self._began = self._scoring = 0.0
         self._cores = len(os.sched_getaffinity(0))
 
     def add(self, worker: int, timing: Timing, steps: int = 1) -> None:
         """Record the time that a push of `steps` local steps took."""
-        times = self._workers.get(worker)
-        if times is None:
-            times = self._workers[worker] = RecentSteps()
-            self._began = self._began or time.process_time()
+        if not self._workers:
+            self._began = time.process_time()
+        times = self._workers[worker]
         times.pushes += 1
         times.steps += steps
         times.computing += timing.wall
@@ -75,14 +72,12 @@ class TimingCollector:
         if times.pushes > WARM_UP:
             times.kept.append(timing._replace(cpu=timing.cpu / steps, wall=timing.wall / steps))
 
-    def told(self, worker: int) -> WorkerReport | None:
+    def report(self, worker: int) -> WorkerReport | None:
         """Sums of this worker's reports; None if it makes none, as in one process."""
         times = self._workers.get(worker)
-        return (
-            WorkerReport(times.computing, times.waiting, times.steps, tuple(times.recent))
-            if times is not None
-            else None
-        )
+        if times is None:
+            return None
+        return WorkerReport(times.computing, times.waiting, times.steps, tuple(times.recent))
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -112,10 +107,7 @@ class TimingCollector:
 
 
 class TrainingClock:
-    """Counts seconds of training. It starts halted, at `seconds` if the run is resumed.
-
-    `source` is the clock underneath: a simulated run passes its virtual time.
-    """
+    """Counts seconds of training by `source`. It starts halted, at `seconds` if the run is resumed."""
 
     def __init__(self, seconds: float = 0.0, source: Callable[[], float] = time.perf_counter) -> None:
         self._seconds, self.source = seconds, source

@@ -10,20 +10,9 @@ from torch import Tensor
 
 from paceline.core.buffers import view
 from paceline.errors import ProtocolError
+from paceline.transports import frames
 from paceline.transports.connection import Connection
-from paceline.transports.frames import (
-    HEADER_NBYTES,
-    MAX_SHARD,
-    FrameKind,
-    FrameReader,
-    Reading,
-    SendQueue,
-    fields_frame,
-    header,
-    parse_header,
-    read_bytes,
-    read_fields,
-)
+from paceline.transports.frames import MAX_SHARD, FrameKind, FrameReader, SendQueue
 
 Message = dict[str, Any]
 FILLED: Message = {"filled": True}  # received when the expected tensors are complete
@@ -50,10 +39,10 @@ class ShardChannel:
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Queue a message and tensors, and send as much as possible at once. The tensors must not change until sent."""
-        self._outbox.add(fields_frame(FrameKind.SHARD, message, MAX_SHARD))
+        self._outbox.add(frames.fields_frame(FrameKind.SHARD, message, MAX_SHARD))
         if tensors:
             bodies = [view(tensor.view(-1)) for tensor in tensors]
-            self._outbox.add(header(FrameKind.BODY, sum(map(len, bodies))), *bodies)
+            self._outbox.add(frames.header(FrameKind.BODY, sum(map(len, bodies))), *bodies)
         self.flush()
 
     def flush(self) -> None:
@@ -78,12 +67,12 @@ class ShardChannel:
             self.last_heard = time.monotonic()
         return count
 
-    def _message(self) -> Reading[Message]:
-        packed = yield from read_bytes(HEADER_NBYTES)
+    def _message(self) -> frames.Reading[Message]:
+        packed = yield from frames.read_bytes(frames.HEADER_NBYTES)
         awaited = sum(map(len, self._places))
-        kind, nbytes = parse_header(packed, {FrameKind.SHARD: MAX_SHARD, FrameKind.BODY: awaited})
+        kind, nbytes = frames.parse_header(packed, {FrameKind.SHARD: MAX_SHARD, FrameKind.BODY: awaited})
         if kind is FrameKind.SHARD:
-            return (yield from read_fields(nbytes))
+            return (yield from frames.read_fields(nbytes))
         if nbytes != awaited:
             raise ProtocolError(f"tensors of {nbytes} bytes, not the expected {awaited}")
         yield from self._places

@@ -40,7 +40,7 @@ class _ShardConnection:
         self.memory = whole.part(self.span, with_rest, *self.coding.capacities)
         return self.memory
 
-    def cut(self, update: Tensor) -> Tensor:
+    def part_of(self, update: Tensor) -> Tensor:
         """Return its part of a push."""
         push = self.coding.push
         return update[self.span] if push is None else self.memory.update[: push.extract(update, self.memory.update)]
@@ -72,17 +72,14 @@ class ShardedClient(Transport):
 
     def reach(self, welcome: Mapping[str, Any], size: int, coding_of: CodingOf) -> None:
         """Connect to the other servers, which the first one's welcome names."""
-        self._forsake_others()
+        self._drop_others()
         self._own = None
-        shards = welcome.get("shards")
-        if not shards:
+        if not (shards := welcome.get("shards")):
             return
-        if shards[-1]["span"][1] != size:
-            raise UserError(
-                f"the server's model has {shards[-1]['span'][1]} floats, and the one made here {size}: give it the "
-                "same code and the same data"
-            )
         spans = [slice(*shard["span"]) for shard in shards]
+        if spans[-1].stop != size:
+            what = f"the server's model has {spans[-1].stop} floats, and the one made here {size}"
+            raise UserError(f"{what}: give it the same code and the same data")
         self._own = _ShardConnection(self._first, spans[0], coding_of(spans[0]))
         known = {"worker": welcome["worker"], "incarnation": welcome["incarnation"]}
         for shard, span in zip(shards[1:], spans[1:], strict=True):
@@ -95,8 +92,8 @@ class ShardedClient(Transport):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join at every server, and wait for the first weights."""
-        own, self._memory = self._own, memory
-        if own is None:
+        self._memory = memory
+        if (own := self._own) is None:
             return self._first.hello(join, memory, facts)
 
         def ask(part: _ShardConnection) -> Reply | None:
@@ -106,14 +103,15 @@ class ShardedClient(Transport):
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send every server its part of a push and wait for all replies. Return None if a server is gone for good."""
-        own = self._own
-        if own is None:
+        if (own := self._own) is None:
             return self._first.exchange(push, timing)
 
         def ask(part: _ShardConnection) -> Reply | None:
-            return part.client.exchange(push._replace(update=part.cut(push.update), state=push.state[:0]), timing)
+            return part.client.exchange(push._replace(update=part.part_of(push.update), state=push.state[:0]), timing)
 
-        reply = self._together(lambda: self._first.exchange(push._replace(update=own.cut(push.update)), timing), ask)
+        reply = self._together(
+            lambda: self._first.exchange(push._replace(update=own.part_of(push.update)), timing), ask
+        )
         assert self._memory is not None
         for part in (own, *self._others):
             part.paste(self._memory)
@@ -127,16 +125,16 @@ class ShardedClient(Transport):
         self, ask_first: Callable[[], Reply | None], ask: Callable[[_ShardConnection], Reply | None]
     ) -> Reply | None:
         assert self._pool is not None
-        asked: list[Future[Reply | None]] = [self._pool.submit(ask, part) for part in self._others]
+        futures = [self._pool.submit(ask, part) for part in self._others]
         try:
             reply = ask_first()
         except PacelineError:
-            self._forsake_others()
+            self._drop_others()
             raise
         if reply is None:
-            self._forsake_others()
+            self._drop_others()
             return None
-        for part, future in zip(self._others, asked, strict=True):
+        for part, future in zip(self._others, futures, strict=True):
             if reply.finished:  # the other replies do not matter any more
                 wait([future], OVER_SECONDS)
                 continue
@@ -144,10 +142,8 @@ class ShardedClient(Transport):
             if answer is None:
                 return None
             if (answer.serial, answer.version) != (reply.serial, reply.version):
-                raise ProtocolError(
-                    f"the server of floats {part.span.start} to {part.span.stop} answered at version "
-                    f"{answer.version}, the first at {reply.version}"
-                )
+                server = f"the server of floats {part.span.start} to {part.span.stop}"
+                raise ProtocolError(f"{server} answered at version {answer.version}, the first at {reply.version}")
         return reply
 
     def _await(self, future: Future[Reply | None]) -> Reply | None:
@@ -163,13 +159,13 @@ class ShardedClient(Transport):
             if answer is not None or (deadline is not None and time.monotonic() > deadline):
                 return answer
             if self._first.forgotten is not None:
-                self._forsake_others()
+                self._drop_others()
                 raise UnknownWorker(self._first.forgotten)
             if done:
                 deadline = deadline or time.monotonic() + FORGOTTEN_SECONDS
                 time.sleep(LOOK_SECONDS)
 
-    def _forsake_others(self) -> None:
+    def _drop_others(self) -> None:
         """Close the connections to the other servers, because the run is over or has lost this worker."""
         for part in self._others:
             part.client.abandon()

@@ -46,21 +46,17 @@ class ShardedPeers(TcpPeers):
 
     def __init__(self) -> None:
         super().__init__()
-        self._coordinator: Coordinator | None = None
-
-    def connect(self, coordinator: Coordinator) -> None:
-        """The other servers have come: from now on they are told of every input."""
-        self._coordinator = coordinator
+        self.coordinator: Coordinator | None = None  # set once the other servers are connected
 
     def announce(self, message: Input) -> None:
-        """Pass an input on to the other servers, once they have come."""
-        if self._coordinator is not None:
-            self._coordinator.announce(message)
+        """Pass an input on to the other servers, once they are connected."""
+        if self.coordinator is not None:
+            self.coordinator.announce(message)
 
     def gather(self) -> None:
-        """Fetch all weights and rule state from the other servers, once they have come."""
-        if self._coordinator is not None:
-            self._coordinator.gather()
+        """Fetch all weights and rule state from the other servers, once they are connected."""
+        if self.coordinator is not None:
+            self.coordinator.gather()
 
 
 class Coordinator(PushGate):
@@ -69,15 +65,14 @@ class Coordinator(PushGate):
     def __init__(self, server: Server, peers: ShardedPeers, shards: ShardPeers, largest: BufferSizes) -> None:
         self._server, self._peers, self._shards = server, peers, shards
         self.capacities = payload, pulled = shards.coding.capacities
-        self.largest = largest._replace(
-            weights=shards.own_span.stop - shards.own_span.start, payload=payload, pulled=pulled
-        )
+        size = shards.own_span.stop - shards.own_span.start
+        self.largest = largest._replace(weights=size, payload=payload, pulled=pulled)
         self.welcome = {"shards": shards.rows}
         self.full = f"all {len(shards.all) + 1} servers of this run are here"
         self._pending: dict[PushId, PendingPush] = {}
         self._broken: set[PushId] = set()  # pushes of which some part is not finite
         self._remove: Callable[[TcpPeer, str], None] | None = None
-        peers.connect(self)
+        peers.coordinator = self
 
     def open(self, remove: Callable[[TcpPeer, str], None]) -> None:
         """Listen to the other servers; `remove` disconnects a worker and tells the user why."""
@@ -121,7 +116,6 @@ class Coordinator(PushGate):
         self._peers.loop.watch_writes(shard.link)
 
     def _count(self, shard: ShardPeer, message: Message) -> None:
-        """Count a server's vote on its part of a message."""
         part = PushId(*message["part"])
         peer = self._peers.by_worker.get(part.worker)
         if peer is None or peer.incarnation != part.incarnation or self._is_repeated(part):
@@ -157,7 +151,7 @@ class Coordinator(PushGate):
             return
         if part in self._pending and self._pending[part].act is not None:
             return  # sent again after a reconnect
-        opened, nbytes = self._shards.opened, push.update.nbytes
+        opened, codec, nbytes = self._shards.opened, self._shards.coding.push, push.update.nbytes
         try:
             decoded = push if opened is None else push._replace(update=opened.open(push.update))
         except ProtocolError as error:
@@ -168,16 +162,11 @@ class Coordinator(PushGate):
             if not (finite and all(vote.finite for vote in votes)):
                 poison(decoded.update)
                 self._broken.add(part)
-            self._set_size([nbytes, *(vote.nbytes for vote in votes)])
+            if opened is not None and codec is not None:  # a payload that every server is sent counts once
+                opened.nbytes = nbytes if codec.is_replicated else nbytes + sum(vote.nbytes for vote in votes)
             apply(decoded)
 
         self._wait_for(part, act)
-
-    def _set_size(self, parts: list[int]) -> None:
-        """Set how many bytes the next push counts for; once if every server is sent all of it."""
-        opened, push = self._shards.opened, self._shards.coding.push
-        if opened is not None and push is not None:
-            opened.nbytes = parts[0] if push.is_replicated else sum(parts)
 
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
         """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""

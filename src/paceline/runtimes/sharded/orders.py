@@ -44,8 +44,7 @@ def from_words(words: list[Any]) -> Input:
     Leave(worker=3, incarnation=1)
     """
     name, *fields = words
-    tensors = (EMPTY, EMPTY) if name == "Push" else ()
-    message: Input = _INPUTS[name](*fields, *tensors)
+    message: Input = _INPUTS[name](*fields, *((EMPTY, EMPTY) if name == "Push" else ()))
     return message
 
 

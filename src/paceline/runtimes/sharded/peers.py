@@ -9,19 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from paceline.assembly.core import make_rule
 from paceline.assembly.cpu_sharing import server_threads
-from paceline.config import RunConfig, to_dict
+from paceline.config import to_dict
 from paceline.core.compression import PredecodedPushes
 from paceline.core.messages import Input
 from paceline.core.rules.sharded import ShardedRule
 from paceline.core.server import server_facts
 from paceline.errors import ProtocolError, RunFailed, ServerLost
-from paceline.interfaces import Layout
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import sent_to, tensors_of, to_words
@@ -51,21 +51,15 @@ class ShardPeer:
     @property
     def row(self) -> dict[str, Any]:
         """What workers must know about it."""
-        return {
-            "address": self.address,
-            "span": [self.span.start, self.span.stop],
-            "fingerprint": self.fingerprint,
-            "pid": self.pid,
-        }
+        span = [self.span.start, self.span.stop]
+        return {"address": self.address, "span": span, "fingerprint": self.fingerprint, "pid": self.pid}
 
 
 def wait_for_shards(
     listener: Listener, count: int, children: Sequence[subprocess.Popen[bytes]], seconds: float
 ) -> tuple[list[JoinRequest], list[JoinRequest]]:
     """Wait until `count` servers have connected. Returns them, and the requests of workers that came meanwhile."""
-    shards: list[JoinRequest] = []
-    others: list[JoinRequest] = []
-    deadline = time.monotonic() + seconds
+    shards, others, deadline = list[JoinRequest](), list[JoinRequest](), time.monotonic() + seconds
     while len(shards) < count:
         select.select([listener], [], [], LOOK_SECONDS)
         for applicant in listener.serve():
@@ -105,36 +99,20 @@ class ShardPeers:
         self.opened = PredecodedPushes(push, server.weights[self.own_span]) if push is not None else None
         part = make_rule(config, part_of(layout, self.own_span), skew=host.work.skew)
         self._ranged = ShardedRule(server.rule, part, self.own_span, server.weights, server.rule_state)
-        self.all = [
-            self._begin(number, applicant, span, config, layout, host.work.skew)
-            for number, (applicant, span) in enumerate(zip(applicants, spans, strict=True), start=1)
-        ]
+        self._run = {"config": to_dict(config), "layout": layout.to_rows(), "skew": host.work.skew}
+        self._run |= {"budget": asdict(server.budget), "threads": server_threads(config, layout)}
+        numbered = enumerate(zip(applicants, spans, strict=True), start=1)
+        self.all = [self._begin(number, applicant, span) for number, (applicant, span) in numbered]
         server.updater.restrict_to(self._ranged, self.own_span, self.opened, pull.codec if pull is not None else None)
         self.heard: deque[tuple[ShardPeer, Message]] = deque()  # messages that came during `gather`
         self._changed = False
 
-    def _begin(
-        self, number: int, applicant: JoinRequest, span: slice, config: RunConfig, layout: Layout, skew: float | None
-    ) -> ShardPeer:
+    def _begin(self, number: int, applicant: JoinRequest, span: slice) -> ShardPeer:
         """Send a server the description of the run and its part of the weights and rule state."""
-        server, fields, address = self._host.server, applicant.fields, _reachable(applicant)
-        shard = ShardPeer(
-            number,
-            ShardChannel(applicant.connection),
-            span,
-            address,
-            fields.get("fingerprint"),
-            int(fields.get("pid", 0)),
-        )
-        begin = {
-            "config": to_dict(config),
-            "layout": layout.to_rows(),
-            "span": [span.start, span.stop],
-            "skew": skew,
-            "budget": asdict(server.budget),
-            "threads": server_threads(config, layout),
-            "facts": server_facts(server),
-        }
+        server, fields, link = self._host.server, applicant.fields, ShardChannel(applicant.connection)
+        found = _reachable(applicant), fields.get("fingerprint"), int(fields.get("pid", 0))
+        shard = ShardPeer(number, link, span, *found)
+        begin = {**self._run, "span": [span.start, span.stop], "facts": server_facts(server)}
         state = self._ranged.of_span(server.rule_state, span)
         tensors = tensors_of(server.weights[span], state, [])
         self._try(shard, lambda: shard.link.send({"begin": begin}, [tensor.contiguous() for tensor in tensors]))
@@ -152,10 +130,8 @@ class ShardPeers:
             raise self._lost(shard, f"is gone ({error})") from None
 
     def _lost(self, shard: ShardPeer, how: str) -> ServerLost:
-        what = (
-            f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how} "
-            f"at update {self._host.server.version}"
-        )
+        what = f"server {shard.number} of floats {shard.span.start} to {shard.span.stop} at {shard.address} {how}"
+        what += f" at update {self._host.server.version}"
         return ServerLost(what, f"'paceline server --resume {self._host.folder.path}' continues from there")
 
     def require_signs(self) -> None:
@@ -194,15 +170,11 @@ class ShardPeers:
         if not self._changed:
             return
         self._changed = False
-        server = self._host.server
-        max_workers = {shard.number: self._places(shard) for shard in self.all}
-        filled = {
-            number: [torch.empty(place.shape, dtype=place.dtype) for place in rows]
-            for number, rows in max_workers.items()
-        }
-        for shard in self.all:
-            shard.link.expect(filled[shard.number])
-        self._send({"gather": server.version})
+        places = [self._places(shard) for shard in self.all]
+        received = [[torch.empty(place.shape, dtype=place.dtype) for place in part] for part in places]
+        for shard, tensors in zip(self.all, received, strict=True):
+            shard.link.expect(tensors)
+        self._send({"gather": self._host.server.version})
         self.excuse()
         awaited = {shard.number: shard for shard in self.all}
         while awaited:
@@ -215,9 +187,8 @@ class ShardPeers:
                     elif "part" in message:
                         self.heard.append((shard, message))
             self.require_signs()
-        for number, rows in max_workers.items():
-            for place, found in zip(rows, filled[number], strict=True):
-                place.copy_(found)
+        for place, tensor in zip(chain(*places), chain(*received), strict=True):
+            place.copy_(tensor)
 
     def _places(self, shard: ShardPeer) -> list[torch.Tensor]:
         """The slices of this process's tensors that a server's part is copied into."""

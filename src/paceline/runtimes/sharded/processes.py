@@ -71,7 +71,6 @@ class ShardProcesses:
         if not isinstance(peers, ShardedPeers):
             gate = SingleServer(host, largest)
             return RemoteService(host, peers, line, expected, self._listener, gate, wait_seconds)
-
         if self._elsewhere:
             console.note(f"waiting for {self._count} x 'paceline shard --connect {self._listener.address}'")
         else:
@@ -86,8 +85,8 @@ class ShardProcesses:
 
     def _start(self) -> subprocess.Popen[bytes]:
         host, port = parse_address(self._listener.address)
-        words = ["--connect", format_address((LOCAL.get(host, host), port)), "--listen", format_address((host, 0))]
-        words.append("--once")  # a resumed run starts new ones
+        here, listen = format_address((LOCAL.get(host, host), port)), format_address((host, 0))
+        words = ["--connect", here, "--listen", listen, "--once"]  # once: a resumed run starts new ones
         if self._tls is not None and self._tls.fingerprint is not None:
             words += ["--fingerprint", self._tls.fingerprint]
         return subprocess.Popen(
@@ -119,12 +118,10 @@ def serve_part(
 
     Unless `once`, wait `patience` seconds for the first server to come back: a resumed run needs this server again.
     """
-    here = is_loopback(parse_address(connect)[0])
-    listen = listen or ("127.0.0.1:0" if here else "0.0.0.0:0")
+    listen = listen or ("127.0.0.1:0" if is_loopback(parse_address(connect)[0]) else "0.0.0.0:0")
     if not token and not is_loopback(parse_address(listen)[0]):
-        raise UserError(
-            f"--listen {listen} lets other machines in: give the run's token, by --token-file or {TOKEN_VARIABLE}"
-        )
+        what = f"--listen {listen} lets other machines in"
+        raise UserError(f"{what}: give the run's token, by --token-file or {TOKEN_VARIABLE}")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         own = server_tls(*make_certificate(Path(folder))) if tls is not None else None
     import torch
@@ -138,18 +135,13 @@ def serve_part(
     keep_freed_memory()
     raise_file_limit()
     with contextlib.closing(Listener(listen, token, own)) as listener:
-        words = {
-            "shard": True,
-            "version": package_version("paceline"),
-            "address": listener.address,
-            "fingerprint": own.fingerprint if own is not None else None,
-            "pid": os.getpid(),
-        }
+        fields = {"shard": True, "version": package_version("paceline"), "pid": os.getpid()}
+        fields |= {"address": listener.address, "fingerprint": own.fingerprint if own is not None else None}
         while True:
-            door = TcpClient(connect, token, tls)
-            door.apply(words, patience, beats=False)
+            client = TcpClient(connect, token, tls)
+            client.apply(fields, patience, beats=False)
             with torch.inference_mode():
-                ended = ShardService(ShardChannel(door.detach()), listener, console.note).run()
+                ended = ShardService(ShardChannel(client.detach()), listener, console.note).run()
             if ended or once:
                 return ended
             console.note(f"waiting {patience:g} s for {connect} to be served again")

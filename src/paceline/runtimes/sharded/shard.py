@@ -36,25 +36,16 @@ BEAT_SECONDS = 1.0
 
 
 def make_part(order: Message) -> tuple[Server, SpanCodecs, PredecodedPushes | None]:
-    """Build the server of a range as the first server describes it, its codecs, and the decoder of its pushes.
-
-    Its tensors arrive later.
-    """
+    """Build the server of a range as the first server describes it, without its tensors; its codecs and decoder."""
     config, span, whole = from_dict(order["config"]), slice(*order["span"]), Layout.from_rows(order["layout"])
     layout, coding = part_of(whole, span), coding_of(config, whole, span)
     torch.set_num_threads(int(order["threads"]))
     weights = torch.zeros(layout.size)
     opened = PredecodedPushes(coding.push, weights) if coding.push is not None else None
     codecs = Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config))
-    server = Server(
-        weights,
-        make_rule(config, layout, skew=order["skew"]),
-        make_policy(config),
-        make_training(config, Budget(**order["budget"])),
-        make_roster(config),
-        Exchange(codecs, decoder=opened),
-    )
-    return server, coding, opened
+    rule, training = make_rule(config, layout, skew=order["skew"]), make_training(config, Budget(**order["budget"]))
+    exchange = Exchange(codecs, decoder=opened)
+    return Server(weights, rule, make_policy(config), training, make_roster(config), exchange), coding, opened
 
 
 class ShardService:
@@ -74,14 +65,17 @@ class ShardService:
         self._next_beat = 0.0
         self._loop = EventLoop()
         self._loop.register(link, self._hear_first)
-        self._loop.register(listener, self._let_in)
+        self._loop.register(listener, self._admit)
 
     def run(self) -> bool:
         """Serve until the first server ends the run; False if it is gone before that."""
         try:
             while not self._is_over():
                 self._loop.poll(LOOK_SECONDS)
-                self._beat(time.monotonic())
+                now = time.monotonic()
+                if now >= self._next_beat and self._ended is None and not self._link.wants_write:
+                    self._link.send({"beat": True})  # a heartbeat; bytes that wait to be sent serve as one
+                    self._next_beat = now + BEAT_SECONDS
                 self._loop.watch_writes(self._link)
                 self._listener.expire(time.monotonic())
                 for text in self._listener.complaints():
@@ -95,12 +89,6 @@ class ShardService:
             for peer in self._peers.values():
                 peer.close()
         return True
-
-    def _beat(self, now: float) -> None:
-        """Send the first server a heartbeat; not needed while other bytes wait to be sent."""
-        if now >= self._next_beat and self._ended is None and not self._link.wants_write:
-            self._link.send({"beat": True})
-            self._next_beat = now + BEAT_SECONDS
 
     def _is_over(self) -> bool:
         """Whether every worker has its last reply, or has had the time for it."""
@@ -121,11 +109,9 @@ class ShardService:
             self._facts = message["begin"]["facts"]
             self._link.expect(tensors_of(self._known.weights, self._known.rule_state, []))
         elif message is FILLED:
-            server = self._known
-            restore_server(server, self._facts, server.weights, server.rule_state)
+            restore_server(self._known, self._facts, self._known.weights, self._known.rule_state)
         elif "gather" in message:
-            server = self._known
-            sent = sent_to(server, self._memories)
+            server, sent = self._known, sent_to(self._known, self._memories)
             found = [tensor.clone() for tensor in tensors_of(server.weights, server.rule_state, sent)]
             self._link.send({"gathered": message["gather"]}, found)
         elif "end" in message:
@@ -140,7 +126,7 @@ class ShardService:
         return self._server
 
     def _handle(self, words: list[Any], finite: bool) -> None:
-        message, server = self._message(words, finite), self._known
+        message, server = self._to_input(words, finite), self._known
         if isinstance(message, Join):
             slot = self._peers[message.worker, message.incarnation].slot
             assert slot is not None, "this server voted for a hello that did not come"
@@ -157,7 +143,7 @@ class ShardService:
             for key in [key for key in self._peers if key[0] == message.worker and key[1] <= message.incarnation]:
                 self._forget(self._peers[key])
 
-    def _message(self, words: list[Any], finite: bool) -> Input:
+    def _to_input(self, words: list[Any], finite: bool) -> Input:
         """Turn an order into an input: a push gets the part that its worker sent here."""
         message = from_words(words)
         if not isinstance(message, Push):
@@ -171,11 +157,11 @@ class ShardService:
 
     # workers
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         for applicant in self._listener.serve():
-            self._consider(applicant)
+            self._admit_one(applicant)
 
-    def _consider(self, applicant: JoinRequest) -> None:
+    def _admit_one(self, applicant: JoinRequest) -> None:
         key = applicant.fields.get("worker"), applicant.fields.get("incarnation")
         if self._server is None or not all(type(number) is int and number >= 0 for number in key):
             applicant.refuse("a part of a run is served here: connect workers and observers to its first server")
@@ -194,9 +180,8 @@ class ShardService:
             largest = BufferSizes(self._server.weights.numel(), 0, *self._coding.capacities)
             known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
             self._peers[worker, incarnation] = known
-        peer = known
-        self._loop.register(peer, functools.partial(self._serve, peer))
-        self._loop.watch_writes(peer)
+        self._loop.register(known, functools.partial(self._serve, known))
+        self._loop.watch_writes(known)
 
     def _serve(self, peer: TcpPeer) -> None:
         if peer.wants_write:

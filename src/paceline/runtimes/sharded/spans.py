@@ -25,17 +25,17 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
         raise UserError(f"--servers {servers}: a run needs at least one")
     if servers == 1:
         return
-    asked = f"--servers {servers} divides the weights into ranges, and"
+    divided = f"--servers {servers} divides the weights into ranges, and"
     pull = config.pull_codec
     if pull is not None and not codec_of(pull).traits.by_range:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
-        raise UserError(f"{asked} --pull-codec {pull} looks at all of them at once: use one of {known}")
+        raise UserError(f"{divided} --pull-codec {pull} looks at all of them at once: use one of {known}")
     if strategy_of(config).is_local:
         return  # clipping and lars happen inside the workers
     if config.clip is not None:
-        raise UserError(f"{asked} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
+        raise UserError(f"{divided} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
     if config.optimizer == "lars":
-        raise UserError(f"{asked} lars needs the norm of each layer: leave out one, or use --optimizer sgd")
+        raise UserError(f"{divided} lars needs the norm of each layer: leave out one, or use --optimizer sgd")
 
 
 def grain_of(config: RunConfig) -> int:
@@ -51,9 +51,8 @@ def spans_of(size: int, servers: int, grain: int = GRAIN) -> list[slice]:
     """
     grains = -(-size // grain)
     if grains < servers:
-        raise UserError(
-            f"--servers {servers}: {size} floats make {grains} ranges of {grain} at most; use fewer servers"
-        )
+        most = f"{size} floats make {grains} ranges of {grain} at most"
+        raise UserError(f"--servers {servers}: {most}; use fewer servers")
     ends = [min(size, grain * -(-grains * number // servers)) for number in range(servers + 1)]
     return [slice(first, last) for first, last in itertools.pairwise(ends)]
 
