@@ -1,7 +1,4 @@
-"""Simulate a cluster in one process: the real server and workers under a virtual clock.
-
-One batch: the worker gets a reply, computes a step and pushes; the server handles the push and replies.
-"""
+"""Simulate a cluster in one process: a real server and real workers exchange replies and pushes in virtual time."""
 
 from __future__ import annotations
 

@@ -93,14 +93,14 @@ class SoakSummary:
     failure: FailedSeed | None = None
     interrupted: bool = False
 
-    def add(self, trial: Trial, story: TrialRecord) -> None:
-        self.pushes += story.pushes
-        self.updates += story.updates
-        self.restarts += story.restarts
-        self.unfinished += not story.finished
-        self.diverged += story.diverged
+    def add(self, trial: Trial, record: TrialRecord) -> None:
+        self.pushes += record.pushes
+        self.updates += record.updates
+        self.restarts += record.restarts
+        self.unfinished += not record.finished
+        self.diverged += record.diverged
         self.elastic += trial.room is not None
-        self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
+        self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= record.seconds)
         self.strategies[strategy_of(trial.strategy).name] += 1
         self.optimizers[trial.optimizer] += 1
         self.rules[rule_of(trial.rule).name] += 1
@@ -138,27 +138,23 @@ def _counts(counter: Counter[str]) -> str:
 def soak(seeds: int, first: int, say: Callable[[str], None], table: Path | None = None) -> SoakSummary:
     """Try seeds until one breaks a promise, then shorten its fault table; Ctrl-C ends the soak early."""
     summary = SoakSummary(first, seeds)
+    next_line = summary.began + PROGRESS_SECONDS
     try:
-        _try_seeds(summary, say, table)
+        for seed in range(first, first + seeds):
+            trial = draw(seed)
+            if table is not None:
+                trial = with_faults(trial, read_faults(table, trial.max_workers))
+            record, broken = attempt(trial)
+            summary.seeds += 1
+            if broken is not None:
+                say(f"seed {seed} breaks a promise: {broken}; looking for the shortest table of faults")
+                summary.failure = shortest(trial, broken)
+                break
+            assert record is not None
+            summary.add(trial, record)
+            if time.monotonic() >= next_line:
+                say(summary.progress())
+                next_line = time.monotonic() + PROGRESS_SECONDS
     except KeyboardInterrupt:
         summary.interrupted = True
     return summary
-
-
-def _try_seeds(summary: SoakSummary, say: Callable[[str], None], table: Path | None) -> None:
-    next_line = summary.began + PROGRESS_SECONDS
-    for seed in range(summary.first, summary.first + summary.asked):
-        trial = draw(seed)
-        if table is not None:
-            trial = with_faults(trial, read_faults(table, trial.max_workers))
-        story, broken = attempt(trial)
-        summary.seeds += 1
-        if broken is not None:
-            say(f"seed {seed} breaks a promise: {broken}; looking for the shortest table of faults")
-            summary.failure = shortest(trial, broken)
-            return
-        assert story is not None
-        summary.add(trial, story)
-        if time.monotonic() >= next_line:
-            say(summary.progress())
-            next_line = time.monotonic() + PROGRESS_SECONDS
