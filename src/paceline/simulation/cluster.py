@@ -16,7 +16,7 @@ from paceline.simulation.simulator import Cluster
 from paceline.simulation.step_times import StepTimeDistribution, StepTimes, parse_factors, parse_speeds
 
 DEFAULT_SPEED = "1s"
-TURNS = 0.08  # share of the cores that is lost to context switches: 4 LeNet5 workers on 2 cores lost about 10 %
+SWITCHING_LOSS = 0.08  # share of the cores lost to context switches: 4 LeNet5 workers on 2 cores lost about 10 %
 
 
 def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...] = ()) -> Cluster:
@@ -38,7 +38,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         by_speed=config.local_steps == "speed",
         server_seconds=0.0 if on_ring(config) else _server_seconds(config, like),
         cores=config.cores if config.cores is not None or like is None or link is not None else like.cores,
-        switching_loss=TURNS if like is not None else 0.0,
+        switching_loss=SWITCHING_LOSS if like is not None else 0.0,
         delay=delay if delays else None,
         faults=faults,
     )
@@ -50,9 +50,8 @@ def step_times(config: RunConfig, like: MeasuredStepTimes | None) -> list[StepTi
     if like is None:
         return parse_speeds(config.speeds or DEFAULT_SPEED, workers)
     factors = parse_factors(config.speeds, workers) if config.speeds is not None else [1.0] * workers
-    return [
-        StepTimeDistribution("measured", like.step_seconds * factor, quantiles=like.quantiles) for factor in factors
-    ]
+    means = [like.step_seconds * factor for factor in factors]
+    return [StepTimeDistribution("measured", mean, quantiles=like.quantiles) for mean in means]
 
 
 def _server_seconds(config: RunConfig, like: MeasuredStepTimes | None) -> float:

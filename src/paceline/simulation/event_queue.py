@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 Action = Callable[[Any], None]
-GC_THRESHOLD = 100_000
-"""Raised threshold of the garbage collector: a simulation makes no reference cycles, so collecting only costs time."""
+GC_THRESHOLD = 100_000  # objects before a collection: a simulation makes no reference cycles, so collecting only costs
 
 
 class EventQueue:
@@ -48,17 +46,11 @@ class EventQueue:
     def run(self) -> None:
         """Run the actions in order until none is left or `stopped` is set."""
         heap, pop = self._heap, heapq.heappop
-        with _rare_collection():
+        young, *older = gc.get_threshold()
+        gc.set_threshold(max(young, GC_THRESHOLD) if young else 0, *older)
+        try:
             while heap and not self.stopped:
                 self.now, _, action, argument = pop(heap)
                 action(argument)
-
-
-@contextlib.contextmanager
-def _rare_collection() -> Iterator[None]:
-    young, *older = gc.get_threshold()
-    gc.set_threshold(max(young, GC_THRESHOLD) if young else 0, *older)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, *older)
+        finally:
+            gc.set_threshold(young, *older)

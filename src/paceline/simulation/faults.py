@@ -1,4 +1,4 @@
-"""Applies the faults of a fault table to a simulated cluster."""
+"""Apply the faults of a fault table to a simulated cluster."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ def inject(cluster: Simulation, fault: Fault) -> None:
     if fault.kind == "server":
         if not cluster.network.server_down:
             cluster.stop_server()
-            cluster.queue.at(cluster.queue.now + fault.lasts, _restart_server, cluster)
+            cluster.queue.at(cluster.queue.now + fault.lasts, lambda cluster: cluster.restart_server(), cluster)
         return
     assert fault.worker is not None, "a checked fault table names a worker"
     KINDS[fault.kind](cluster, cluster.workers[fault.worker], fault)
-
-
-def _restart_server(cluster: Simulation) -> None:
-    cluster.restart_server()
 
 
 def _crash(cluster: Simulation, worker: SimulatedWorker, fault: Fault) -> None:
@@ -79,9 +75,7 @@ KINDS: dict[str, Callable[[Simulation, SimulatedWorker, Fault], None]] = {
     "crash": _crash,
     "slow": _slow,
     "pause": _pause,
-    "lose": _affect_message,
-    "duplicate": _affect_message,
-    "reorder": _affect_message,
+    **dict.fromkeys(("lose", "duplicate", "reorder"), _affect_message),
     "cut": _disconnect,
     "join": _join,
     "drain": _drain,

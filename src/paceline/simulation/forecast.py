@@ -44,25 +44,18 @@ def forecast(config: RunConfig, layout: Layout) -> Forecast:
     model = TimingModel(layout.size, config.batch_size)
     budget = Budget(1, 1, steps=updates)
     config = replace(config, lr=config.lr or 1.0)
+    queue, cluster = EventQueue(), cluster_of(config, layout.size)
 
     def start(send: Callable[[Reply], None]) -> BareDriver:
         return BareDriver(timing_server(config, layout, budget), send)
 
-    agenda = EventQueue()
-    simulation = Simulation(
-        agenda, cluster_of(config, layout.size), workers, lambda w, i: LocalWorker(model, model, Join(w, i)), start
-    )
+    simulation = Simulation(queue, cluster, workers, lambda w, i: LocalWorker(model, model, Join(w, i)), start)
     simulation.run()
-    server, ages = simulation.side.server, staleness_summary(simulation.side.server.staleness)
+    server, elapsed = simulation.side.server, queue.now
+    staleness = staleness_summary(server.staleness)
     moved = server.bytes_pushed + server.bytes_pulled
     if on_ring(config):
         moved = server.nbytes * 2 * (workers - 1) * server.version
-    return Forecast(
-        config.strategy,
-        workers,
-        server.samples / agenda.now,
-        ages["mean"],
-        ages["p95"],
-        sum(worker.computing for worker in simulation.workers) / (workers * agenda.now),
-        moved / agenda.now,
-    )
+    computing = sum(worker.computing for worker in simulation.workers) / (workers * elapsed)
+    speed, stale = server.samples / elapsed, (staleness["mean"], staleness["p95"])
+    return Forecast(config.strategy, workers, speed, *stale, computing, moved / elapsed)

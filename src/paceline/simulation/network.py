@@ -42,18 +42,16 @@ def ring_seconds(num_workers: int, nbytes: int, link: NetworkLink) -> float:
     >>> ring_seconds(4, 1000, NetworkLink(1000.0, 0.5))
     4.5
     """
-    steps = 2 * (num_workers - 1)
-    return steps * (nbytes / num_workers / link.bandwidth + link.latency)
+    return 2 * (num_workers - 1) * (nbytes / num_workers / link.bandwidth + link.latency)
 
 
+@dataclass(slots=True, eq=False)
 class CapacityShare:
     """One job on a shared capacity; it can be cancelled."""
 
-    __slots__ = ("action", "argument", "ended")
-
-    def __init__(self, action: Action, argument: Any) -> None:
-        self.action, self.argument = action, argument
-        self.ended = False
+    action: Action
+    argument: Any
+    ended: bool = False
 
 
 class SharedCapacity:
@@ -64,11 +62,9 @@ class SharedCapacity:
     """
 
     def __init__(self, queue: EventQueue, capacity: float, max_rate: float, switching_loss: float = 0.0) -> None:
-        self._queue = queue
+        self._queue, self._capacity, self._max_rate, self._rate = queue, capacity, max_rate, max_rate
         self._shared_capacity = capacity * (1.0 - switching_loss)
-        self._capacity, self._max_rate = capacity, max_rate
         self._service = self._since = 0.0
-        self._rate = max_rate
         self._jobs: list[tuple[float, int, CapacityShare]] = []
         self._num_jobs = self._serial = 0
         self._next_check = math.inf
@@ -131,17 +127,12 @@ class SharedCapacity:
         if missing > 0.0 and now + missing / self._rate > now:
             self._plan_next()  # jobs added meanwhile made this one slower
         else:
-            self._finish(*heapq.heappop(jobs))
-
-    def _finish(self, end: float, serial: int, job: CapacityShare) -> None:
-        self._service = max(self._service, end)
-        job.ended = True
-        self._count(-1)
-        self._plan_next()
-        job.action(job.argument)
-
-
-UP, DOWN = "push", "reply"
+            end, _, job = heapq.heappop(jobs)
+            self._service = max(self._service, end)
+            job.ended = True
+            self._count(-1)
+            self._plan_next()
+            job.action(job.argument)
 
 
 @dataclass(slots=True)
@@ -149,12 +140,12 @@ class WorkerLink:
     """The network link of one worker, over all its incarnations."""
 
     down_until: float = -1.0
-    message_faults: dict[str, list[Fault]] = field(default_factory=lambda: {UP: [], DOWN: []})
+    message_faults: dict[str, list[Fault]] = field(default_factory=lambda: {"push": [], "reply": []})
     seconds_in_flight: float = 0.0  # total seconds that messages have spent on the link
 
 
 Transfer: TypeAlias = tuple[WorkerLink, tuple[str, int] | None, Action, Any, float]
-"""Link, (direction, bytes) if the bandwidth counts, recipient, message, start time."""
+"""Link, (`push` or `reply`, bytes) if the bandwidth counts, recipient, message, start time."""
 
 
 class SimulatedNetwork:
@@ -164,7 +155,7 @@ class SimulatedNetwork:
         self._queue, self._latency = queue, latency
         self._shared: dict[str, SharedCapacity] = {}
         if bandwidth is not None:
-            self._shared = {way: SharedCapacity(queue, bandwidth, bandwidth) for way in (UP, DOWN)}
+            self._shared = {way: SharedCapacity(queue, bandwidth, bandwidth) for way in ("push", "reply")}
         self.links = [WorkerLink() for _ in range(num_workers)]
         self.server_down = False
 
@@ -172,13 +163,13 @@ class SimulatedNetwork:
         self, worker: int, way: str, arrive: Action, message: Any, lost: Action, request: Any, nbytes: int | None
     ) -> None:
         """Send `message` to `arrive`, or call `lost(request)` if it is lost; without `nbytes` it takes no bandwidth."""
-        line, now = self.links[worker], self._queue.now
-        if self.server_down or now < line.down_until:
+        link, now = self.links[worker], self._queue.now
+        if self.server_down or now < link.down_until:
             lost(request)
             return
-        message_faults = line.message_faults[way]
-        fault = message_faults.pop(0) if message_faults and nbytes is not None else None
-        transfer = (line, (way, nbytes) if nbytes and self._shared else None, arrive, message, now)
+        faults = link.message_faults[way]
+        fault = faults.pop(0) if faults and nbytes is not None else None
+        transfer = (link, (way, nbytes) if nbytes and self._shared else None, arrive, message, now)
         if fault is None:
             self._begin(transfer)
         elif fault.kind == "lose":
@@ -189,18 +180,16 @@ class SimulatedNetwork:
                 self._begin(transfer)
 
     def _begin(self, transfer: Transfer) -> None:
-        load = transfer[1]
-        if load is None:
+        if (load := transfer[1]) is None:
             self._end(transfer)
         else:
-            way, nbytes = load
-            self._shared[way].add(nbytes, self._end, transfer)
+            self._shared[load[0]].add(load[1], self._end, transfer)
 
     def _end(self, transfer: Transfer) -> None:
-        line, _, arrive, message, since = transfer
-        there = self._queue.now + self._latency
-        line.seconds_in_flight += there - since
+        link, _, arrive, message, since = transfer
+        arrival = self._queue.now + self._latency
+        link.seconds_in_flight += arrival - since
         if self._latency:
-            self._queue.at(there, arrive, message)
+            self._queue.at(arrival, arrive, message)
         else:
             arrive(message)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from paceline.settings.fault_table import Fault, read_faults
 from paceline.settings.notation import count
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED, cluster_of
+from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.faults import inject
 from paceline.simulation.simulator import Simulation
 from paceline.system.signals import stop_signals
@@ -69,7 +71,6 @@ def _simulate(
     config: RunConfig, folder: RunFolder, location: Location | None, faults: tuple[Fault, ...], console: Console
 ) -> dict[str, Any]:
     from paceline.runs.recovery import rebuild
-    from paceline.simulation.event_queue import EventQueue
 
     parts = _timing_parts(config) if config.timing_only else _training_parts(config, location, console)
     for line in startup_warnings(config, location, parts.work.skew if parts.work is not None else None):
@@ -97,14 +98,12 @@ def _simulate(
     def make_worker(worker: int, incarnation: int) -> LocalWorker:
         return parts.make_worker(Join(worker, incarnation, parts.quotas[worker], config.threads or 1))
 
-    cluster = cluster_of(config, parts.num_floats, faults)
-
     def note_and_inject(simulation: Simulation, fault: Fault) -> None:
         row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
         hosts[-1].events.write("fault", hosts[-1].clock.now(), fault=fault.kind, **row)
         inject(simulation, fault)
 
-    workers = config.workers or 1
+    cluster, workers = cluster_of(config, parts.num_floats, faults), config.workers or 1
     simulation = Simulation(queue, cluster, workers, make_worker, start_server, config.max_workers, note_and_inject)
     began = time.perf_counter()
     with stop_signals(console.report, react=lambda reason: setattr(queue, "stopped", True)) as reasons:
@@ -132,14 +131,14 @@ def _check_time_limit(simulation: Simulation, host: Host) -> None:
 
 
 class SimulatedRuntime(LocalRuntime):
-    """Replies go to the simulator, which measures where a worker's virtual time goes."""
+    """Sends replies to the simulator, which measures where a worker's virtual time goes."""
 
     def __init__(self, send: Callable[[Reply], None], time_shares: Callable[[int], TimeShares]) -> None:
         super().__init__(send)
         self._time_shares = time_shares
 
     def time_shares(self, worker: int) -> TimeShares:
-        """Where a worker's time went."""
+        """Return where a worker's time went."""
         return self._time_shares(worker)
 
 
@@ -156,7 +155,6 @@ class RunParts:
 
 
 def _training_parts(config: RunConfig, location: Location | None, console: Console) -> RunParts:
-    """Return the parts of a run whose workers compute real gradients."""
     prepare_device(config)
     dataset = load(location, report=console.report) if location is not None else None
     task = make_task(config, dataset)
@@ -165,7 +163,7 @@ def _training_parts(config: RunConfig, location: Location | None, console: Conso
     def worker(join: Join) -> LocalWorker:
         return make_worker(config, make_task(config, dataset), work, join)
 
-    return RunParts(task, work, work.quotas, task.layout.size, lambda: make_server(config, task, work), worker)
+    return RunParts(task, work, work.quotas, task.layout.size, partial(make_server, config, task, work), worker)
 
 
 def _timing_parts(config: RunConfig) -> RunParts:
@@ -177,15 +175,9 @@ def _timing_parts(config: RunConfig) -> RunParts:
     quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers))) if own else None
     samples = max(1, round(config.epochs * info.train_size))
     budget = Budget(samples, info.train_size, steps=config.steps, per_worker=own)
-    layout = timing_layout(config)
-    model = TimingModel(layout.size, config.batch_size)
-
-    def server() -> Server:
-        return timing_server(config, layout, budget)
-
-    return RunParts(
-        model, None, [quota] * max_workers_of(config), layout.size, server, lambda join: LocalWorker(model, model, join)
-    )
+    layout, quotas = timing_layout(config), [quota] * max_workers_of(config)
+    model, server = TimingModel(layout.size, config.batch_size), partial(timing_server, config, layout, budget)
+    return RunParts(model, None, quotas, layout.size, server, partial(LocalWorker, model, model))
 
 
 def _time_shares(simulation: Simulation, number: int) -> TimeShares:
@@ -199,7 +191,6 @@ def _time_shares(simulation: Simulation, number: int) -> TimeShares:
 
 
 def _extra_results(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:
-    """Return the entries that a simulated run adds to the result."""
     utilisation = []
     came = max((worker.number for worker in simulation.workers if worker.incarnation >= 0), default=-1) + 1
     for worker in simulation.workers[:came]:

@@ -1,13 +1,11 @@
-"""Simulates a cluster in one process: the real server and workers under a virtual clock.
-
-One batch: the worker gets a reply, computes a step and pushes; the server handles the push and replies.
-"""
+"""Simulate a cluster in one process: a real server and real workers exchange replies and pushes in virtual time."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from paceline.core.buffers import WorkerBuffers
@@ -18,15 +16,7 @@ from paceline.core.worker import LocalWorker
 from paceline.runtimes.server.timing import RECENT
 from paceline.settings.fault_table import Fault
 from paceline.simulation.event_queue import EventQueue
-from paceline.simulation.network import (
-    DOWN,
-    UP,
-    CapacityShare,
-    NetworkLink,
-    SharedCapacity,
-    SimulatedNetwork,
-    ring_seconds,
-)
+from paceline.simulation.network import CapacityShare, NetworkLink, SharedCapacity, SimulatedNetwork, ring_seconds
 from paceline.simulation.step_times import StepTimes
 
 RETRY_STEPS = 5.0  # delay before a lost message is sent again, in mean step times
@@ -105,25 +95,23 @@ class Simulation:
     ) -> None:
         """Start with `num_workers`; faults of kind `join` add others, up to `max_workers`.
 
-        `start_server` is given the function that sends a reply. `inject` applies one fault of `cluster.faults` when its
-        time comes.
+        `start_server` gets the function that sends a reply. `inject` applies a fault of the cluster when it is due.
         """
         assert inject is not None or not cluster.faults, "a cluster with faults needs `inject`"
-        self._inject = inject
-        self.queue, self.cluster = queue, cluster
+        self.queue, self.cluster, self._inject = queue, cluster, inject
         self.workers = [SimulatedWorker(number) for number in range(max_workers or num_workers)]
         self._initial_workers = self.workers[:num_workers]
         link = None if cluster.ring else cluster.link
-        latency = link.latency if link is not None else cluster.latency
-        self.network = SimulatedNetwork(queue, link.bandwidth if link is not None else None, latency, len(self.workers))
+        bandwidth, latency = (link.bandwidth, link.latency) if link is not None else (None, cluster.latency)
+        self.network = SimulatedNetwork(queue, bandwidth, latency, len(self.workers))
         self._make_worker, self._start_server = make_worker, start_server
-        cores = float(cluster.cores) if cluster.cores is not None else None
-        self._cores = SharedCapacity(queue, cores, 1.0, cluster.switching_loss) if cores is not None else None
+        self._cores: SharedCapacity | None = None
+        if cluster.cores is not None:
+            self._cores = SharedCapacity(queue, float(cluster.cores), 1.0, cluster.switching_loss)
         self._balancer = StepBalancer() if cluster.by_speed else None
         self._inbox: deque[Input] = deque()
         self._serving = False
-        self._server_life = self.num_running = 0
-        self.num_events = 0
+        self._server_life = self.num_running = self.num_events = 0
         self.side: SimulatedServer = start_server(self._send)
         assert self.side.server.nbytes == cluster.nbytes, "server and cluster have the same number of weights"
 
@@ -131,8 +119,9 @@ class Simulation:
         """Run from the first join until training ends or no worker is left."""
         for worker in self._initial_workers:
             self.queue.at(0.0, self.start_worker, worker)
-        for fault in self.cluster.faults:
-            self.queue.at(fault.at, self._apply_fault, fault)
+        if self._inject is not None:
+            for fault in self.cluster.faults:
+                self.queue.at(fault.at, partial(self._inject, self), fault)
         self.queue.run()
         for worker in self.workers:
             if worker.instance is not None:
@@ -143,10 +132,6 @@ class Simulation:
                     worker.step_began = self.queue.now
         if self.num_running and not self.side.server.finished and not self.queue.stopped:
             raise Deadlock(f"at {self.queue.now:g} s, update {self.side.server.version}: all workers wait")
-
-    def _apply_fault(self, fault: Fault) -> None:
-        assert self._inject is not None
-        self._inject(self, fault)
 
     def start_worker(self, worker: SimulatedWorker) -> None:
         """Start a worker process that joins as a new incarnation; the server drops an older one."""
@@ -199,16 +184,13 @@ class Simulation:
             return
         worker.instance.pending = reply
         worker.step_began, worker.steps = now, reply.steps or self.cluster.steps_per_push
-        seconds = self._step_seconds(worker, reply.serial)
-        if now < worker.slow_until:
-            seconds *= worker.factor
+        seconds = self._step_seconds(worker, reply.serial) * (worker.factor if now < worker.slow_until else 1.0)
         if self._cores is not None:
             worker.job = self._cores.add(seconds, self._computed, (worker, life))
         else:
             self.queue.at(now + seconds, self._computed, (worker, life))
 
     def _step_seconds(self, worker: SimulatedWorker, push: int) -> float:
-        """Return the seconds of all local steps of one push."""
         times, most = self.cluster.step_times, self.cluster.steps_per_push
         if most == 1:
             return times.seconds(worker.number, push)
@@ -244,9 +226,9 @@ class Simulation:
         self._send_up(worker, worker.unanswered)
 
     def _send_up(self, worker: SimulatedWorker, message: Join | Push) -> None:
-        delivery = self._server_life, message
+        delivery, request = (self._server_life, message), (worker, message)
         nbytes = self.side.server.updater.nbytes_of(message) if isinstance(message, Push) else None
-        self.network.send(worker.number, UP, self.deliver, delivery, self._schedule_retry, (worker, message), nbytes)
+        self.network.send(worker.number, "push", self.deliver, delivery, self._schedule_retry, request, nbytes)
 
     def _send(self, reply: Reply) -> None:
         """Send a reply with its weights from the server to its worker."""
@@ -261,7 +243,7 @@ class Simulation:
             return
         request = worker, worker.unanswered or worker.instance.join
         delivery, nbytes = (worker.life, reply), self.side.memories[worker.number].nbytes
-        self.network.send(worker.number, DOWN, self._receive, delivery, self._schedule_retry, request, nbytes)
+        self.network.send(worker.number, "reply", self._receive, delivery, self._schedule_retry, request, nbytes)
 
     def _schedule_retry(self, request: tuple[SimulatedWorker, Join | Push]) -> None:
         worker, message = request

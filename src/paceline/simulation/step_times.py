@@ -34,8 +34,7 @@ class StepTimeDistribution:
         if self.kind == "exponential":
             return generator.exponential(self.mean, number)
         if self.kind == "lognormal":
-            centre = math.log(self.mean) - self.spread**2 / 2
-            return generator.lognormal(centre, self.spread, number)
+            return generator.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread, number)
         if self.kind == "normal":
             return np.maximum(0.0, self.mean * (1.0 + self.spread * generator.standard_normal(number)))
         if self.kind == "measured":
@@ -48,8 +47,7 @@ class StepTimes:
     """Draws step times per worker, in blocks; workers beyond the list repeat its distributions."""
 
     def __init__(self, distributions: list[StepTimeDistribution], seed: int) -> None:
-        self.distributions = distributions
-        self._seed = seed
+        self.distributions, self._seed = distributions, seed
         self._blocks: dict[int, tuple[int, list[float]]] = {}
 
     @property
@@ -80,11 +78,8 @@ def parse_speeds(text: str, num_workers: int) -> list[StepTimeDistribution]:
     """
     try:
         base, star, factors = text.partition("*")
-        if star:
-            scales = _per_worker(_scales(factors), num_workers)
-            bases = _base(base, num_workers)
-            return [replace(one, mean=one.mean * scale) for one, scale in zip(bases, scales, strict=True)]
-        return _base(base, num_workers)
+        scales = _per_worker(_scales(factors if star else "1"), num_workers)
+        return [replace(d, mean=d.mean * s) for d, s in zip(_base(base, num_workers), scales, strict=True)]
     except UserError as error:
         raise UserError(f"--speeds '{text}': {error}; {FORM}") from None
 
@@ -129,8 +124,7 @@ def _distribution(kind: str, arguments: list[str]) -> StepTimeDistribution:
 
 def _seconds_or_factor(text: str) -> float:
     text = text.strip()
-    value = _factor(text) if text and text[-1] in "0123456789." else seconds(text)
-    return _positive(value, text)
+    return _positive(_factor(text) if text and text[-1] in "0123456789." else seconds(text), text)
 
 
 def _scales(text: str) -> list[float]:

@@ -1,7 +1,4 @@
-"""Arrival order of a simulated run: which workers made each update from which batches, and which got its weights.
-
-Recorded from the real `Server` under the simulator, so that the lab follows every policy without implementing any.
-"""
+"""Arrival order of a simulated run: the workers and batches of each update, and the workers that got its weights."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class ArrivalOrder:
 
 
 class _TracingDriver(BareDriver):
-    """Records every update of the server and every reply to it."""
+    """Records the updates and replies of the real server, so that the lab follows every policy without its code."""
 
     def __init__(self, server: Server, send: Callable[[Reply], None]) -> None:
         super().__init__(server, send)
@@ -75,14 +72,14 @@ class _TracingDriver(BareDriver):
         self.answer(outcome.replies)
 
 
-class _Counted:
+@dataclass(frozen=True)
+class _SizesOnly:
     """Batches without data, with their sizes."""
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+    batches: Batches
 
     def batch(self, number: int) -> Batch:
-        return Batch(None, None, self._batches.samples_before(number + 1) - self._batches.samples_before(number), 0)
+        return Batch(None, None, self.batches.samples_before(number + 1) - self.batches.samples_before(number), 0)
 
 
 def trace_of(config: RunConfig, work: WorkAssignment, num_floats: int) -> ArrivalOrder:
@@ -93,32 +90,23 @@ def trace_of(config: RunConfig, work: WorkAssignment, num_floats: int) -> Arriva
 
     def start(send: Callable[[Reply], None]) -> BareDriver:
         rule, training = make_rule(config, Layout((), 0)), Training(work.budget, make_schedule(config))
-        exchange = Exchange(nbytes=4 * num_floats)
-        server = Server(torch.empty(0), rule, make_policy(config), training, Roster(num_workers), exchange)
+        roster, exchange = Roster(num_workers), Exchange(nbytes=4 * num_floats)
+        server = Server(torch.empty(0), rule, make_policy(config), training, roster, exchange)
         drivers.append(_TracingDriver(server, send))
         return drivers[-1]
 
     def make_worker(worker: int, incarnation: int) -> LocalWorker:
-        return LocalWorker(
-            model, _Counted(work.batches(worker, config)), Join(worker, incarnation, work.quotas[worker])
-        )
+        join = Join(worker, incarnation, work.quotas[worker])
+        return LocalWorker(model, _SizesOnly(work.batches(worker, config)), join)
 
     queue = EventQueue()
     Simulation(queue, cluster_of(config, num_floats), num_workers, make_worker, start).run()
     trace = drivers[-1]
     trace.server.on_update = None  # the trace outlives the driver
     workers, batches, staleness, lr, live = zip(*trace.rows, strict=True)
-    return ArrivalOrder(
-        _padded(workers),
-        _padded(batches),
-        _padded(trace.released[1:]),
-        np.array(staleness, np.int32),
-        np.array(lr, np.float32),
-        np.array(live, np.int32),
-        np.array(trace.left, np.int32).reshape(-1, 2),
-        queue.now,
-        trace.server,
-    )
+    padded = _padded(workers), _padded(batches), _padded(trace.released[1:])
+    columns = np.array(staleness, np.int32), np.array(lr, np.float32), np.array(live, np.int32)
+    return ArrivalOrder(*padded, *columns, np.array(trace.left, np.int32).reshape(-1, 2), queue.now, trace.server)
 
 
 def _padded(rows: Any) -> NDArray[np.int32]:

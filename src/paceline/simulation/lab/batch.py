@@ -45,22 +45,18 @@ class LabRun:
 class RunBatch:
     """Runs that share model, rule, optimizer and pushes per update, from update `begin` until the first of them end.
 
-    Runs of nearly equal length end together: the weights of each are saved at its own last update, and its updates
-    after that are discarded.
+    Runs of nearly equal length end together: the batch saves each run's weights at its last update and goes on.
     """
 
     def __init__(self, rows: list[LabRun], data: Images, begin: int = 0, max_workers: int | None = None) -> None:
         config, layout = rows[0].config, rows[0].layout
-        self.rows, self.layout, self.data = rows, layout, data
-        device = data.images.device
+        self.rows, self.layout, self.data, self._begin = rows, layout, data, begin
+        device, lengths = data.images.device, [len(row.trace) for row in rows]
         self.weights = torch.stack([row.initial for row in rows]).to(device)
-        lengths = [len(row.trace) for row in rows]
-        self._begin = begin
         self.end = max(length for length in lengths if length <= min(lengths) * (1.0 + LENGTH_TOLERANCE))
         self.num_updates = self.end - begin
         self.ended = [number for number, length in enumerate(lengths) if length <= self.end]
-        self.final: dict[int, tuple[Tensor, Tensor]] = {}
-        """Evaluated and live weights of each run after its last update."""
+        self.final: dict[int, tuple[Tensor, Tensor]] = {}  # evaluated and live weights of each run at its end
         self._in_rounds = rows[0].trace.workers.shape[1] > 1
         self._many_released = not self._in_rounds and max(row.trace.released.shape[1] for row in rows) > 1
         self.max_workers = max_workers or max(row.config.workers or 1 for row in rows) + self._many_released
@@ -80,7 +76,6 @@ class RunBatch:
         self._wait_for_current_stream()
 
     def _load_inputs(self, device: torch.device) -> BatchInputs:
-        """Copy the runs' inputs to the device, one entry per update."""
         rows, span = self.rows, slice(self._begin, self.end)
         pushes = max(row.trace.workers.shape[1] for row in rows)
 
@@ -97,8 +92,7 @@ class RunBatch:
             keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
         self._base = torch.arange(len(rows), device=device) * self.max_workers
         self._worker: Tensor | None = None
-        self._released: list[Tensor] = []
-        owner = torch.arange(len(rows), device=device)[None]
+        owner, self._released = torch.arange(len(rows), device=device)[None], []
         if not self._in_rounds:
             self._worker = stacked([row.trace.workers[span, 0] for row in rows], torch.int64)
             owner = self._worker + self._base
@@ -108,19 +102,13 @@ class RunBatch:
             free = stacked([_wide(row.trace.released[span], most, NO_WORKER) for row in rows], torch.int64)
             free = torch.where(free == NO_WORKER, self.max_workers - 1, free) + self._base[:, None]  # padding
             self._released = list(free.unbind(-1))
-        return BatchInputs(
-            self.data,
-            torch.zeros(1, dtype=torch.int64, device=device),
-            stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32).flatten(2),
-            stacked([_wide(row.feed.weights[span], pushes) for row in rows], torch.float32).flatten(2),
-            keys,
-            owner,
-            self.held,
-            rows[0].config.batch_size,
-        )
+        at = torch.zeros(1, dtype=torch.int64, device=device)
+        samples = stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32).flatten(2)
+        weights = stacked([_wide(row.feed.weights[span], pushes) for row in rows], torch.float32).flatten(2)
+        return BatchInputs(self.data, at, samples, weights, keys, owner, self.held, rows[0].config.batch_size)
 
     def _find_stops(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the updates after which a worker leaves, as (run, worker), or a run ends, as (run, NO_WORKER)."""
+        """Return the updates after which a worker leaves (run, worker) or a run ends (run, NO_WORKER)."""
         found: dict[int, list[tuple[int, int]]] = {}
         for number, row in enumerate(self.rows):
             if not self._in_rounds:
@@ -142,11 +130,9 @@ class RunBatch:
             self.rule.apply(self.weights, self.state, self._gradient, arrival)
             for released in self._released:
                 place = released.index_select(0, at)[0]
-                sent = self.weights
                 if self._ahead is not None:
-                    sent = self._ahead
-                    self.rule.reply_weights(self.weights, self.state, place - self._base, sent)
-                self.held.index_copy_(0, place, sent)
+                    self.rule.reply_weights(self.weights, self.state, place - self._base, self._ahead)
+                self.held.index_copy_(0, place, self.weights if self._ahead is None else self._ahead)
             at += 1
 
     @property
@@ -236,10 +222,9 @@ class RunBatch:
 
 def sends_live_weights(rule: Rule) -> bool:
     """Return whether the rule sends plain copies of the live weights and keeps no record of them."""
-    inner = rule
-    while isinstance(inner, RuleWrapper):
-        inner = inner.rule
-    return getattr(type(inner), "weights_for", None) is StatelessHooks.reply_weights
+    while isinstance(rule, RuleWrapper):
+        rule = rule.rule
+    return getattr(type(rule), "reply_weights", None) is StatelessHooks.reply_weights
 
 
 def _long(array: NDArray[Any], updates: int) -> NDArray[Any]:

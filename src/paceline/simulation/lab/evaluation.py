@@ -1,10 +1,9 @@
-"""Evaluates the finished runs of a batch on train, validation and test data."""
+"""Evaluate the finished runs of a batch on train, validation and test data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +41,9 @@ def scores_of(
         if "validation" in parts and (config.validation or config.fold is not None):
             address = (config.seed, config.validation, config.fold)
             if address not in on_part:
-                part = held_out(labels, config)[1]
-                on_part[address] = on(_part(train, part)), len(part)
+                part = torch.from_numpy(held_out(labels, config)[1]).to(train.labels.device)
+                chosen = Images(train.images[part], train.labels[part], train.scale, train.shift)
+                on_part[address] = on(chosen), len(part)
             held = scores["validation"] = _scores(on_part[address][0], place, on_part[address][1])
             if on_train is not None:
                 scores["train"] = _without(_scores(on_train, place, len(labels)), held)
@@ -62,8 +62,7 @@ def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int 
         for start in range(0, total, chunk):
             rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
             images, labels = data.select(rows)
-            shared = images.expand(num_rows, *images.shape).contiguous()
-            found = logits(parameters, shared, None)
+            found = logits(parameters, images.expand(num_rows, *images.shape).contiguous(), None)
             every = labels.expand(num_rows, -1)
             loss -= found.gather(-1, every[..., None]).sum((1, 2))
             right.scatter_add_(1, every, (found.argmax(-1) == every).float())
@@ -76,13 +75,8 @@ def _scores(sums: tuple[Tensor, Tensor, Tensor], number: int, total: int) -> Sco
     return Scores(float(loss), round(float(right) * total), total, accuracies)
 
 
-def _part(data: Images, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Images:
-    chosen = torch.from_numpy(rows).to(data.labels.device)
-    return Images(data.images[chosen], data.labels[chosen], data.scale, data.shift)
-
-
 def _without(whole: Scores, held: Scores) -> Scores:
-    """Return the scores of the training part: the whole set without the held-out samples."""
+    """Return the scores of the whole set without the held-out samples."""
     total = whole.total - held.total
     loss = (whole.loss * whole.total - held.loss * held.total) / total
     return Scores(loss, whole.correct - held.correct, total, (None,) * len(whole.per_class))

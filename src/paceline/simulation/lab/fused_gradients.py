@@ -75,14 +75,7 @@ class Shape:
 
     def constants(self) -> dict[str, Any]:
         """Return the compile-time constants of all three kernels."""
-        return {
-            "H": self.height,
-            "W": self.width,
-            "C": self.channels,
-            "O": self.outputs,
-            "SIZE": self.size,
-            "STEP": self.step,
-        }
+        return dict(H=self.height, W=self.width, C=self.channels, O=self.outputs, SIZE=self.size, STEP=self.step)
 
 
 class Convolution:
@@ -103,10 +96,8 @@ class Convolution:
         at = {p.name: p.offset for p in layout.parameters}
         self.weight, self.bias, self.row = at[f"{name}.weight"], at[f"{name}.bias"], layout.size
         _, self.runs, self.samples = inputs.samples.shape
-        device = gradient.device
-        down, across = shape.out
-        each = self.runs * self.samples
-        self.values = _with_spare_memory((each, down, across, shape.outputs), device)
+        device, each = gradient.device, self.runs * self.samples
+        self.values = _with_spare_memory((each, *shape.out, shape.outputs), device)
         self.winner = torch.empty(each * shape.positions * shape.outputs, dtype=torch.int8, device=device)
         self.margin = 0 if isinstance(below, Tensor) else shape.size - 1
         sides = (side * shape.step + 2 * self.margin for side in shape.out)
@@ -183,8 +174,7 @@ class Convolution:
 
 def _with_spare_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return zeros with spare memory behind them, for a tile that reads past the last patch."""
-    number = math.prod(shape)
-    behind = 8 * shape[-1] * shape[-2] + 1024
+    number, behind = math.prod(shape), 8 * shape[-1] * shape[-2] + 1024
     return torch.zeros(number + behind, device=device)[:number].view(shape)
 
 
@@ -218,17 +208,13 @@ class _Fused:
         self.linear_layers()
         self.second.backward()
         self.first.backward()
-        self.sum_blocks()
+        if self.blocks > 1:
+            torch.sum(self.parts, 1, out=self.gradient[:, self.start :])
+        torch.sum(self.block_losses, 1, out=self.losses)
 
     def linear_layers(self) -> None:
         """Compute the loss, the gradients of the linear layers and the second convolution's flow."""
         raise NotImplementedError
-
-    def sum_blocks(self) -> None:
-        """Sum the gradients and the losses of all blocks."""
-        if self.blocks > 1:
-            torch.sum(self.parts, 1, out=self.gradient[:, self.start :])
-        torch.sum(self.block_losses, 1, out=self.losses)
 
 
 class FusedLeNet5(_Fused):
@@ -251,9 +237,6 @@ class FusedLeNet5(_Fused):
         self.second = Convolution("conv2", second, inputs, layout, gradient, self.first, precision=precision)
 
     def linear_layers(self) -> None:
-        self._head()
-
-    def _head(self) -> None:
         inputs, data, second = self.inputs, self.inputs.data, self.second
         places = [self.at[f"{layer}.{kind}"] for layer in ("fc1", "fc2", "fc3") for kind in ("weight", "bias")]
         row, block, shift = self.place

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
+from paceline.data.sampler import Batches
 from paceline.randomness import mix64_array
 from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
 
@@ -28,36 +29,28 @@ class RunInputs:
 
 def feed_of(trace: ArrivalOrder, work: WorkAssignment, config: RunConfig) -> RunInputs:
     """Return the batches of every push in the arrival order."""
-    updates, pushes = trace.workers.shape
-    size = config.batch_size
-    samples = np.zeros((updates, pushes, size), np.int32)
-    filled = np.zeros((updates, pushes), np.int64)
+    shape, size = trace.workers.shape, config.batch_size
+    samples, filled = np.zeros((*shape, size), np.int32), np.zeros(shape, np.int64)
     for worker in range(config.workers or 1):
         rows, places = np.nonzero(trace.workers == worker)
         if not len(rows):
             continue
         numbers = trace.batches[rows, places]
-        order, counts = _all_batches(work, config, worker, int(numbers.max()) + 1)
-        samples[rows, places] = order[numbers]
-        filled[rows, places] = counts[numbers]
+        order, counts = _all_batches(work.batches(worker, config), int(numbers.max()) + 1, size)
+        samples[rows, places], filled[rows, places] = order[numbers], counts[numbers]
     weights = (np.arange(size) < filled[..., None]).astype(np.float32)
     weights /= filled.sum(1).astype(np.float32)[:, None, None]
-    present = np.where(trace.workers == NO_WORKER, 0, trace.workers)
-    keys = mix64_array(config.seed, present, np.where(trace.workers == NO_WORKER, 0, trace.batches))
-    return RunInputs(samples, weights, keys)
+    workers, batches = (np.where(trace.workers == NO_WORKER, 0, each) for each in (trace.workers, trace.batches))
+    return RunInputs(samples, weights, mix64_array(config.seed, workers, batches))
 
 
-def _all_batches(
-    work: WorkAssignment, config: RunConfig, worker: int, number: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return a worker's first `number` batches, padded to the batch size, and the samples in each."""
-    batches = work.batches(worker, config)
-    order = np.zeros((number, config.batch_size), np.int32)
-    counts = np.zeros(number, np.int64)
+def _all_batches(batches: Batches, number: int, size: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the first `number` batches, padded to `size`, and the number of samples in each."""
+    order, counts = np.zeros((number, size), np.int32), np.zeros(number, np.int64)
     for place in range(number):
         indices = batches.indices(place)
-        order[place, : len(indices)] = indices
         counts[place] = len(indices)
+        order[place, : len(indices)] = indices
     return order, counts
 
 

@@ -1,7 +1,4 @@
-"""LeNet5 and the CNN for many runs at once: G weight vectors, each with its own batch.
-
-Activations are [G, B, H, W, C]; a convolution is one gather of patches and one batched product.
-"""
+"""LeNet5 and the CNN for G runs at once, each with its own weights and batch; activations are [G, B, H, W, C]."""
 
 from __future__ import annotations
 

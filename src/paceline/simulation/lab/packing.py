@@ -1,4 +1,4 @@
-"""Groups runs into batches that make the same kind of update and fit the device's memory."""
+"""Group runs into batches that make the same kind of update and fit the device's memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from paceline.simulation.lab.batch import LabRun
 
 MEMORY_SHARE = 0.6  # share of the device's free memory to use
 CPU_MEMORY = 4 * 2.0**30
-ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}
-"""Approximate floats of activations per sample; autograd takes `AUTOGRAD_FACTOR` times as many."""
-AUTOGRAD_FACTOR = 8
+ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}  # approximate floats per sample
+AUTOGRAD_FACTOR = 8  # autograd takes so many times the floats of the kernels
 
 
 def group_rows(rows: list[LabRun]) -> list[list[LabRun]]:
@@ -22,14 +21,10 @@ def group_rows(rows: list[LabRun]) -> list[list[LabRun]]:
     groups: dict[tuple[Any, ...], list[LabRun]] = {}
     for row in rows:
         c = row.config
+        rule = f"auto {chosen(c, row.skew).rule}" if c.rule == "auto" else c.rule
         kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
-        groups.setdefault((*kind, c.weight_decay, c.clip, _rule(row), average_horizon(c)), []).append(row)
+        groups.setdefault((*kind, c.weight_decay, c.clip, rule, average_horizon(c)), []).append(row)
     return list(groups.values())
-
-
-def _rule(row: LabRun) -> str:
-    """Return the rule's name; for `auto`, the rule it chose for this run."""
-    return f"auto {chosen(row.config, row.skew).rule}" if row.config.rule == "auto" else row.config.rule
 
 
 def split_to_fit(kinds: list[list[LabRun]], room: float, device: torch.device) -> list[list[LabRun]]:

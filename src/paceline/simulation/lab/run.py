@@ -82,12 +82,9 @@ def check_rows(configs: list[RunConfig]) -> None:
     for config in configs:
         if config.model not in BATCHED or config.task is not None:
             raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
-        strategy = strategy_of(config)
-        if strategy.is_local or config.eval_every is not None or config.faults is not None:
-            raise UserError(
-                f"the lab has no local steps, no --eval-every and no --faults ({config.strategy} given): "
-                "use 'paceline simulate'"
-            )
+        if strategy_of(config).is_local or config.eval_every is not None or config.faults is not None:
+            lacks = "no local steps, no --eval-every and no --faults"
+            raise UserError(f"the lab has {lacks} ({config.strategy} given): use 'paceline simulate'")
         if config.max_seconds is not None:
             raise UserError("the lab has no --max-seconds: leave it out, or use 'paceline simulate'")
         if ways_of(config) or config.dataset == "imagenet":
@@ -117,13 +114,11 @@ def run_rows(
     began = time.perf_counter()
     rows = traced(configs, dataset, progress)
     total, done = sum(row.trace.workers.size for row in rows), 0
-    started = time.perf_counter()
+    started, scoring = time.perf_counter(), 0.0
     spent.tracing += started - began
-    scoring = 0.0
     spent.num_rows += len(rows)
     spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
-    room = available_memory(device)
-    kinds = group_rows(rows)
+    room, kinds = available_memory(device), group_rows(rows)
     waiting = split_to_fit(kinds, room, device)
     spent.num_kinds, spent.num_batches = spent.num_kinds + len(kinds), spent.num_batches + len(waiting)
     active: list[RunBatch] = []
@@ -152,9 +147,8 @@ def run_rows(
 def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[LabResult]:
     for number, scores in scores_of(batch, train, test, parts).items():
         row, (evaluated, live) = batch.rows[number], batch.final[number]
-        found = bool(torch.isfinite(evaluated).all())
-        scores = scores if found else {}
-        result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores)
-        result |= {"status": "finished" if found else "diverged", "lab_seconds": round(seconds, 3)}
+        finite = bool(torch.isfinite(evaluated).all())
+        result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores if finite else {})
+        result |= {"status": "finished" if finite else "diverged", "lab_seconds": round(seconds, 3)}
         result["rule_applied"] = batch.rule.name  # the arrival order was simulated without weights
         yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)

@@ -1,4 +1,4 @@
-"""Simulates the arrival orders of many configs in parallel; configs with equal timing share one."""
+"""Simulate the arrival orders of many configs in parallel; configs with equal timing share one."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _ANY = RunConfig(rule="plain")
 _NOT_TIMES = (
     "model", "optimizer", "momentum", "nesterov", "betas", "weight_decay", "clip", "name", "runs", "rule", "average"
 )  # fmt: skip
+Traced = tuple[ArrivalOrder, RunInputs, float]  # with the skew of the classes
 
 
 def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, float], None]) -> list[LabRun]:
@@ -37,7 +38,7 @@ def traced(configs: list[RunConfig], dataset: Dataset, progress: Callable[[str, 
         timing = _timing_settings(config)
         wanted.setdefault(to_toml(timing), (timing, task.layout.size))
     labels = class_labels(tasks[0].train[1], num_samples(tasks[0].train[0]), configs[0])
-    found: dict[str, tuple[ArrivalOrder, RunInputs, float]] = {}
+    found: dict[str, Traced] = {}
     for key, one in zip(wanted, _all_traces(list(wanted.values()), labels), strict=True):
         found[key] = one
         progress(f"tracing {len(found)} of {len(wanted)}", 0.0)
@@ -59,15 +60,14 @@ def _timing_settings(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, **changes, lr=1.0)
 
 
-def _all_traces(
-    wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]
-) -> Iterator[tuple[ArrivalOrder, RunInputs, float]]:
+def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) -> Iterator[Traced]:
     size = sum(config.epochs * len(labels) / config.batch_size * (config.workers or 1) for config, _ in wanted)
     if len(wanted) < 2 or size < PARALLEL_THRESHOLD or cores() < 2:
         yield from (_one_trace(config, num_floats, labels) for config, num_floats in wanted)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(cores(), len(wanted)), context, _ignore_interrupts) as pool:
+    ignore_interrupts = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(min(cores(), len(wanted)), context, *ignore_interrupts) as pool:
         futures = [pool.submit(_one_trace, config, num_floats, labels) for config, num_floats in wanted]
         try:
             yield from (future.result() for future in futures)
@@ -75,11 +75,7 @@ def _all_traces(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> tuple[ArrivalOrder, RunInputs, float]:
+def _one_trace(config: RunConfig, num_floats: int, labels: NDArray[np.int64]) -> Traced:
     work = divide_work(labels, config)
     trace = trace_of(config, work, num_floats)
     return trace, feed_of(trace, work, config), work.skew

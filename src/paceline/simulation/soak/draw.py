@@ -24,6 +24,12 @@ from paceline.simulation.soak.oracle import BETAS, EPS
 from paceline.simulation.step_times import StepTimeDistribution, StepTimes
 from paceline.tasks.synthetic import Quadratic, shard_of
 
+MAX_WORKERS = 6
+MAX_FAULTS = 8
+RULE_NAMES = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
+T = TypeVar("T")
+Quotas = tuple[int | None, ...]
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -35,13 +41,13 @@ class Trial:
     lr: float
     momentum: float
     budget: Budget
-    quotas: tuple[int | None, ...]
+    quotas: Quotas
     even: bool
-    cuts: float  # the chance that a checkpoint is taken after an input
+    checkpoint_chance: float  # after each input
     cluster: Cluster
-    poison: tuple[int, int] | None = None  # the worker and the batch whose gradient holds a NaN
+    poison: tuple[int, int] | None = None  # worker and batch whose gradient holds a NaN
     rule: str = "plain"
-    room: int | None = None  # most workers at once, if workers may join and leave
+    room: int | None = None  # maximum number of workers at once, if workers may join and leave
 
     @property
     def workers(self) -> int:
@@ -52,7 +58,7 @@ class Trial:
         return self.room or self.workers
 
     def quota(self, worker: int) -> int | None:
-        """The quota of a worker that was there at the start; one that joins late has none."""
+        """Return the quota of an initial worker; a worker that joins later has none."""
         return self.quotas[worker] if worker < self.workers else None
 
     def make_optimizer(self) -> Optimizer:
@@ -77,18 +83,6 @@ class Trial:
         return LocalWorker(task, task, join, reassign=reassign)
 
 
-MAX_WORKERS = 6
-
-
-MAX_FAULTS = 8
-
-
-RULE_NAMES = tuple(name for name, traits in RULES.items() if not traits.for_drifts)
-
-
-T = TypeVar("T")
-
-
 def draw(seed: int) -> Trial:
     """Draw the trial of a seed."""
     chance = rng(seed, "soak")
@@ -108,14 +102,14 @@ def draw(seed: int) -> Trial:
         if chance.integers(4) == 0:
             faults = tuple(replace(fault, restart_after=None) for fault in faults)
         cluster = replace(cluster, faults=_on_the_beat(faults) if chance.integers(2) else faults)
-    cuts = _pick(chance, (0.0, 0.05, 0.3))
+    checkpoints = _pick(chance, (0.0, 0.05, 0.3))
     poison = (int(chance.integers(workers)), int(chance.integers(10))) if chance.integers(16) == 0 else None
     rule = _rule(rng(seed, "soak rule"), strategy)
-    trial = Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, cuts, cluster, poison, rule)
-    return _with_comings_and_goings(rng(seed, "soak members"), trial, horizon)
+    trial = Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, checkpoints, cluster, poison, rule)
+    return _with_membership_changes(rng(seed, "soak members"), trial, horizon)
 
 
-def _with_comings_and_goings(chance: np.random.Generator, trial: Trial, horizon: float) -> Trial:
+def _with_membership_changes(chance: np.random.Generator, trial: Trial, horizon: float) -> Trial:
     """Let workers join and leave in half of all trials over a star; if the budget is shared, data is divided again."""
     if on_ring(RunConfig(strategy=trial.strategy)) or chance.integers(2):
         return trial
@@ -139,16 +133,12 @@ def _on_the_beat(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
     def beat(seconds: float | None) -> float | None:
         return None if seconds is None else max(0.5, round(2.0 * seconds) / 2.0)
 
-    return tuple(
-        replace(
-            fault,
-            at=round(2.0 * fault.at) / 2.0,
-            lasts=(beat(fault.lasts) or 0.0) if fault.lasts else 0.0,
-            restart_after=beat(fault.restart_after),
-            noticed_after=beat(fault.noticed_after),
-        )
-        for fault in faults
-    )
+    def rounded(fault: Fault) -> Fault:
+        at, lasts = round(2.0 * fault.at) / 2.0, beat(fault.lasts or None) or 0.0
+        restart_after, noticed_after = beat(fault.restart_after), beat(fault.noticed_after)
+        return replace(fault, at=at, lasts=lasts, restart_after=restart_after, noticed_after=noticed_after)
+
+    return tuple(map(rounded, faults))
 
 
 def _pick(chance: np.random.Generator, choices: tuple[T, ...]) -> T:
@@ -166,7 +156,7 @@ def _strategy(chance: np.random.Generator, workers: int) -> str:
 
 
 def _rule(chance: np.random.Generator, strategy: str) -> str:
-    """Half of all trials have the plain rule, and so have those whose strategy refuses the rule that was drawn."""
+    """Draw a rule; half of all trials, and those whose strategy does not support it, have the plain rule."""
     name = _pick(chance, RULE_NAMES) if chance.integers(2) else "plain"
     traits, config = RULES[name], RunConfig(strategy=strategy)
     text = f"{name}:{chance.integers(1, 5)}" if traits.letter else name
@@ -176,38 +166,28 @@ def _rule(chance: np.random.Generator, strategy: str) -> str:
     return "plain" if refused else text
 
 
-def _budget(
-    chance: np.random.Generator, pushes: int, workers: int, in_rounds: bool
-) -> tuple[Budget, tuple[int | None, ...]]:
-    """A budget of samples or steps for all, or a quota for each worker, of about this many pushes."""
+def _budget(chance: np.random.Generator, pushes: int, workers: int, in_rounds: bool) -> tuple[Budget, Quotas]:
+    """Draw a shared budget of samples or steps, or a quota for each worker, of about `pushes` pushes."""
     kind = _pick(chance, ("shared", "steps", "own"))
     if kind == "own":
-        most = max(2, 2 * pushes // workers)
-        return Budget(2 * pushes, 40, per_worker=True), tuple(int(chance.integers(1, most)) for _ in range(workers))
+        quotas = tuple(int(chance.integers(1, max(2, 2 * pushes // workers))) for _ in range(workers))
+        return Budget(2 * pushes, 40, per_worker=True), quotas
     steps = (max(1, pushes // workers) if in_rounds else pushes) if kind == "steps" else None
     return Budget(2 * pushes, 40, steps=steps), (None,) * workers
 
 
 def _cluster(chance: np.random.Generator, strategy: str, workers: int, pushes: int) -> tuple[Cluster, float]:
-    """A cluster, and about how long this many pushes take on it."""
+    """Draw a cluster; also return about how many seconds `pushes` pushes take on it."""
     kind = _pick(chance, ("constant", "lognormal", "exponential", "normal"))
     means = [_pick(chance, (1.0, 1.0, 1.5, 4.0)) for _ in range(workers)]
     times = StepTimes([StepTimeDistribution(kind, mean, 0.3) for mean in means], int(chance.integers(2**32)))
     link = NetworkLink(_pick(chance, (100.0, 1e6)), _pick(chance, (0.0, 0.05, 0.5))) if chance.integers(2) else None
     server_seconds = _pick(chance, (0.0, 0.0, 0.05, 0.3))
     cores = int(chance.integers(1, workers + 1)) if chance.integers(4) == 0 else None
-    ring = on_ring(RunConfig(strategy=strategy))
-    steps = _pick(chance, (1, 1, 1, 3))
+    ring, steps = on_ring(RunConfig(strategy=strategy)), _pick(chance, (1, 1, 1, 3))
     delay = _some_delay if chance.integers(8) == 0 else None
     cluster = Cluster(
-        times,
-        16,
-        link=link,
-        ring=ring,
-        steps_per_push=steps,
-        server_seconds=server_seconds,
-        cores=cores,
-        delay=delay,
+        times, 16, link=link, ring=ring, steps_per_push=steps, server_seconds=server_seconds, cores=cores, delay=delay
     )
     return cluster, pushes * times.mean * steps / min(workers, cores or workers)
 
@@ -217,5 +197,5 @@ def _some_delay(worker: int, push: int) -> float:
 
 
 def with_faults(trial: Trial, faults: tuple[Fault, ...]) -> Trial:
-    """The same trial with other faults."""
+    """Return the same trial with other faults."""
     return replace(trial, cluster=replace(trial.cluster, faults=faults))

@@ -26,24 +26,20 @@ if TYPE_CHECKING:
 ROUNDING = 1e-5  # tolerance of float32 against the oracle, relative to the larger of coordinate and optimum
 
 ServerState = tuple[dict[str, Any], dict[str, Tensor]]
+PushIdentity = tuple[int, int, int]  # worker, incarnation, number
 
 
 def server_state(server: Server) -> ServerState:
     """Return the complete state of a server as plain values and tensors."""
-    values = {
-        "version": server.version,
-        "samples": server.samples,
-        "dropped": server.dropped,
-        "late": server.late,
-        "pushes": server.pushes,
-        "replies": server.replies,
-        "finished": server.finished,
+    counts = ("version", "samples", "dropped", "late", "pushes", "replies", "finished")
+    values = {name: getattr(server, name) for name in counts}
+    values |= {
         "staleness": dict(server.staleness),
         "members": {worker: asdict(member) for worker, member in sorted(server.members.items())},
         "awaited": server.pending_workers,
         "policy": server.policy.facts(),
         "held": {worker: push[:6] for worker, push in sorted(server.held.items())},
-        "deals": server.assignments.facts() if server.assignments is not None else None,
+        "assignments": server.assignments.facts() if server.assignments is not None else None,
     }
     tensors = {"weights": server.weights, **server.rule_state}
     tensors |= {f"update {worker}": push.update for worker, push in server.held.items()}
@@ -64,9 +60,8 @@ class InvariantChecker:
     """Checks every input, update and reply, across all restarts of the server."""
 
     def __init__(self, trial: Trial) -> None:
-        self._strategy = strategy_of(trial.strategy)
-        self._budget, self._quotas, self._poison = trial.budget, trial.quotas, trial.poison
-        self._quota = trial.quota
+        self._strategy, self._budget, self._poison = strategy_of(trial.strategy), trial.budget, trial.poison
+        self._quotas, self._quota = trial.quotas, trial.quota
         self._membership = MembershipModel(trial.workers, trial.room is not None, self._strategy.in_rounds)
         self._predicts = rule_of(trial.rule).traits.sends_others
         self._plain = rule_of(trial.rule).name in ("plain", "ringmaster")
@@ -75,8 +70,7 @@ class InvariantChecker:
         self._scratch = torch.zeros(len(OPTIMUM))
         self._samples = 0
         self._accepted: Counter[int] = Counter()
-        self._applied: set[tuple[int, int, int]] = set()
-        self._dropped: set[tuple[int, int, int]] = set()
+        self._applied, self._dropped = set[PushIdentity](), set[PushIdentity]()
         self._last_reply: dict[int, Reply] = {}
         self._sent: dict[int, Tensor] = {}
         self._incarnations: dict[int, int] = {}
@@ -120,8 +114,8 @@ class InvariantChecker:
             require(last.version == version, "bound", "a round of version {} holds a push from {}", version, last)
         part = shard_of(push.worker, last.assignment)
         gradient = gradient_at(self._sent[push.worker], part, last.batch, self._scratch)
-        finite = (push.worker, last.batch) != self._poison
-        require(finite, "finite", "push {} is applied although it has a NaN", identity)
+        poisoned = (push.worker, last.batch) == self._poison
+        require(not poisoned, "finite", "push {} is applied although it has a NaN", identity)
         same = torch.equal(gradient, push.update)
         require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, last.batch, last.version)
         return AppliedPush(last.version, push.samples, curvature(part, last.batch))
@@ -188,7 +182,7 @@ class InvariantChecker:
             return
         newest = reply.version == version or (
             reply.finished and reply.version < version
-        )  # its leave may complete a round
+        )  # a leave may complete a round
         require(newest, "growth", "{} at version {}", reply, version)
         require(last is None or last.version <= reply.version, "growth", "{} after {}", reply, last)
         if not reply.finished:
@@ -211,8 +205,9 @@ class InvariantChecker:
         last = self._last_reply.get(reply.worker)
         if last is not None and not last.finished and last.incarnation == reply.incarnation:
             push = (last.worker, last.incarnation, last.serial)
-            counted = push in self._applied or push in self._dropped
-            require(counted, "last push", "{} although push {} was not counted", reply, push)
+            require(
+                push in self._applied | self._dropped, "last push", "{} although push {} was not counted", reply, push
+            )
 
     def _check_held_back(self, server: Server) -> None:
         """Check that a worker waits only for missing pushes of its round, or for one too far behind."""
@@ -238,9 +233,8 @@ class InvariantChecker:
             missing = [w for w in working if w not in gone]
             require(not missing, "budget", "the run ended although workers {} were to return", missing)
         elif self._budget.per_worker and self._budget.steps is None:
-            excused = self._membership.released
-            working = [w for w in working if w in self._incarnations and w not in excused]
-            missing = [w for w in working if (w, self._incarnations[w]) not in self._dead]
+            joined = self._incarnations.keys() - self._membership.released
+            missing = [w for w in working if w in joined and (w, self._incarnations[w]) not in self._dead]
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
             require(self._budget.exhausted(self._samples, version), "budget", "over after {} samples", self._samples)

@@ -1,4 +1,4 @@
-"""Model of elastic membership: which workers wait for a round, are draining, and own which data."""
+"""Model of elastic membership: the workers that wait for a round or drain, and the data of each."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class MembershipModel:
     def check_assignment(self, reply: Reply, accepted: int, clocks: Mapping[int, int]) -> None:
         """Require that a reply carries the newest data assignment, with exactly the active workers."""
         at_work = tuple(sorted((clocks.keys() | self.waiting.keys()) - self.draining))
-        assignment = reply.assignment or DataAssignment(0, self._newest.members if not self._newest.generation else ())
         if not self._elastic:
             require(reply.assignment is None, "deal", "{} in a run with a fixed data assignment", reply)
             return
+        assignment = reply.assignment or DataAssignment(0, self._newest.members if not self._newest.generation else ())
         due = self._newest if at_work == self._newest.members else DataAssignment(self._newest.generation + 1, at_work)
         require(assignment == due, "deal", "{} carries {}, {} is due", reply, assignment, due)
         self._newest = due

@@ -1,15 +1,11 @@
-"""Serial oracle: one coordinate under the same pushes in the same order, and a bound on its error.
-
-It computes in double precision and shares no code with the rules it checks.
-"""
+"""Serial oracle: applies the same pushes to one coordinate in double precision, without code of the checked rules."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-BETAS, EPS = (0.5, 0.9), 0.5
-"""Adam with short averages; near the optimum it acts like sgd with lr / EPS, which must stay a stable step."""
+BETAS, EPS = (0.5, 0.9), 0.5  # of Adam: near the optimum it acts like sgd with lr / EPS, which must stay stable
 
 
 class AppliedPush(NamedTuple):
@@ -32,11 +28,9 @@ class SerialOracle:
         self._optimizer, self._lr, self._momentum, self._answer = optimizer, lr, momentum, answer
         self._step = lr / (1.0 - momentum)
         self._lead = self._step * momentum ** (2 if optimizer == "nesterov" else 1) if momentum else 0.0
-        self.points = [0.0]
-        self.max_staleness = 0
+        self.points, self.max_staleness = [0.0], 0
         self._velocity = self._mean = self._square = 0.0
-        self._z, self._moved, self._velocities = 1.0, [0.0], [0.0]
-        self._distances = [1.0]
+        self._z, self._moved, self._velocities, self._distances = 1.0, [0.0], [0.0], [1.0]
 
     def apply(self, parts: list[AppliedPush]) -> float:
         """Apply one update and return the new coordinate."""

@@ -30,19 +30,18 @@ class FailedSeed:
     faults: tuple[Fault, ...]
 
     def lines(self) -> list[str]:
-        """What broke, the table of faults, and the command that shows it again."""
-        table = faults_toml(self.faults) if self.faults else "# no fault is needed\n"
+        """Return the broken promise, the fault table, and the command that reproduces it."""
         return [
             f"seed {self.seed} breaks a promise: {self.promise}: {self.text}",
             f"the shortest table of faults that still does ({len(self.faults)} left):",
             "",
-            table,
+            faults_toml(self.faults) if self.faults else "# no fault is needed\n",
             f"again: paceline soak --seeds 1 --first {self.seed}    (add --faults FILE to try a table of your own)",
         ]
 
 
 def attempt(trial: Trial) -> tuple[TrialRecord | None, InvariantViolation | None]:
-    """The outcome of a trial, or the promise that it broke; one seed in four runs twice, to compare."""
+    """Return the outcome of a trial, or the promise that it broke; one seed in four runs twice, to compare."""
     try:
         first = perform(trial)
         second = perform(trial) if trial.seed % REPEATED == 0 else first
@@ -94,26 +93,25 @@ class SoakSummary:
     failure: FailedSeed | None = None
     interrupted: bool = False
 
-    def add(self, trial: Trial, story: TrialRecord) -> None:
-        self.pushes += story.pushes
-        self.updates += story.updates
-        self.restarts += story.restarts
-        self.unfinished += not story.finished
-        self.diverged += story.diverged
+    def add(self, trial: Trial, record: TrialRecord) -> None:
+        self.pushes += record.pushes
+        self.updates += record.updates
+        self.restarts += record.restarts
+        self.unfinished += not record.finished
+        self.diverged += record.diverged
         self.elastic += trial.room is not None
-        self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= story.seconds)
+        self.faults.update(fault.kind for fault in trial.cluster.faults if fault.at <= record.seconds)
         self.strategies[strategy_of(trial.strategy).name] += 1
         self.optimizers[trial.optimizer] += 1
         self.rules[rule_of(trial.rule).name] += 1
 
     def progress(self) -> str:
-        seconds = time.monotonic() - self.began
-        rate = self.seeds / seconds
+        rate = self.seeds / (time.monotonic() - self.began)
         left = (self.asked - self.seeds) / rate
         return f"{self.seeds} of {self.asked} seeds, {rate:.0f} a second, {left:.0f} s left"
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the summary as text."""
         seconds = time.monotonic() - self.began
         return [
             f"{self.seeds} seeds from {self.first} on in {seconds:.1f} s: "
@@ -121,24 +119,15 @@ class SoakSummary:
             f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server; "
             f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN, "
             f"in {self.elastic} the data was divided again",
-            f"faults: {_counts(self.faults)}",
-            f"strategies: {_counts(self.strategies)}",
-            f"optimizers: {_counts(self.optimizers)}",
-            f"rules: {_counts(self.rules)}",
+            *(f"{name}: {_counts(getattr(self, name))}" for name in ("faults", "strategies", "optimizers", "rules")),
             *([] if self.failure is None else ["", *self.failure.lines()]),
         ]
 
     def row(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the summary as JSON values."""
         row = {name: value for name, value in vars(self).items() if name not in ("began", "failure")}
         row["seconds"] = round(time.monotonic() - self.began, 3)
-        failure = self.failure
-        row["failure"] = failure and {
-            "seed": failure.seed,
-            "promise": failure.promise,
-            "text": failure.text,
-            "faults": faults_toml(failure.faults),
-        }
+        row["failure"] = self.failure and {**vars(self.failure), "faults": faults_toml(self.failure.faults)}
         return row
 
 
@@ -147,32 +136,25 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def soak(seeds: int, first: int, say: Callable[[str], None], table: Path | None = None) -> SoakSummary:
-    """Try seed after seed until one breaks a promise; its table of faults is then made as short as it gets.
-
-    Ctrl-C ends it early, with what was found so far.
-    """
+    """Try seeds until one breaks a promise, then shorten its fault table; Ctrl-C ends the soak early."""
     summary = SoakSummary(first, seeds)
+    next_line = summary.began + PROGRESS_SECONDS
     try:
-        _try_seeds(summary, say, table)
+        for seed in range(first, first + seeds):
+            trial = draw(seed)
+            if table is not None:
+                trial = with_faults(trial, read_faults(table, trial.max_workers))
+            record, broken = attempt(trial)
+            summary.seeds += 1
+            if broken is not None:
+                say(f"seed {seed} breaks a promise: {broken}; looking for the shortest table of faults")
+                summary.failure = shortest(trial, broken)
+                break
+            assert record is not None
+            summary.add(trial, record)
+            if time.monotonic() >= next_line:
+                say(summary.progress())
+                next_line = time.monotonic() + PROGRESS_SECONDS
     except KeyboardInterrupt:
         summary.interrupted = True
     return summary
-
-
-def _try_seeds(summary: SoakSummary, say: Callable[[str], None], table: Path | None) -> None:
-    next_line = summary.began + PROGRESS_SECONDS
-    for seed in range(summary.first, summary.first + summary.asked):
-        trial = draw(seed)
-        if table is not None:
-            trial = with_faults(trial, read_faults(table, trial.max_workers))
-        story, broken = attempt(trial)
-        summary.seeds += 1
-        if broken is not None:
-            say(f"seed {seed} breaks a promise: {broken}; looking for the shortest table of faults")
-            summary.failure = shortest(trial, broken)
-            return
-        assert story is not None
-        summary.add(trial, story)
-        if time.monotonic() >= next_line:
-            say(summary.progress())
-            next_line = time.monotonic() + PROGRESS_SECONDS

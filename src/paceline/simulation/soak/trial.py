@@ -17,7 +17,6 @@ from paceline.core.worker import LocalWorker
 from paceline.runs.arrival_log import Record
 from paceline.runs.checkpoint import Checkpoint, take_checkpoint
 from paceline.runs.replay import Replay
-from paceline.settings.fault_table import Fault
 from paceline.simulation.event_queue import Action, EventQueue
 from paceline.simulation.faults import inject
 from paceline.simulation.simulator import Deadlock, SimulatedWorker, Simulation
@@ -58,23 +57,19 @@ class TrialDriver:
     """Runs the server of a trial, with log and checkpoints in memory, across all its restarts."""
 
     def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self.queue = BoundedEventQueue()
-        self.checker = InvariantChecker(trial)
+        self.trial, self.queue, self.checker = trial, BoundedEventQueue(), InvariantChecker(trial)
         self.memories: dict[int, WorkerBuffers] = {}
-        self.send: Callable[[Reply], None] = lambda reply: None
+        self.send: Callable[[Reply], None]
         self.records: list[Record] = []
-        self.restarts = 0
+        self.restarts = -1  # the first start counts as none
         self._checkpoint: Checkpoint | None = None
         self._random = Random(trial.seed)
         self.server: Server = self._observed(self._new_server())
-        self._begun = False
 
     def _new_server(self) -> Server:
         trial = self.trial
-        weights, rule = torch.zeros(len(OPTIMUM)), trial.make_rule()
         training, roster = Training(trial.budget, Schedule(trial.lr)), Roster(trial.workers, trial.room)
-        return Server(weights, rule, trial.make_policy(), training, roster)
+        return Server(torch.zeros(len(OPTIMUM)), trial.make_rule(), trial.make_policy(), training, roster)
 
     def _observed(self, server: Server) -> Server:
         server.on_update = lambda update: self.checker.on_update(update.pushes, server)
@@ -83,10 +78,9 @@ class TrialDriver:
     def start(self, send: Callable[[Reply], None]) -> TrialDriver:
         """Start the server; after a crash, rebuild it from checkpoint and log and check that it is equal."""
         self.send = send
-        if not self._begun:
-            self._begun = True
-            return self
         self.restarts += 1
+        if not self.restarts:
+            return self
         rebuilt = self.rebuild(self._checkpoint)
         require_same("kept", server_state(self.server), server_state(rebuilt))
         self.server = self._observed(rebuilt)
@@ -115,7 +109,8 @@ class TrialDriver:
                 self.server.send_weights(reply, self.memories[reply.worker])
                 self.checker.on_weights(reply.worker, self.memories[reply.worker].weights)
             self.send(reply)
-        if self.trial.cuts and self.server.can_checkpoint and self._random.random() < self.trial.cuts:
+        chance = self.trial.checkpoint_chance
+        if chance and self.server.can_checkpoint and self._random.random() < chance:
             self._checkpoint = take_checkpoint(self.server, self.memories, len(self.records), self.queue.now)
 
 
@@ -152,19 +147,11 @@ def _workers_in(plan: object) -> set[int]:
     return {worker for part in plan for worker in _workers_in(part)} if isinstance(plan, tuple) else set()
 
 
-def _is_permanent(fault: Fault) -> bool:
-    """Return whether a fault may remove a worker permanently."""
-    return fault.kind == "drain" or (fault.kind == "crash" and fault.restart_after is None)
-
-
+@torch.inference_mode()
 def perform(trial: Trial) -> TrialRecord:
     """Run a trial to its end; raise `InvariantViolation` if an invariant does not hold."""
-    with torch.inference_mode():
-        return _perform(trial)
-
-
-def _perform(trial: Trial) -> TrialRecord:
-    driver = TrialDriver(trial)
+    driver, faults = TrialDriver(trial), trial.cluster.faults
+    gone = {one.worker for one in faults if one.kind == "drain" or (one.kind == "crash" and one.restart_after is None)}
 
     def make_worker(worker: int, incarnation: int) -> LocalWorker:
         return trial.make_worker(Join(worker, incarnation, trial.quota(worker)))
@@ -172,7 +159,7 @@ def _perform(trial: Trial) -> TrialRecord:
     simulation = Simulation(driver.queue, trial.cluster, trial.workers, make_worker, driver.start, trial.room, inject)
     try:
         simulation.run()
-        driver.checker.on_end(driver.server, {fault.worker for fault in trial.cluster.faults if _is_permanent(fault)})
+        driver.checker.on_end(driver.server, gone)
         require(not (lost := unscheduled_workers(simulation)), "forgotten", "no event is planned for workers {}", lost)
         if trial.seed % REPLAY_EVERY == 0:
             require_same("replay", server_state(driver.server), server_state(driver.rebuild(None)))
@@ -182,15 +169,6 @@ def _perform(trial: Trial) -> TrialRecord:
         raise InvariantViolation("deadlock", str(error)) from error
     except Exception as error:
         raise InvariantViolation("crash", f"{type(error).__name__}: {error}") from error
-    server = driver.server
-    return TrialRecord(
-        tuple(driver.records),
-        tuple(server.weights.tolist()),
-        driver.queue.now,
-        simulation.num_events,
-        driver.restarts,
-        server.pushes,
-        server.version,
-        server.finished,
-        server.divergence is not None,
-    )
+    server, records, weights = driver.server, tuple(driver.records), tuple(driver.server.weights.tolist())
+    counts = simulation.num_events, driver.restarts, server.pushes, server.version
+    return TrialRecord(records, weights, driver.queue.now, *counts, server.finished, server.divergence is not None)

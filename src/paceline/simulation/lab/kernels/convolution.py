@@ -1,10 +1,9 @@
 """Triton kernels for convolutions of many runs at once, each run with its own weights.
 
-Activations are [R, S, H, W, C] for R runs of S samples, padding included; patches are never written to memory. A
-convolution can pool 2 x 2 windows by maximum, apply ReLU and dropout before it writes. It also writes the `winner` of
-each value: the index of the maximum in its window, or LOST if no gradient passes. The flow, the gradient of the
-output, has the unpooled shape and a margin of zeros, so that every product reads plain memory. The values of a patch
-are ordered k = (ky SIZE + kx) C + c.
+Activations are [R, S, H, W, C] for R runs of S samples, padding included; patches are never written to memory, their
+values are ordered k = (ky SIZE + kx) C + c. A convolution can pool 2 x 2 windows by maximum, apply ReLU and dropout. It
+also writes the `winner` of each value: the index of the maximum in its window, or LOST if no gradient passes. The flow,
+the gradient of the output, has the unpooled shape and a margin of zeros, so that every product reads plain memory.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import triton.language as tl
 from paceline.simulation.lab.kernels.masks import kept
 
 LOST = tl.constexpr(4)
-VARIABLE = ("R", "S", "batch", "owner_step", "bias_step", "chunk", "splits")
-"""Arguments that differ between batches and must not cause a recompilation."""
+VARIABLE = ("R", "S", "batch", "owner_step", "bias_step", "chunk", "splits")  # vary between batches: do not recompile
 
 
 @triton.jit
@@ -186,8 +184,7 @@ def spread_weights(
     w, owner, out, turned, at_pointer, owner_step, row, offset,
     C: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reorder the weights [O, C, taps] of every run: [taps, C, O] for the forward pass, and [reversed taps, O, C] for
-    the backward pass."""
+    """Reorder the weights [O, C, taps] of every run to [taps, C, O] (forward) and [reversed taps, O, C] (backward)."""
     r = tl.program_id(1)
     own = tl.load(owner + tl.load(at_pointer) * owner_step + r).to(tl.int64)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
