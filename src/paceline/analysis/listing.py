@@ -135,22 +135,20 @@ def _metrics(result: dict[str, Any]) -> dict[str, float] | None:
 def _so_far(folder: RunFolder) -> Row:
     """Return the progress of a run without a result."""
     row: Row = {"status": "running" if folder.is_locked() else "killed"}
-    if not folder.events_file.exists():
-        return row
-    progress = [event for event in read_tail(folder.events_file, TAIL_BYTES) if event.get("kind") == "progress"]
+    events = read_tail(folder.events_file, TAIL_BYTES) if folder.events_file.exists() else []
+    progress = [event for event in events if event.get("kind") == "progress"]
     if progress:
-        names = {"updates": "updates", "samples": "samples", "fraction": "fraction", "now": "train_seconds"}
-        row |= {name: progress[-1].get(theirs) for theirs, name in names.items()}
+        row |= {name: progress[-1].get(name) for name in ("updates", "samples", "fraction")}
+        row["train_seconds"] = progress[-1].get("now")
     return row
 
 
 def is_number(value: Any) -> bool:
+    """Return whether the value is a number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_TESTS: dict[str, Callable[[Any, Any], bool]] = {
-    **{"=": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
-}
+_TESTS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
 def choose(rows: Iterable[Row], where: list[str], sort: str | None = None, reverse: bool = False) -> list[Row]:
@@ -187,7 +185,7 @@ def _condition(text: str) -> Callable[[Row], bool]:
         limit = float(wanted)
     except ValueError:
         raise UserError(f"--where '{text}': {sign} takes a number, got '{wanted}'") from None
-    return lambda row: is_number(row[key]) and _TESTS[sign](row[key], limit)
+    return lambda row: is_number(row[key]) and bool(_TESTS[sign](row[key], limit))
 
 
 def _is(value: Any, wanted: str) -> bool:

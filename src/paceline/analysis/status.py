@@ -19,6 +19,7 @@ TAIL_BYTES = 1 << 20
 ENDED = ("finished", "stopped", "diverged")
 UNDER_WAY = ("starting", "running", "evaluating")
 STARTS = ("run_started", "run_resumed")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RunSnapshot(NamedTuple):
     """The status of a run, and the latest events behind it."""
 
     status: RunStatus
-    events: list[dict[str, Any]]
+    events: list[Row]
 
 
 def read_status(path: Path) -> RunStatus:
@@ -83,14 +84,18 @@ def read_run_snapshot(path: Path) -> RunSnapshot:
     return RunSnapshot(_status_of(folder, events, quiet), events)
 
 
-def _status_of(folder: RunFolder, events: list[dict[str, Any]], quiet: float | None) -> RunStatus:
+def _status_of(folder: RunFolder, events: list[Row], quiet: float | None) -> RunStatus:
     config, result = folder.config(), folder.result()
     simulated = is_simulated(config)
-    status: str = result["status"] if result is not None else _status(folder, events)
-    reason = result["reason"] if result is not None else None
-    last = _last(events, "progress") or {}
+    if result is None:
+        progressed = any(row.get("kind") == "progress" for row in events)
+        status, reason = status_without_result(folder, progressed, events[-1].get("kind") if events else None), None
+    else:
+        status, reason = result["status"], result["reason"]
+    last = _last(events, "progress")
     workers, span = _workers(events, result, whole=simulated or status in ENDED)
     row = result or last
+    deals: int = _last(events, "workers").get("deal", 0)
     return RunStatus(
         run=str(folder.path),
         strategy=config.strategy,
@@ -105,17 +110,17 @@ def _status_of(folder: RunFolder, events: list[dict[str, Any]], quiet: float | N
         seconds=row.get("train_seconds") or max((one.get("now", 0.0) for one in events), default=0.0),
         seconds_left=None if simulated or status != "running" else seconds_left(events),
         quiet_seconds=quiet if status in UNDER_WAY else None,
-        deals=(result or {}).get("deals", (_last(events, "workers") or {}).get("deal", 0)),
+        deals=row.get("deals", deals),
         span=span,
         workers=tuple(workers),
         samples=row.get("samples", 0),
         loss=last.get("loss"),
         staleness=last.get("staleness"),
-        test_accuracy=(result or _last(events, "evaluation") or {}).get("test_accuracy"),
+        test_accuracy=(result or _last(events, "evaluation")).get("test_accuracy"),
     )
 
 
-def _latest(folder: RunFolder) -> tuple[list[dict[str, Any]], float | None]:
+def _latest(folder: RunFolder) -> tuple[list[Row], float | None]:
     """Return the latest events of the last server, and the seconds since it wrote them."""
     try:
         quiet = round(max(0.0, time.time() - folder.events_file.stat().st_mtime), 3)
@@ -126,13 +131,9 @@ def _latest(folder: RunFolder) -> tuple[list[dict[str, Any]], float | None]:
     return events[starts[-1] :] if starts else events, quiet
 
 
-def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    return next((row for row in reversed(events) if row.get("kind") == kind), None)
-
-
-def _status(folder: RunFolder, events: list[dict[str, Any]]) -> str:
-    progressed = any(row.get("kind") == "progress" for row in events)
-    return status_without_result(folder, progressed, events[-1].get("kind") if events else None)
+def _last(events: list[Row], kind: str) -> Row:
+    """Return the last event of this kind; empty if there is none."""
+    return next((row for row in reversed(events) if row.get("kind") == kind), {})
 
 
 def status_without_result(folder: RunFolder, progressed: bool, last_kind: str | None) -> str:
@@ -144,7 +145,7 @@ def status_without_result(folder: RunFolder, progressed: bool, last_kind: str | 
     return "evaluating" if last_kind == "scoring" else "running"
 
 
-def seconds_left(events: Iterable[dict[str, Any]]) -> float | None:
+def seconds_left(events: Iterable[Row]) -> float | None:
     """Estimate the remaining seconds from the progress in the latest events."""
     rows = [(row["now"], row["fraction"]) for row in events if row.get("kind") == "progress"]
     latest = [row for row in rows if row[0] >= rows[-1][0] - WINDOW_SECONDS]
@@ -154,12 +155,11 @@ def seconds_left(events: Iterable[dict[str, Any]]) -> float | None:
     return round((1.0 - fraction) * (now - began) / (fraction - before), 1) if fraction > before else None
 
 
-def _workers(
-    events: list[dict[str, Any]], result: dict[str, Any] | None, whole: bool
-) -> tuple[list[WorkerStatus], float | None]:
+def _workers(events: list[Row], result: Row | None, whole: bool) -> tuple[list[WorkerStatus], float | None]:
     rows = [row for row in events if row.get("kind") == "workers" and is_whole(row)]
     if not rows:
-        return _from_result(result), None
+        shares = (result or {}).get("utilisation") or []
+        return [WorkerStatus(worker, "done", dict(parts)) for worker, parts in enumerate(shares)], None
     last = rows[-1]
     earlier = [row for row in rows[:-1] if row["now"] >= last["now"] - WINDOW_SECONDS]
     if whole or not earlier or not any(last["steps"]):
@@ -167,13 +167,13 @@ def _workers(
     return workers_of(last, earlier[0]), round(last["now"] - earlier[0]["now"], 3)
 
 
-def is_whole(row: dict[str, Any]) -> bool:
+def is_whole(row: Row) -> bool:
     """Return whether all columns are present, with one value per worker."""
     columns = [row.get(name) for name in COLUMNS] + [row[name] for name in (*PARTS, "step", "send") if name in row]
     return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)
 
 
-def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list[WorkerStatus]:
+def workers_of(row: Row, since: Row | None = None) -> list[WorkerStatus]:
     """Return the status of each worker in a `workers` event: since an earlier event, or since the server started."""
     parts = [part for part in PARTS if part in row]
     places = {worker: place for place, worker in enumerate(since["worker"])} if since is not None else {}
@@ -187,7 +187,6 @@ def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list
     for place, worker in enumerate(row["worker"]):
         seconds = {part: grown(part, place) for part in parts}
         steps, whole = int(grown("steps", place)), sum(seconds.values())
-        pushes = grown("pushes", place)
         silent, normal = row.get("paused", {}).get(str(worker), (None, None))
         found.append(
             WorkerStatus(
@@ -195,7 +194,7 @@ def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list
                 row["state"][place],
                 {part: round(value / whole, 4) for part, value in seconds.items()} if whole else {},
                 _typical(row, "step", place, seconds.get("computing"), steps),
-                _typical(row, "send", place, seconds.get("sending"), pushes),
+                _typical(row, "send", place, seconds.get("sending"), grown("pushes", place)),
                 steps,
                 row["pushes"][place],
                 row["staleness"][place],
@@ -207,14 +206,8 @@ def workers_of(row: dict[str, Any], since: dict[str, Any] | None = None) -> list
     return found
 
 
-def _typical(row: dict[str, Any], name: str, place: int, seconds: float | None, count: float) -> float | None:
+def _typical(row: Row, name: str, place: int, seconds: float | None, count: float) -> float | None:
     """Return the median from the row if it has one, else the mean."""
     if not count or seconds is None:
         return None
     return float(row[name][place]) if name in row else seconds / count
-
-
-def _from_result(result: dict[str, Any] | None) -> list[WorkerStatus]:
-    """Return the workers' shares from the result, for a run without `workers` events."""
-    utilisation = (result or {}).get("utilisation") or []
-    return [WorkerStatus(worker, "done", dict(shares)) for worker, shares in enumerate(utilisation)]

@@ -32,9 +32,7 @@ def read_step_times(path: Path) -> MeasuredStepTimes:
     folder = RunFolder.open(path)
     rows = [row for row in read_events(folder.events_file) if row.get("kind") == "timing"]
     if not rows:
-        raise UserError(
-            f"{path} has no timing in its events: use a finished run of 'paceline train' on several processes"
-        )
+        raise UserError(f"{path} has no timing events: use a finished run of 'paceline train' on several processes")
     row = rows[-1]
     workers = [times for times in row["workers"].values() if "cpu" in times]
     steps = sum(times["steps"] for times in workers)
@@ -42,14 +40,13 @@ def read_step_times(path: Path) -> MeasuredStepTimes:
         raise UserError(f"{path} has only {steps} timed steps: let it run for at least {MIN_STEPS}")
     share = [times["steps"] / steps for times in workers]
     step = sum(part * times["cpu"] for part, times in zip(share, workers, strict=True))
-    quantiles = np.array([times["quantiles"] for times in workers]) * (
-        np.array([t["cpu"] for t in workers])[:, None] / step
-    )
+    scales = np.array([times["cpu"] for times in workers])[:, None] / step
+    quantiles = np.average(np.array([times["quantiles"] for times in workers]) * scales, axis=0, weights=share)
     held_back = strategy_of(folder.config()).waiting in (Waiting.BARRIER, Waiting.BOUNDED)
     waited = min(times["waited_least" if held_back else "waited"] for times in workers)
     return MeasuredStepTimes(
         step,
-        tuple(float(q) for q in np.average(quantiles, axis=0, weights=share)),
+        tuple(map(float, quantiles)),
         row["server_cpu"],
         max(0.0, waited - row["server_cpu"]) / 2,
         row["cores"],

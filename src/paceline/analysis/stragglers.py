@@ -40,7 +40,8 @@ def stragglers(workers: Sequence[WorkerStatus]) -> list[Straggler]:
     >>> [found.cause for found in stragglers([WorkerStatus(n, "live", {}, 1.0 + n, steps=9) for n in (0, 0, 1)])]
     ['compute']
     """
-    missing = [_missing(worker) for worker in workers if worker.state in GONE]
+    gone = [worker for worker in workers if worker.state in GONE]
+    missing = [Straggler(worker.worker, worker.state, worker.silent, worker.normal) for worker in gone]
     steady = [worker for worker in workers if worker.steps >= MIN_STEPS and worker.state not in GONE]
     slow = _slower("compute", [(worker, worker.step_seconds) for worker in steady])
     spent = {worker.worker: (worker.step_seconds or 0.0) + (worker.sending_seconds or 0.0) for worker in steady}
@@ -48,10 +49,6 @@ def stragglers(workers: Sequence[WorkerStatus]) -> list[Straggler]:
         if found.excess >= MIN_LINK_SHARE * spent[found.worker]:
             slow.append(found)
     return missing + sorted(slow, key=lambda found: -(found.times or 0.0))
-
-
-def _missing(worker: WorkerStatus) -> Straggler:
-    return Straggler(worker.worker, worker.state, worker.silent, worker.normal)
 
 
 def _slower(cause: str, measured: Sequence[tuple[WorkerStatus, float | None]]) -> list[Straggler]:

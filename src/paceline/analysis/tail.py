@@ -1,7 +1,4 @@
-"""Follows the two files a run appends to: each read returns the complete rows and records added since.
-
-Cut-off or damaged parts are skipped and reported.
-"""
+"""Follows the two files a run appends to; skips and reports incomplete and damaged parts."""
 
 from __future__ import annotations
 
@@ -16,18 +13,9 @@ from paceline.runs.arrival_log import MAGIC, RECORD_BYTES, RESUME_KIND
 from paceline.runs.events import LineReader, parse_row
 
 RECORDS = np.dtype(
-    [
-        ("kind", "u1"),
-        ("verdict", "u1"),
-        ("worker", "<u2"),
-        ("incarnation", "<u4"),
-        ("seq", "<u4"),
-        ("reply", "<u4"),
-        ("samples", "<u4"),
-        ("loss", "<f4"),
-        ("now", "<f8"),
-        ("check", "<u4"),
-    ]
+    [("kind", "u1"), ("verdict", "u1"), ("worker", "<u2")]
+    + [(name, "<u4") for name in ("incarnation", "seq", "reply", "samples")]
+    + [("loss", "<f4"), ("now", "<f8"), ("check", "<u4")]
 )
 """A record of `arrivals.log` as a numpy dtype."""
 CHUNK_BYTES = RECORD_BYTES << 18
@@ -48,21 +36,16 @@ class EventFollower:
     def read(self) -> list[dict[str, Any]]:
         """Return the rows added since the last call."""
         lines = [line for some in self._lines.read() for line in some]
-        found = self._parse(lines)
-        self.rows += len(lines)
-        return found
-
-    def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        skipped = _skipped_rows(lines)
-        found = []
+        skipped, found = _skipped_rows(lines), []
         for place, line in enumerate(lines):
             if place in skipped:
                 continue
-            row = _row(line)
-            if row is not None:
+            row = parse_row(line)
+            if row is not None and isinstance(row.get("kind"), str) and isinstance(row.get("now"), int | float):
                 found.append(row)
             elif line:
                 self.broken.append(self.rows + place + 1)
+        self.rows += len(lines)
         return found
 
     def notes(self, going_on: bool) -> list[str]:
@@ -94,12 +77,6 @@ def _skipped_rows(lines: list[bytes]) -> set[int]:
     return skipped
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    row = parse_row(line)
-    usable = row is not None and isinstance(row.get("kind"), str) and isinstance(row.get("now"), int | float)
-    return row if usable else None
-
-
 class ArrivalFollower:
     """Follows `arrivals.log` as numpy columns; leaves out records that a resume undid, even if read earlier."""
 
@@ -125,7 +102,7 @@ class ArrivalFollower:
         changed = False
         self.torn = (size - self._header) % RECORD_BYTES
         while self._offset + RECORD_BYTES <= size:
-            records, asked = self._next()
+            records, num_read = self._next()
             if self._undo(records):
                 on_undo()
                 self._offset = self._header
@@ -135,7 +112,7 @@ class ArrivalFollower:
                 changed = True
                 on_records(records[self._effective(first, len(records))])
             self._offset += len(records) * RECORD_BYTES
-            if len(records) < asked:
+            if len(records) < num_read:
                 behind = (size - self._offset) // RECORD_BYTES
                 self.damaged = f"is damaged at byte {self._offset:,}: the {behind:,} records after it are ignored"
                 break
@@ -155,11 +132,10 @@ class ArrivalFollower:
         with self.path.open("rb") as file:
             file.seek(self._offset)
             content = file.read(CHUNK_BYTES)
-        asked = len(content) // RECORD_BYTES
-        raw = np.frombuffer(content, np.uint8, asked * RECORD_BYTES).reshape(asked, RECORD_BYTES)
+        num_read = len(content) // RECORD_BYTES
+        raw = np.frombuffer(content, np.uint8, num_read * RECORD_BYTES).reshape(num_read, RECORD_BYTES)
         whole = checksums(raw[:, :-4]) == raw[:, -4:].copy().view("<u4")[:, 0]
-        num_whole = asked if whole.all() else int(np.argmin(whole))
-        return np.frombuffer(content, RECORDS, num_whole), asked
+        return np.frombuffer(content, RECORDS, num_read if whole.all() else int(np.argmin(whole))), num_read
 
     def _undo(self, records: Records) -> bool:
         """Store which records the resumes in `records` undo; return whether any were passed on before."""

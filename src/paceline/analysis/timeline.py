@@ -1,7 +1,6 @@
-"""Reconstructs what each worker did when, from a run's log.
+"""Reconstructs what each worker did when: replays a run's log on a server without weights.
 
-A server without weights replays the logged inputs to find which workers each input released. The time between a reply
-and the next push is split by the shares in the `workers` events.
+The time between a reply and the next push is split by the shares in the `workers` events.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.analysis.status import PARTS
 from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.config import RunConfig, is_simulated
 from paceline.core.messages import Disposition, Outcome, Push
@@ -24,7 +24,6 @@ from paceline.settings.strategies import on_ring
 
 ENDLESS = Budget(1 << 62, 1)
 NOTHING = torch.empty(0)
-PARTS = ("computing", "sending", "waiting", "server")
 
 
 class Span(NamedTuple):
@@ -67,9 +66,7 @@ class TimeReports:
 
     @staticmethod
     def of(events: Iterable[dict[str, Any]], config: RunConfig) -> TimeReports:
-        found = TimeReports(
-            on_ring(config) and not is_simulated(config)
-        )  # a real ring logs a round when it is complete
+        found = TimeReports(on_ring(config) and not is_simulated(config))  # a real ring logs complete rounds
         for row in events:
             workers = row.get("worker")
             if row.get("kind") != "workers" or not isinstance(workers, list):
@@ -80,8 +77,7 @@ class TimeReports:
                 found.rows.setdefault(worker, []).append((row["now"], parts))
             steps = dict(zip(workers, row.get("step") or (), strict=False))
             for name, (_, limit) in (row.get("paused") or {}).items():
-                usual = steps.get(int(name)) or limit
-                found.pauses.setdefault(int(name), []).append((row["now"], usual))
+                found.pauses.setdefault(int(name), []).append((row["now"], steps.get(int(name)) or limit))
         return found
 
     def divide(self, worker: int, begin: float, end: float) -> list[tuple[str, float]]:
@@ -135,10 +131,7 @@ class Timeline:
         for record in records:
             self.ended = max(self.ended, record.now)
             version = self._server.version
-            if record.kind == "push":
-                yield from self._push(record)
-            else:
-                yield from self._message(record)
+            yield from self._push(record) if record.kind == "push" else self._message(record)
             if self._server.version != version:
                 yield TimelineUpdate(self._server.version, record.now, tuple(self._unapplied.values()))
                 self._unapplied.clear()
@@ -155,7 +148,9 @@ class Timeline:
             self._tracks[record.worker] = _WorkerTrack("waiting", record.now, number)
         if record.disposition not in (Disposition.TAKEN, Disposition.DROPPED):
             return
-        push = Push(record.worker, record.incarnation, record.seq, record.reply, record.samples, record.loss, *_EMPTY)
+        push = Push(
+            record.worker, record.incarnation, record.seq, record.reply, record.samples, record.loss, NOTHING, NOTHING
+        )
         if record.disposition == Disposition.TAKEN:
             self._unapplied[record.worker] = number
         outcome = self._server.handle(push)
@@ -166,15 +161,13 @@ class Timeline:
         yield from self._deliver(outcome, record.now)
 
     def _parts(self, worker: int, begin: float, end: float, push: int | None, fate: str | None) -> Iterator[Span]:
-        parts = self._accounts.divide(worker, begin, end)
         spans = []
-        for kind, until in parts:
+        for kind, until in self._accounts.divide(worker, begin, end):
             if until > begin:
                 spans.append(Span(worker, kind, begin, until, push))
                 begin = until
         yield from spans[:-1]
-        if spans:
-            yield spans[-1]._replace(fate=fate)
+        yield from (span._replace(fate=fate) for span in spans[-1:])
 
     def _message(self, record: Record) -> Iterator[Span]:
         worker, now = record.worker, record.now
@@ -217,6 +210,3 @@ class Timeline:
             if track.activity == "waiting" and now > track.since:
                 yield Span(reply.worker, "waiting", track.since, now, track.push)
             self._tracks[reply.worker] = _WorkerTrack("done" if reply.finished else "computing", now)
-
-
-_EMPTY = (NOTHING, NOTHING)

@@ -25,10 +25,8 @@ class Aggregates:
     """Aggregates of one run so far."""
 
     def __init__(self, places: int) -> None:
-        self.pushes = TimeSeries("samples", "loss")
-        self.num_pushes = 0
-        self.progress = TimeSeries(*PROGRESS)
-        self.scores = TimeSeries(*SCORES)
+        self.reset_pushes()
+        self.progress, self.scores = TimeSeries(*PROGRESS), TimeSeries(*SCORES)
         self.lanes = WorkerLanes(places)
         self.latest: deque[dict[str, Any]] = deque(maxlen=64)  # progress rows of the current server
         self.started = False
@@ -78,7 +76,7 @@ class Aggregates:
             self.latest.clear()
             self._accounts.clear()
             self.lanes.begin(now)
-        elif kind == "workers":
+        elif kind == "workers" and is_whole(row):
             self._account(row)
         elif kind == "worker_joined" and isinstance(worker, int):
             self.lanes.joined(worker, now)
@@ -86,11 +84,11 @@ class Aggregates:
             self.lanes.left(worker, now)
         text = event_sentence(row)
         if text is not None:
-            self._list_event({"t": round(now, 3), "kind": kind, "text": text, "worker": worker})
+            self._num_events += 1
+            kept = self._first_events if len(self._first_events) < MAX_FIRST_EVENTS else self._last_events
+            kept.append({"t": round(now, 3), "kind": kind, "text": text, "worker": worker})
 
     def _account(self, row: dict[str, Any]) -> None:
-        if not is_whole(row):
-            return
         self.lanes.add(row)
         self.stale = row.get("stale") or self.stale
         self._accounts.append(row)
@@ -108,13 +106,6 @@ class Aggregates:
             return workers_of(last), None
         return workers_of(last, first), round(last["now"] - first["now"], 3)
 
-    def _list_event(self, event: dict[str, Any]) -> None:
-        self._num_events += 1
-        if len(self._first_events) < MAX_FIRST_EVENTS:
-            self._first_events.append(event)
-        else:
-            self._last_events.append(event)
-
     def listed_events(self) -> tuple[list[dict[str, Any]], int]:
         """Return the listed events, and the number left out."""
         found = [*self._first_events, *self._last_events]
@@ -122,8 +113,9 @@ class Aggregates:
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> Column:
-    return np.array([_number(row.get(name)) for row in rows], float)
+    return np.array([number(row.get(name)) for row in rows], float)
 
 
-def _number(value: object) -> float:
+def number(value: object) -> float:
+    """Return the value as a float; NaN if it is not a number."""
     return float(value) if isinstance(value, int | float) else np.nan

@@ -95,7 +95,7 @@ def _limits(series: Sequence[Series]) -> tuple[float, float]:
 
 
 def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, strip: float) -> None:
-    colour, marker = COLOURS[number], MARKERS[number]
+    colour = COLOURS[number]
     if point.diverged:
         axes.plot(strip, y, marker=CROSSES[number], color=colour, markersize=5)
     if point.mean is None:
@@ -105,9 +105,8 @@ def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, str
         axes.plot(edge, y, marker="<", color=colour, markerfacecolor=fill, markersize=5, clip_on=False)
         axes.annotate(f"{point.mean:.1f}", (edge, y), (6, 0), "data", "offset points", va="center", fontsize=7)
         return
-    axes.errorbar(
-        point.mean, y, xerr=point.spread, fmt=marker, color=colour, markerfacecolor=fill, markersize=4.5, capsize=2
-    )
+    style = {"fmt": MARKERS[number], "color": colour, "markerfacecolor": fill}
+    axes.errorbar(point.mean, y, xerr=point.spread, markersize=4.5, capsize=2, **style)
 
 
 def draw_lines(
@@ -150,23 +149,15 @@ def _aside(values: Sequence[float], places: float, logarithmic: bool) -> list[fl
 
 
 def _draw_line(axes: Any, values: Sequence[float], one: Series, number: int) -> None:
-    axes.errorbar(
-        values,
-        [math.nan if point.mean is None else point.mean for point in one.points],
-        yerr=[point.spread or 0.0 for point in one.points],
-        label=one.name,
-        color=COLOURS[number],
-        marker=MARKERS[number],
-        linestyle=DASHES[number % len(DASHES)],
-        linewidth=1.2,
-        markersize=5,
-        capsize=3,
-    )
+    means = [math.nan if point.mean is None else point.mean for point in one.points]
+    spreads = [point.spread or 0.0 for point in one.points]
+    style = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": DASHES[number % len(DASHES)]}
+    axes.errorbar(values, means, yerr=spreads, label=one.name, linewidth=1.2, markersize=5, capsize=3, **style)
 
 
 def _draw_lost(axes: Any, value: float, number: int) -> None:
     """Draw the series' marker, hollow and crossed, above the axis; one height per series."""
-    where = {"transform": axes.get_xaxis_transform(), "color": COLOURS[number], "linestyle": "none", "zorder": 5}
+    style = {"transform": axes.get_xaxis_transform(), "color": COLOURS[number], "linestyle": "none", "zorder": 5}
     height = 0.03 + 0.05 * number
-    axes.plot(value, height, marker=MARKERS[number], markersize=9, markerfacecolor="none", **where)
-    axes.plot(value, height, marker="x", markersize=5, **where)
+    axes.plot(value, height, marker=MARKERS[number], markersize=9, markerfacecolor="none", **style)
+    axes.plot(value, height, marker="x", markersize=5, **style)

@@ -1,7 +1,4 @@
-"""Writes a run as a Chrome JSON trace for ui.perfetto.dev: a track per worker, updates, counters.
-
-Reads only the run folder. Its size is bounded: in a long run several pushes share one span, and a note says so.
-"""
+"""Writes a run as a Chrome JSON trace for ui.perfetto.dev; in a long run several pushes share one span."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline.analysis.timeline import Span, Timeline, TimelineUpdate, TimeReports
 from paceline.errors import UserError
@@ -22,14 +19,13 @@ from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 
 WORKERS = 2  # process id of the workers in the trace, and thread id of the first worker; the server is 1
-
-
 SERVER = {"pid": 1, "tid": 1}
-
-
 ORDER = ("computing", "sending", "waiting", "paused")
-
-
+MAX_PUSHES = 30_000
+MAX_ROWS = 5_000
+COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
+WORKER_EVENTS = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps")
+RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
 TraceEvent = dict[str, Any]
 
 
@@ -47,9 +43,9 @@ class DetailedTrace:
         self._last: TimelineUpdate | None = None
 
     def span(self, span: Span) -> Iterator[TraceEvent]:
-        args = {} if span.push is None else {"push": span.push}
+        args: dict[str, Any] = {} if span.push is None else {"push": span.push}
         if span.fate is not None:
-            args["fate"] = span.fate  # type: ignore[assignment]
+            args["fate"] = span.fate
             if span.fate == "taken" and span.push is not None:
                 self._sent[span.push] = span.worker, (span.begin + span.end) / 2
         yield slice_of(span.worker, span.kind, span.begin, span.end, args)
@@ -142,18 +138,6 @@ def thread_of(worker: int) -> dict[str, int]:
     return {"pid": WORKERS, "tid": WORKERS + worker}
 
 
-def finite(value: Any) -> Any:
-    """Return the value; NaN and infinity as text, because JSON has neither."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-MAX_PUSHES = 30_000
-MAX_ROWS = 5_000
-COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
-WORKER_EVENTS = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps")
-RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
-
-
 @dataclass(frozen=True)
 class TraceWindow:
     """The seconds of training to draw, and the number of pushes up to which each is drawn by itself."""
@@ -172,13 +156,13 @@ class TraceWindow:
 
 def write_trace(path: Path, output: Path, part: TraceWindow) -> tuple[int, list[str]]:
     """Write the trace of a run; return its number of events, and notes for the user."""
-    folder = RunFolder.open(path)
-    trace = ChromeTrace(folder, part)
+    trace = ChromeTrace(RunFolder.open(path), part)
     num_events = 0
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as raw:
-            with _text(raw, output) as file:
+            packed = gzip.GzipFile("", "wb", 6, raw, mtime=0) if output.suffix == ".gz" else raw  # no date: equal bytes
+            with io.TextIOWrapper(packed, encoding="utf-8") as file:
                 file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
                 for event in trace.events():
                     file.write((",\n" if num_events else "") + json.dumps(event))
@@ -191,13 +175,6 @@ def write_trace(path: Path, output: Path, part: TraceWindow) -> tuple[int, list[
     finally:
         temporary.unlink(missing_ok=True)
     return num_events, trace.notes
-
-
-def _text(raw: BinaryIO, output: Path) -> io.TextIOWrapper:
-    """Open the output as text, compressed if its name ends in .gz; equal runs give equal bytes."""
-    if output.suffix == ".gz":
-        return io.TextIOWrapper(gzip.GzipFile("", "wb", 6, raw, mtime=0), encoding="utf-8", write_through=False)
-    return io.TextIOWrapper(raw, encoding="utf-8", write_through=False)
 
 
 class ChromeTrace:
@@ -235,9 +212,8 @@ class ChromeTrace:
         yield from self._counted()
         yield from self._happened()
         if timeline.num_mismatched:
-            self.notes.append(
-                f"{timeline.num_mismatched} pushes do not match the settings: drawn as if answered at once"
-            )
+            mismatched = timeline.num_mismatched
+            self.notes.append(f"{mismatched} pushes do not match the settings: drawn as if answered at once")
 
     def _server_seconds(self) -> float:
         timing = [row for row in self._rows if row.get("kind") == "timing"]
@@ -272,7 +248,9 @@ class ChromeTrace:
         for row in self._inside((*WORKER_EVENTS, *RUN_EVENTS), "events"):
             here = row["kind"] in WORKER_EVENTS and isinstance(row.get("worker"), int)
             thread = {**thread_of(row["worker"]), "s": "t"} if here else {**SERVER, "s": "p"}
-            args = {name: finite(value) for name, value in row.items() if name not in ("kind", "now")}
+            args = {name: value for name, value in row.items() if name not in ("kind", "now")}
+            odd = [name for name, value in args.items() if isinstance(value, float) and not math.isfinite(value)]
+            args |= {name: str(args[name]) for name in odd}  # JSON has no NaN and no infinity
             name = row["kind"].replace("_", " ")
             yield {"ph": "i", "name": name, "cat": "event", "ts": microseconds(row["now"]), **thread, "args": args}
 

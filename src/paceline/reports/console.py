@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.system.terminal import can_redraw, fold_for, terminal_width
@@ -25,14 +24,12 @@ class Console:
     """Receives the rows a host reports. Draws a bar on a terminal, else prints a line now and then."""
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
-        stream = stream or sys.stderr
+        self._stream = stream or sys.stderr
         self.stopping: str | None = None  # reason of a requested stop; the run may still finish by itself first
-        self._quiet = quiet or stream is None  # a closed standard error is None
-        self._stream = stream
+        self._quiet = quiet or self._stream is None  # a closed standard error is None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._next_line = 0.0
-        self._began = time.monotonic()
+        self._next_line, self._began = 0.0, time.monotonic()
 
     @functools.cached_property
     def _fancy(self) -> bool:
@@ -42,9 +39,7 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def report(self, row: dict[str, Any]) -> None:
@@ -56,8 +51,8 @@ class Console:
                 self._working(row["text"], row.get("fraction"), row.get("seconds_left"))
             case "note":
                 self.note(row["text"])
-            case "scoring":
-                self._scoring(row["which"])
+            case "scoring" if self._bar is not None:
+                self._draw(1.0, f"scoring the {row['which']} data")
             case "stopping":
                 self.stopping = row["reason"]
                 self.note(f"{self.stopping}: saving what there is")
@@ -117,12 +112,6 @@ class Console:
         assert self._task is not None
         self._bar.update(self._task, completed=fraction, figures=figures)
         self._bar.refresh()
-
-    def _scoring(self, which: str) -> None:
-        if self._bar is not None:
-            assert self._task is not None
-            self._bar.update(self._task, completed=1.0, figures=f"scoring the {which} data")
-            self._bar.refresh()
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -1,7 +1,4 @@
-"""Renders runs as one self-contained HTML page: report data as JSON, and scripts that draw it.
-
-The page works offline and loads nothing. A live page also listens to a feed of changed runs.
-"""
+"""Renders runs as one HTML page that loads nothing: report data as JSON, and scripts that draw it."""
 
 from __future__ import annotations
 
@@ -14,18 +11,9 @@ from typing import Any
 from paceline.config import FIELDS, RunConfig, to_dict
 
 SCRIPTS = (
-    "numbers.js",
-    "chart.js",
-    "bars.js",
-    "timeline.js",
-    "tables.js",
-    "specs.js",
-    "one_run.js",
-    "several_runs.js",
-    "page.js",
-    "feed.js",
+    *("numbers.js", "chart.js", "bars.js", "timeline.js", "tables.js", "specs.js", "one_run.js", "several_runs.js"),
+    *("page.js", "feed.js"),
 )
-STYLE = "page.css"
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,8 @@ def render(digests: Sequence[dict[str, Any]], live: LiveFeed | None = None) -> s
     }
     title = f"{digests[0]['name']} – Paceline" if len(digests) == 1 else f"{len(digests)} runs – Paceline"
     connect = "'self'" if live is not None else "'none'"
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+    script = "\n".join(map(_asset, SCRIPTS))
+    data = json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # closes no HTML element
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -55,13 +44,13 @@ def render(digests: Sequence[dict[str, Any]], live: LiveFeed | None = None) -> s
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 script-src 'unsafe-inline'; img-src data:; connect-src {connect}">
-<title>{_escape(title)}</title>
+<title>{title.replace("&", "&amp;").replace("<", "&lt;")}</title>
 <style>
-{_asset(STYLE)}</style>
+{_asset("page.css")}</style>
 </head>
 <body>
 <main id="page"><noscript>This page draws its charts with JavaScript: enable it.</noscript></main>
-<script type="application/json" id="facts">{_embed(facts)}</script>
+<script type="application/json" id="facts">{data}</script>
 <script>
 (() => {{
 "use strict";
@@ -75,12 +64,3 @@ script-src 'unsafe-inline'; img-src data:; connect-src {connect}">
 
 def _asset(name: str) -> str:
     return (files("paceline.reports") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _embed(facts: dict[str, Any]) -> str:
-    """Return JSON that cannot close its HTML element."""
-    return json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,7 +1,4 @@
-"""The data of a report on one run, read from its folder and bounded in size for any length of run.
-
-`RunReader` follows a folder: each `refresh` reads what is new, `digest` returns the report data.
-"""
+"""The data of a report on one run, read from its folder and bounded in size for any length of run."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
 from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
 from paceline.errors import UserError
-from paceline.reports.aggregates import SCORES, Aggregates
+from paceline.reports.aggregates import SCORES, Aggregates, number
 from paceline.reports.sentences import class_names, closing, outcome_sentence
 from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
@@ -24,20 +21,13 @@ from paceline.runs.folder import RunFolder
 
 MAX_BARS = 48  # bars of a histogram
 FIGURES = (
-    "samples",
-    "updates",
-    "reason",
-    "dropped_pushes",
-    "late_pushes",
-    "lost_pushes",
-    "bytes_pushed",
-    "bytes_pulled",
+    *("samples", "updates", "reason", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
 )
 PARTS = ("train", "validation", "test")
 
 
 class RunReader:
-    """Follows one run folder; each refresh continues where the last one stopped."""
+    """Follows one run folder: each `refresh` reads what is new, `digest` returns the report data."""
 
     def __init__(self, path: Path) -> None:
         self.folder = RunFolder.open(path)
@@ -80,11 +70,8 @@ class RunReader:
         """Return whether an append-only file was replaced or the settings changed."""
         config = self.folder.config_file.name
         for name, old in self._states.items():
-            if (
-                name != self.folder.result_file.name
-                and old
-                and (old[:1] != states[name][:1] or old[1] > states[name][1])
-            ):
+            new = states[name]
+            if name != self.folder.result_file.name and old and (old[:1] != new[:1] or old[1] > new[1]):
                 return True
         return bool(self._states) and self._states[config] != states[config]
 
@@ -105,23 +92,20 @@ class RunReader:
 
     def digest(self) -> dict[str, Any]:
         """Return the report data as JSON values."""
-        status, aggregates = self._status or self._current_status(), self._aggregates
-        settings = to_dict(self._config) if self._config is not None else {}
-        figures = self._figures(status)
-        going_on = status in UNDER_WAY
+        status, aggregates, config = self._status or self._current_status(), self._aggregates, self._config
+        settings = to_dict(config) if config is not None else {}
+        figures, going_on, classes = self._figures(status), status in UNDER_WAY, class_names(settings)
         happenings, left_out = aggregates.listed_events()
-        classes = class_names(settings)
-        lines = closing(self._result, classes, str(self.folder.path))
-        resumable = status in ("stopped", "killed") and self._config is not None
-        resume_hint = self.folder.resume_hint(self._config) if resumable and self._config else None
+        resume_hint = self.folder.resume_hint(config) if status in ("stopped", "killed") and config else None
         workers, findings_found = self._workers(status)
+        origin, result = self.folder.origin(), self._result or {}
         return {
             "id": str(self.folder.path),
             "name": self.folder.path.name,
             "status": status,
             "going_on": going_on,
             "verdict": outcome_sentence(status, figures, resume_hint),
-            "closing": lines,
+            "closing": closing(self._result, classes, str(self.folder.path)),
             "notes": self._notes(going_on),
             "figures": figures,
             "course": _loss(aggregates),
@@ -136,18 +120,9 @@ class RunReader:
             "happenings": happenings,
             "happenings_left_out": left_out,
             "settings": settings,
-            "machine": (self._result or {}).get("environment") or {},
-            **self._origin(),
-        }
-
-    def _origin(self) -> dict[str, Any]:
-        origin, result = self.folder.origin(), self._result or {}
-        return {
-            "command": origin.get("command"),
-            "made": origin.get("made"),
-            "git": result.get("git"),
-            "weights_sha256": result.get("weights_sha256"),
-            "data_origin": result.get("data_origin"),
+            "machine": result.get("environment") or {},
+            **{name: origin.get(name) for name in ("command", "made")},
+            **{name: result.get(name) for name in ("git", "weights_sha256", "data_origin")},
         }
 
     def _figures(self, status: str) -> dict[str, Any]:
@@ -163,14 +138,13 @@ class RunReader:
             found |= {name: _last(aggregates.scores, name) for name in SCORES[1:]}
             found["scored_early"] = any(found[name] is not None for name in SCORES[1:])
         over = status == "finished" and not result.get("reason")
+        timed = status == "running" and not simulated and bool(aggregates.latest)
         return found | {
             "seconds": result.get("train_seconds") or aggregates.now or None,
             "rate": result.get("samples_per_second") or last.get("rate"),
             "loss": last.get("loss"),
             "fraction": 1.0 if over else last.get("fraction"),
-            "seconds_left": seconds_left(aggregates.latest)
-            if status == "running" and not simulated and aggregates.latest
-            else None,
+            "seconds_left": seconds_left(aggregates.latest) if timed else None,
             "workers": config.workers if config is not None else result.get("workers"),
             "live": last.get("live"),
             "simulated": simulated,
@@ -188,21 +162,18 @@ class RunReader:
         if not self._aggregates.started and not going_on:
             if (self._result or {}).get("lab"):
                 notes.append("this is a lab run, which records only its end")
-            elif not self.folder.events_file.exists():
-                notes.append(
-                    f"{self.folder.events_file.name} is missing: the run never started, or its events are lost"
-                )
+            elif not (file := self.folder.events_file).exists():
+                notes.append(f"{file.name} is missing: the run never started, or its events are lost")
         return notes
 
     def _scores(self) -> dict[str, list[float | None]]:
         """Return the evaluations during the run and the final one."""
         course, result = self._aggregates.scores, self._result or {}
-        columns = {name: course.last(name) for name in SCORES}
-        times = course.times
+        columns, times = {name: course.last(name) for name in SCORES}, course.times
         end = [result.get(name) for name in SCORES]
         if any(value is not None for value in end[1:]):
             times = np.append(times, float(result.get("train_seconds") or self._aggregates.now))
-            columns = {name: np.append(columns[name], _or_nan(value)) for name, value in zip(SCORES, end, strict=True)}
+            columns = {name: np.append(columns[name], number(value)) for name, value in zip(SCORES, end, strict=True)}
         return {"t": plain(times), **{name: plain(column, 7) for name, column in columns.items()}}
 
     def _staleness(self) -> list[list[int]]:
@@ -233,10 +204,6 @@ def _file_state(file: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _or_nan(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
-
-
 def _last(course: TimeSeries, name: str) -> float | None:
     values = course.carried(name)
     return plain(values[-1:], 7)[0] if len(values) else None
@@ -257,7 +224,6 @@ def _loss(aggregates: Aggregates) -> dict[str, list[float | None]]:
 
 
 def _rate(aggregates: Aggregates) -> dict[str, list[float | None]]:
-    """Return samples per second over time."""
     course = aggregates.pushes if aggregates.num_pushes else aggregates.progress
     amounts = course.total("samples") if aggregates.num_pushes else np.diff(course.carried("samples"), prepend=0.0)
     times, values = rates(course.times, amounts)

@@ -12,18 +12,10 @@ from paceline.system.terminal import fold
 
 MAX_DIFFERENCES = 6  # settings with a column; the others are listed below the table
 IGNORED_SETTINGS = (
-    "data_dir",
-    "track",
-    "keep",
-    "checkpoint_every",
-    "restart",
-    "recovery",
-    "durable",
-    "threads",
-    "model",
-    "like",
+    *("data_dir", "track", "keep", "checkpoint_every", "restart", "recovery", "durable", "threads", "model", "like"),
 )
 """Settings that do not affect how runs compare, or that have a column anyway."""
+COMPARED = [name for name in SETTINGS if name not in IGNORED_SETTINGS]
 
 
 class FigureColumn(NamedTuple):
@@ -65,9 +57,8 @@ def run_list(rows: list[Row], where: str, width: int) -> str:
 
 def compare(rows: list[Row], width: int) -> str:
     """Return one line per run with differing settings and results; then problems and further differences."""
-    differing = [
-        name for name in SETTINGS if name not in IGNORED_SETTINGS and len({str(row[name]) for row in _sound(rows)}) > 1
-    ]
+    sound = [row for row in rows if row["strategy"] is not None]
+    differing = [name for name in COMPARED if len({str(row[name]) for row in sound}) > 1]
     shown = list(dict.fromkeys(["strategy", "workers", *differing]))[:MAX_DIFFERENCES]
     figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in rows)]
     if not any(row["dropped_pushes"] for row in rows):
@@ -92,10 +83,6 @@ def compare(rows: list[Row], width: int) -> str:
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
     return "\n".join(lines)
-
-
-def _sound(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row["strategy"] is not None]
 
 
 def _problems(rows: list[Row], width: int) -> list[str]:

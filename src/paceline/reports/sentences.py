@@ -8,16 +8,7 @@ from paceline.data.catalog import DATASETS
 from paceline.reports.console import closing_lines
 from paceline.reports.status_table import seconds_text
 
-FIRST_WORDS = {
-    "finished": "Finished",
-    "diverged": "Diverged",
-    "stopped": "Stopped early",
-    "killed": "Ended without a result",
-    "running": "Running",
-    "evaluating": "Evaluating",
-    "starting": "Starting",
-    "damaged": "Damaged",
-}
+FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
 
 
 def outcome_sentence(status: str, figures: dict[str, Any], resume_hint: str | None) -> str:
@@ -25,7 +16,7 @@ def outcome_sentence(status: str, figures: dict[str, Any], resume_hint: str | No
     reason = figures.get("reason")
     if status == "diverged" and reason:
         return str(reason)[0].upper() + str(reason)[1:] + ("" if str(reason).endswith((".", "?")) else ".")
-    first = FIRST_WORDS.get(status, status) + (f" ({reason})" if reason else "")
+    first = FIRST_WORDS.get(status, status.capitalize()) + (f" ({reason})" if reason else "")
     good, much = _how_good(figures), _how_much(figures, status)
     got = f"{first}: {good} {much}" if good else f"{first} {much}"
     sentence = f"{got.strip()}, {_how_fast(figures)}."
@@ -45,10 +36,8 @@ def _how_good(figures: dict[str, Any]) -> str:
 
 def _how_much(figures: dict[str, Any], status: str) -> str:
     samples, fraction = figures.get("samples"), figures.get("fraction")
-    if not samples:
-        return ""
     share = f" ({100 * fraction:.0f} % of the budget)" if status != "finished" and fraction is not None else ""
-    return f"after {samples:,} samples{share}"
+    return f"after {samples:,} samples{share}" if samples else ""
 
 
 def _how_fast(figures: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.analysis.status import RunStatus, WorkerStatus
+from paceline.analysis.status import PARTS, RunStatus, WorkerStatus
 from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold
@@ -12,20 +12,8 @@ from paceline.system.terminal import fold
 MAX_WORKERS = 32  # workers shown; `--json` has all
 MAX_NAMED = 8
 QUIET_SECONDS = 15.0
-
-
-COLUMNS = (
-    Column("worker", 0),
-    Column("state", 0),
-    Column("compute", 0),
-    Column("send", 3),
-    Column("wait", 5),
-    Column("server", 4),
-    Column("step", 6),
-    Column("pushes", 2),
-    Column("stale", 1),
-    Column("seen", 7),
-)
+HEADS = ("worker", "state", "compute", "send", "wait", "server", "step", "pushes", "stale", "seen")
+COLUMNS = [Column(*pair) for pair in zip(HEADS, (0, 0, 0, 3, 5, 4, 6, 2, 1, 7), strict=True)]
 
 
 def format_status(status: RunStatus, width: int = 80) -> str:
@@ -44,13 +32,12 @@ def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WO
     if status.workers:
         found = stragglers(status.workers)
         shown = _select_workers(status.workers, found, max_workers)
-        parts.append(fold(_span_line(status), width))
+        over = f"over the last {seconds_text(status.span)} of training" if status.span is not None else None
+        parts.append(fold(f"each worker, {over or 'since the server started'}:", width))
         parts.append(worker_table(shown, width))
-        if len(shown) < len(status.workers):
-            left = len(status.workers) - len(shown)
-            parts.append(
-                fold(f"and {left:,} more workers, none of them slower; 'paceline status --json' has all", width)
-            )
+        if left := len(status.workers) - len(shown):
+            more = f"and {left:,} more workers, none of them slower; 'paceline status --json' has all"
+            parts.append(fold(more, width))
         parts += [fold(line, width) for line in findings(status, found)]
     elif status.status != "starting":
         parts.append(fold("its events have no figures of its workers", width))
@@ -93,12 +80,6 @@ def _run_line(status: RunStatus) -> str:
     return ", ".join(parts)
 
 
-def _span_line(status: RunStatus) -> str:
-    if status.span is None:
-        return "each worker, since the server started:"
-    return f"each worker, over the last {seconds_text(status.span)} of training:"
-
-
 def _select_workers(workers: Sequence[WorkerStatus], found: Sequence[Straggler], count: int) -> list[WorkerStatus]:
     """Return all workers, or the stragglers first if there are too many."""
     if len(workers) <= count:
@@ -117,7 +98,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
     return [
         str(worker.worker),
         worker.state,
-        *(share.get(part, "-") for part in ("computing", "sending", "waiting", "server")),
+        *(share.get(part, "-") for part in PARTS),
         seconds_text(worker.step_seconds),
         f"{worker.pushes:,}" if worker.pushes is not None else "-",
         f"{worker.staleness:.1f}" if worker.staleness is not None else "-",

@@ -115,6 +115,6 @@ def data_table(rows: list[DatasetStatus], width: int = UNLIMITED_WIDTH) -> str:
     ]
     lines = [fit_table(DATA_COLUMNS, cells, width), ""]
     for row in rows:
-        where = f"{row.path}" if row.found else remedy(row.name)
-        lines += [fold(f"{row.name}: {where}", width, "  "), fold(f"  {row.licence}", width, "  ")]
+        source = str(row.path) if row.found else remedy(row.name)
+        lines += [fold(f"{row.name}: {source}", width, "  "), fold(f"  {row.licence}", width, "  ")]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.tracking.tracker import TEXT_EVENTS, fields_text, final_scalars, scalars
+from paceline.tracking.tracker import AXES, TEXT_EVENTS, fields_text, final_scalars, scalars
 
 FIGURES = ("loss", "rate", "staleness", "live", "lr", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
 
@@ -17,8 +17,7 @@ class CsvFile:
 
     def started(self, settings: dict[str, Any], folder: Path) -> None:
         self._file = (folder / "metrics.csv").open("w", newline="", buffering=1)
-        names = ("kind", "now", "updates", "samples", *FIGURES)
-        self._lines = csv.DictWriter(self._file, names, extrasaction="ignore")
+        self._lines = csv.DictWriter(self._file, ("kind", *AXES, *FIGURES), extrasaction="ignore")
         self._lines.writeheader()
 
     def row(self, kind: str, fields: dict[str, Any]) -> None:
@@ -64,9 +63,8 @@ class TensorBoard:
 
     def _add(self, step: int, now: float, values: list[Any]) -> None:
         if values:
-            wall = self._began + now
-            event = self._event.Event(wall_time=wall, step=step, summary=self._summary.Summary(value=values))
-            self._writer.add_event(event)
+            summary = self._summary.Summary(value=values)
+            self._writer.add_event(self._event.Event(wall_time=self._began + now, step=step, summary=summary))
 
     def _scalar(self, name: str, value: float) -> Any:
         return self._summary.Summary.Value(tag=name, simple_value=value)

@@ -1,7 +1,4 @@
-"""Feeds a run folder to a tracker, whether the run is over or still running.
-
-The event file is the queue: a slow tracker falls behind and misses nothing.
-"""
+"""Feeds a run folder to a tracker. The event file is the queue: a slow tracker falls behind and misses nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +14,12 @@ from paceline.settings.imports import in_a_line
 from paceline.tracking.tracker import Tracker
 
 POLL_SECONDS = 0.25
-AXES = ("updates", "samples")
 
 
 def feed(folder: RunFolder, name: str, tracker: Tracker, is_running: Callable[[], bool] = lambda: False) -> int:
     """Pass all rows of the run to the tracker, and new ones while `is_running`; return the number of rows."""
     reader, fed = EventReader(folder.events_file), 0
-    known: dict[str, Any] = {"now": 0.0, **dict.fromkeys(AXES, 0)}
+    known: dict[str, Any] = {"now": 0.0, "updates": 0, "samples": 0}
     config = folder.config()
     try:
         tracker.started(to_dict(config), folder.path)

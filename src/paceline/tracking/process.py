@@ -1,7 +1,7 @@
 """Runs each tracker of a run in its own process, so that none can slow down or break the run.
 
-`python -m paceline.tracking.process FOLDER NAME PID` is such a process. It follows the event file until the run has a
-result, its parent PID is gone, or it receives SIGTERM.
+`python -m paceline.tracking.process FOLDER NAME PID` follows the run until its result, the end of its parent
+PID, or SIGTERM.
 """
 
 from __future__ import annotations
@@ -52,14 +52,9 @@ class Trackers:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "paceline.tracking.process", str(self._folder.path), name, str(os.getpid())]
         with output_file.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the run, which then ends its trackers
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            # In its own session: Ctrl-C is for the run, which then ends its trackers.
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         return TrackerProcess(name, process, output_file)
 
     def poll(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.analysis.listing import is_number
+from paceline.analysis.status import PARTS
+
 AXES = ("now", "updates", "samples")
 METRIC_KINDS = ("progress", "evaluation", "result")
-SHARES = ("computing", "sending", "waiting", "server")
 
 
 class Tracker(Protocol):
@@ -38,17 +40,12 @@ def scalars(kind: str, fields: dict[str, Any]) -> dict[str, float]:
     {'workers/computing': 0.5, 'workers/waiting': 0.5}
     """
     if kind == "workers":
-        sums = {name: sum(fields[name]) for name in SHARES if name in fields}
+        sums = {name: sum(fields[name]) for name in PARTS if name in fields}
         whole = sum(sums.values())
         return {f"workers/{name}": value / whole for name, value in sums.items()} if whole else {}
     if kind not in METRIC_KINDS:
         return {}
     return {f"{kind}/{name}": float(value) for name, value in fields.items() if name not in AXES and is_number(value)}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether the value is a number; booleans are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def final_scalars(result: dict[str, Any]) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""Mirrors the folder of a served run over the network, so that code for run folders can read it.
-
-The copy is locked, like the folder of a run in training, as long as the server answers.
-"""
+"""Mirrors the folder of a served run over the network; the copy is locked as long as the server answers."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ class Mirror:
     """
 
     def __init__(
-        self,
-        connect: Callable[[], FileClient],
-        path: Path,
-        tail: int | None = None,
-        growing: Sequence[str] = GROWING,
+        self, connect: Callable[[], FileClient], path: Path, tail: int | None = None, growing: Sequence[str] = GROWING
     ) -> None:
         self._connect, self._tail, self._growing = connect, tail, growing
         self.folder = RunFolder(path)

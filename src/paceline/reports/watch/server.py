@@ -1,7 +1,4 @@
-"""The HTTP server of the live page: shows runs in a browser while they run, and serves `/metrics`.
-
-A page holds all current data; then server-sent events bring each run that changed.
-"""
+"""The HTTP server of the live page and of `/metrics`; server-sent events bring each run that changed to the page."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ class LiveServer(ThreadingHTTPServer):
     request_queue_size = 32
 
     def __init__(self, follower: RunFollower, host: str, port: int, token: str | None = None) -> None:
-        self.follower = follower
-        self.token = token
+        self.follower, self.token = follower, token
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), _Handler)

@@ -1,14 +1,10 @@
-"""Follows runs for all watchers: reads what changed in their folders, and encodes it once.
-
-A source finds and reads runs; the follower polls it at most twice a second and limits its CPU use.
-"""
+"""Follows runs for all watchers: a source finds and reads runs; the follower polls it and encodes what changed once."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import math
 import secrets
 import threading
 import time
@@ -31,6 +27,8 @@ SCAN_SECONDS = 10.0
 SETTLING_SECONDS = 3.0
 IDLE_SECONDS = 2.0  # interval of polls of a run that has ended: it may be resumed
 MAX_RUNS = 30  # runs of a folder that are followed, the newest
+RETRY_SECONDS = 3.0  # interval of attempts to reach a server that no longer answers
+UNREACHABLE = "unreachable"
 FOLDER_REMOVED = "the run folder was removed: these are the last data read"
 
 
@@ -67,8 +65,11 @@ class _Followed:
         except (OSError, UserError):
             if (self.path / "config.toml").exists():
                 return None  # read while it was being created or removed: the next poll decides
-            was_there, self._reader = self._reader is not None, None
-            return {**self._digest, **_removed(self._digest)} if was_there and self._digest else None
+            reader, self._reader, last = self._reader, None, self._digest  # a new folder is read from its start
+            if reader is None or not last:
+                return None
+            status = "removed" if last["going_on"] else last["status"]
+            return {**last, "notes": [*last["notes"], FOLDER_REMOVED], "going_on": False, "status": status}
 
     def _read(self, now: float) -> dict[str, Any] | None:
         if self._reader is None:
@@ -81,18 +82,11 @@ class _Followed:
         return self._digest
 
 
-def _removed(digest: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that change when the folder of a run is removed; a new folder is read from its start."""
-    status = "removed" if digest["going_on"] else digest["status"]
-    return {"notes": [*digest["notes"], FOLDER_REMOVED], "going_on": False, "status": status}
-
-
 class FolderSource:
     """A run folder, or all runs below a folder, the newest first."""
 
     def __init__(self, path: Path) -> None:
-        self.title = str(path)
-        self._path = path
+        self.title, self._path = str(path), path
         self.one = (path / "config.toml").is_file()
         self._followed = {found: _Followed(found) for found in self._find()}
         self._changed, self._scanned, self._settled = self._date(), time.monotonic(), 0.0
@@ -154,11 +148,9 @@ class RunFollower:
         self.instance = secrets.token_hex(4)
         """Distinguishes event numbers of this follower from those of an earlier one."""
         self._latest: dict[str, tuple[int, bytes]] = {}
-        self._number = 0
-        self._watchers = 0
-        self._closed = False
-        self._polling = threading.Lock()
-        self._changed = threading.Condition()
+        self._number = self._watchers = 0
+        self.closed = False
+        self._polling, self._changed = threading.Lock(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
@@ -176,12 +168,8 @@ class RunFollower:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def poll(self) -> float:
         """Poll the source once; return the CPU seconds it took."""
@@ -205,8 +193,8 @@ class RunFollower:
     def after(self, number: int, seconds: float) -> tuple[int, bytes] | None:
         """Wait at most `seconds` for changes after poll `number`; None if there are none or the follower is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._number > number or self._closed, seconds)
-            return (self._number, self._list(number)) if self._number > number and not self._closed else None
+            self._changed.wait_for(lambda: self._number > number or self.closed, seconds)
+            return (self._number, self._list(number)) if self._number > number and not self.closed else None
 
     def _list(self, number: int) -> bytes:
         return b"[" + b",".join(text for at, text in self._latest.values() if at > number) + b"]"
@@ -214,12 +202,12 @@ class RunFollower:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._watchers > 0 or self._closed)
-            if self._closed:
+                self._changed.wait_for(lambda: self._watchers > 0 or self.closed)
+            if self.closed:
                 return
             pause = pause_after(self.poll())
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, pause)
+                self._changed.wait_for(lambda: self.closed, pause)
 
 
 def pause_after(spent: float) -> float:
@@ -240,21 +228,7 @@ def encode(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
-        return encode(_finite(value))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-RETRY_SECONDS = 3.0  # interval of attempts to reach a server that no longer answers
-
-
-UNREACHABLE = "unreachable"
+        return encode(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 class RemoteRun:
@@ -266,8 +240,7 @@ class RemoteRun:
         mirror.refresh()
         self.title = f"{mirror.run} at {mirror.address}"
         self._mirror, self._copy = mirror, FolderSource(mirror.folder.path)
-        self._lock = threading.Lock()
-        self._next = 0.0
+        self._lock, self._next = threading.Lock(), 0.0
         self._loss: str | None = None
 
     def poll(self) -> dict[str, dict[str, Any] | None]:
@@ -294,9 +267,8 @@ class RemoteRun:
 
     def _with_origin(self, digest: dict[str, Any]) -> dict[str, Any]:
         """Return the data with the run's own folder in place of the mirror's."""
-        text = json.dumps(digest).replace(
-            json.dumps(str(self._mirror.folder.path))[1:-1], json.dumps(self._mirror.run)[1:-1]
-        )
+        copy, own = (json.dumps(str(path))[1:-1] for path in (self._mirror.folder.path, self._mirror.run))
+        text = json.dumps(digest).replace(copy, own)
         found: dict[str, Any] = {**json.loads(text), "id": self.title, "name": Path(self._mirror.run).name}
         if self._loss is not None:
             found |= {"status": UNREACHABLE, "going_on": False, "notes": [*found["notes"], self._loss]}

@@ -35,7 +35,7 @@ class RunHistory:
         self.losses: list[float] = []
         self._until = -1.0
         self._every, self._skipped = 1, 0
-        self._told: dict[str, Any] = {}
+        self._last_event: dict[str, Any] = {}
 
     def add(self, events: Sequence[dict[str, Any]]) -> None:
         """Add the losses of rows not seen before."""
@@ -51,8 +51,8 @@ class RunHistory:
 
     def new_sentences(self, events: Sequence[dict[str, Any]]) -> list[str]:
         """Return sentences about events since the last call."""
-        begin = next((place for place in range(len(events), 0, -1) if events[place - 1] == self._told), 0)
-        self._told = events[-1] if events else self._told
+        begin = next((place for place in range(len(events), 0, -1) if events[place - 1] == self._last_event), 0)
+        self._last_event = events[-1] if events else self._last_event
         return [text for _, text in sentences(events[begin:])]
 
 
@@ -115,22 +115,16 @@ def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) ->
     if history.losses:
         now = f"loss {history.losses[-1]:.4f} "
         lines.append(StyledLine(now + sparkline(history.losses, width - len(now)), "cyan"))
-    latest = _latest(events, width)
-    room = height - len(lines) - len(latest)
-    workers = _worker_lines(status, width, room)
+    newest = reversed(sentences(events)[-MAX_EVENTS:])
+    latest = [StyledLine(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in newest]
+    workers = _worker_lines(status, width, height - len(lines) - len(latest))
     return (lines + workers + latest)[:height]
-
-
-def _latest(events: Sequence[dict[str, Any]], width: int) -> list[StyledLine]:
-    latest = reversed(sentences(events)[-MAX_EVENTS:])
-    return [StyledLine(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in latest]
 
 
 def _worker_lines(status: RunStatus, width: int, room: int) -> list[StyledLine]:
     """Return as many workers as fit, and always the stragglers."""
     for max_workers in (MAX_WORKERS, 16, 8, 4, 2, 1):
-        parts = format_workers(status, width, max_workers)
-        lines = [line for part in parts for line in part.splitlines()]
+        lines = "\n".join(format_workers(status, width, max_workers)).splitlines()
         if len(lines) <= room:
             break
     slow = ("is slow (", "is paused", "is lost")
