@@ -21,14 +21,7 @@ from paceline.settings.notation import count
 from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_rule
 from paceline.settings.stopping import check_goals
-from paceline.settings.strategies import (
-    Feature,
-    Strategy,
-    Waiting,
-    in_this_process,
-    require_feature,
-    strategy_of,
-)
+from paceline.settings.strategies import Feature, Strategy, Waiting, in_this_process, require_feature, strategy_of
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
