@@ -65,10 +65,7 @@ def importable_name(build: Callable[[], Any], here: bool = False) -> str:
 
 
 def require_main_guard() -> None:
-    """Check that the script has a main guard: workers import it, and would start the training again.
-
-    Print one line and exit with code 2 if it has none.
-    """
+    """Exit with code 2 and one line if the script has no main guard: workers that import it would train again."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__")

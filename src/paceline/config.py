@@ -8,6 +8,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ Check = Callable[[str, Any], None]
 
 
 def _check(passes: Callable[[Any], bool], must: str) -> Check:
-    """Make a check that refuses a value with the flag, what it must be and what it is."""
-
     def check(name: str, value: Any) -> None:
         if not passes(value):
             raise UserError(f"--{name} {must}, got {value}")
@@ -32,7 +31,6 @@ _not_negative = _check(lambda value: math.isfinite(value) and value >= 0, "must 
 _sensible = _check(lambda value: 1e-6 <= value <= 1e9, "must be a number from 0.000001 to 1000000000")
 _fraction = _check(lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
 _at_least_one = _check(lambda value: value >= 1, "must be at least 1")
-_at_most = _check(lambda value: value <= MAX_WORKERS, f"must be at most {MAX_WORKERS}")
 _seed = _check(lambda value: 0 <= value < 2**63, "must be between 0 and 2^63 - 1")
 _percent = _check(lambda value: 0.0 < value <= 100.0, "is in percent, above 0 and at most 100")
 _betas = _check(
@@ -43,7 +41,8 @@ _betas = _check(
 
 def _workers(name: str, value: int) -> None:
     _at_least_one(name, value)
-    _at_most(name, value)
+    if value > MAX_WORKERS:
+        raise UserError(f"--{name} must be at most {MAX_WORKERS}, got {value}")
 
 
 def _folder_name(name: str, value: str) -> None:
@@ -52,8 +51,8 @@ def _folder_name(name: str, value: str) -> None:
 
 
 def setting(
-    default: Any,
     group: str,
+    default: Any,
     text: str,
     check: Check | None = None,
     metavar: str | None = None,
@@ -66,220 +65,158 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+_data, _model, _strategy, _optimizer = (partial(setting, name) for name in ("data", "model", "strategy", "optimizer"))
+_length, _machine, _cluster, _run = (partial(setting, name) for name in ("length", "machine", "cluster", "run folder"))
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of one run. `resolve` fills in the fields that are left at None."""
 
-    dataset: str = setting(
-        "fashion-mnist", "data", "fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample"
+    dataset: str = _data("fashion-mnist", "fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample")
+    split: str = _data("iid", "how workers share the data: full, iid, labels or dirichlet:ALPHA", alias="shard")
+    shard_weights: list[float] | None = _data(None, "relative shard sizes of workers, as in 1,1,2", metavar="W,W,...")
+    validation: float = _data(0.0, "fraction of the train set to hold out and score", _fraction)
+    fold: str | None = _data(
+        None, "hold out fold I of K of the train set and score it, not the test set, as in 2/5", metavar="I/K"
     )
-    split: str = setting(
-        "iid", "data", "how workers share the data: full, iid, labels or dirichlet:ALPHA", alias="shard"
+    data_dir: str | None = _data(None, "folder that holds the data sets", metavar="DIR")
+    augment: str = _data(
+        "auto", "augment images: crop, mirror, crop,mirror or none (auto: both for cifar10, imagenet)", metavar="WAYS"
     )
-    shard_weights: list[float] | None = setting(
-        None, "data", "relative shard sizes, one for each worker, as in 1,1,2", metavar="W,W,..."
-    )
-    validation: float = setting(0.0, "data", "fraction of the train set to hold out and score", _fraction)
-    fold: str | None = setting(
-        None, "data", "hold out fold I of K of the train set and score it, not the test set, as in 2/5", metavar="I/K"
-    )
-    data_dir: str | None = setting(None, "data", "folder that holds the data sets", metavar="DIR")
-    augment: str = setting(
-        "auto",
-        "data",
-        "augment training images: crop, mirror, crop,mirror or none (auto: both for cifar10 and imagenet)",
-        metavar="WAYS",
-    )
-    max_length: int = setting(64, "data", "maximum number of words of a sentence", _at_least_one)
-    image_size: int = setting(224, "data", "width and height of the images of imagenet, in pixels", _at_least_one)
-    model: str = setting(
+    max_length: int = _data(64, "maximum number of words of a sentence", _at_least_one)
+    image_size: int = _data(224, "width and height of the images of imagenet, in pixels", _at_least_one)
+    model: str = _model(
         "lenet5",
-        "model",
         "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm), "
         "inception-28-small, inception-bn, or transformer (for text)",
     )
-    task: str | None = setting(
-        None, "model", "your own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
+    task: str | None = _model(
+        None, "your own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
     )
-    strategy: str = setting(
-        "async", "strategy", "classic, sync, async, backup:B, bounded:S, allreduce, local:H, diloco:H or async-local:H"
+    strategy: str = _strategy(
+        "async", "classic, sync, async, backup:B, bounded:S, allreduce, local:H, diloco:H or async-local:H"
     )
-    workers: int | None = setting(None, "strategy", "number of workers (default 2; classic has 1)", _workers)
-    max_workers: int | None = setting(
+    workers: int | None = _strategy(None, "number of workers (default 2; classic has 1)", _workers)
+    max_workers: int | None = _strategy(
         None,
-        "strategy",
         "let workers join and leave during the run, at most this many at once; the data is divided again each "
         "time (default: --workers)",
         _workers,
     )
-    rule: str = setting(
+    rule: str = _strategy(
         "auto",
-        "strategy",
         "how the server applies a push: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, "
         "cached, ringleader, ringmaster:R, buffered:K, foresight, foresight-fair or foresight-cached; with "
         "async-local: delayed",
     )
-    average: str | None = setting(
+    average: str | None = _strategy(
         None,
-        "strategy",
         "evaluate and save a running average of the weights: none, on, auto or a horizon in updates (default: on "
         "for async, bounded and async-local, unless the rule is plain or plain-early)",
     )
-    local_steps: str | None = setting(
+    local_steps: str | None = _strategy(
         None,
-        "strategy",
         "for strategies with :H: even (H steps each) or speed (H steps for the fastest worker, fewer for slower "
         "ones, so that all push at the same time; default for async-local)",
         metavar="even|speed",
     )
-    outer_lr: float | None = setting(
-        None, "strategy", "outer learning rate of diloco and async-local (default .7; async-local .4)", _positive
+    outer_lr: float | None = _strategy(None, "outer learning rate (default: diloco .7, async-local .4)", _positive)
+    outer_momentum: float | None = _strategy(
+        None, "outer Nesterov momentum (default: diloco .9, async-local .8)", _fraction
     )
-    outer_momentum: float | None = setting(
-        None, "strategy", "outer Nesterov momentum of diloco and async-local (default .9; async-local .8)", _fraction
+    path: str | None = _strategy(None, "topology (ring: default of allreduce, local and diloco)", metavar="star|ring")
+    codec: str | None = _strategy(None, "compress pushes: none (default), fp16, bf16, int8, sign, topk:F or lowrank:R")
+    pull_codec: str | None = _strategy(None, "compress replies, as weight changes, with the same codecs (default none)")
+    optimizer: str = _optimizer("sgd", "sgd, adam, adamw or lars: on the server or, with local steps, in each worker")
+    lr: float | None = _optimizer(None, "learning rate (default: sgd .005, adam and adamw .001, lars 1)", _positive)
+    momentum: float = _optimizer(0.9, "momentum of sgd and lars", _fraction)
+    nesterov: bool = _optimizer(False, "Nesterov momentum for sgd")
+    betas: list[float] = _optimizer([0.9, 0.999], "betas of adam and adamw", _betas, metavar="B1,B2")
+    weight_decay: float = _optimizer(0.0, "weight decay added to the gradient (adamw: to the step)", _not_negative)
+    clip: float | None = _optimizer(None, "maximum gradient norm; scale larger gradients down", _positive)
+    schedule: str = _optimizer("constant", "learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]")
+    warmup: float = _optimizer(0.0, "fraction of the run over which lr grows from 0", _fraction)
+    scale_lr: str = _optimizer("none", "multiply lr: none, auto (by the pushes that one update averages) or a factor")
+    batch_size: int = _length(32, "samples in one batch of one worker", _at_least_one)
+    epochs: float = _length(6.0, "number of epochs", _sensible)
+    epoch_mode: str = _length("shared", "count epochs over all workers (shared) or over each worker's own shard (own)")
+    steps: int | None = _length(None, "stop after this many updates instead of --epochs", _at_least_one)
+    max_seconds: float | None = _length(
+        None, "stop after this many seconds of training, without loading and evaluation (simulate: virtual)", _sensible
     )
-    path: str | None = setting(
-        None, "strategy", "topology: star, or ring (default for allreduce, local and diloco)", metavar="star|ring"
+    target_accuracy: float | None = _length(
+        None, "stop once the test accuracy reaches this percentage (needs --eval-every)", _percent
     )
-    codec: str | None = setting(
-        None, "strategy", "compress pushes: none, fp16, bf16, int8, sign, topk:F or lowrank:R (default none)"
-    )
-    pull_codec: str | None = setting(
-        None, "strategy", "compress replies: the change of the weights, with the same codecs (default none)"
-    )
-    optimizer: str = setting(
-        "sgd", "optimizer", "sgd, adam, adamw or lars: on the server or, with local steps, one in each worker"
-    )
-    lr: float | None = setting(
-        None, "optimizer", "learning rate (default .005 for sgd, .001 for adam and adamw, 1 for lars)", _positive
-    )
-    momentum: float = setting(0.9, "optimizer", "momentum of sgd and lars", _fraction)
-    nesterov: bool = setting(False, "optimizer", "Nesterov momentum for sgd")
-    betas: list[float] = setting([0.9, 0.999], "optimizer", "betas of adam and adamw", _betas, metavar="B1,B2")
-    weight_decay: float = setting(
-        0.0, "optimizer", "weight decay added to the gradient (adamw: to the step)", _not_negative
-    )
-    clip: float | None = setting(None, "optimizer", "maximum gradient norm; scale larger gradients down", _positive)
-    schedule: str = setting(
-        "constant", "optimizer", "learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]"
-    )
-    warmup: float = setting(0.0, "optimizer", "fraction of the run over which lr grows from 0", _fraction)
-    scale_lr: str = setting(
-        "none", "optimizer", "multiply lr: none, auto (by the number of pushes that one update averages) or a factor"
-    )
-    batch_size: int = setting(32, "length", "samples in one batch of one worker", _at_least_one)
-    epochs: float = setting(6.0, "length", "number of epochs", _sensible)
-    epoch_mode: str = setting(
-        "shared", "length", "count epochs of all workers together (shared) or of each worker's own shard (own)"
-    )
-    steps: int | None = setting(None, "length", "stop after this many updates instead of --epochs", _at_least_one)
-    max_seconds: float | None = setting(
+    target: str | None = _length(
         None,
-        "length",
-        "stop after this many seconds of training, not counting loading and evaluation (simulate: virtual seconds)",
-        _sensible,
-    )
-    target_accuracy: float | None = setting(
-        None, "length", "stop once the test accuracy reaches this percentage (needs --eval-every)", _percent
-    )
-    target: str | None = setting(
-        None,
-        "length",
         "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE'; METRIC is "
         "loss, accuracy or a metric of your task (needs --eval-every), or one that your own loop reports",
         metavar="GOAL",
     )
-    best: str | None = setting(
+    best: str | None = _length(
         None,
-        "length",
         "how to choose the best weights at evaluations: min:METRIC or max:METRIC (default: the metric of "
         "--target, else accuracy, else loss)",
         metavar="BEST",
     )
-    eval_every: float | None = setting(
-        None, "length", "evaluate every this many epochs; this does not count as training time", _sensible
+    eval_every: float | None = _length(
+        None, "epochs between evaluations; they do not count as training time", _sensible
     )
-    eval_train: bool = setting(False, "length", "score the train data too at each of these evaluations")
-    score: str = setting("all", "length", "what to score at the end: all, test or none")
-    seed: int = setting(0, "machine", "seed of all random choices", _seed)
-    device: str = setting("cpu", "machine", "cpu or cuda")
-    threads: int | None = setting(None, "machine", "threads of each worker (default: cores / workers)", _at_least_one)
-    precision: str = setting("fp32", "machine", "fp32, or bf16 (autocast; the weights stay fp32)")
-    compile: bool = setting(False, "machine", "compile the step with torch.compile: a slower start, then faster steps")
-    capture: bool = setting(False, "machine", "capture the step as a CUDA graph; needs --device cuda")
-    channels_last: bool | None = setting(None, "machine", "store images channels last (default: with bf16 on cuda)")
-    accumulate: int = setting(
-        1, "machine", "compute each batch in this many parts, one after the other, to save memory", _at_least_one
-    )
-    delay: list[str] | None = setting(
+    eval_train: bool = _length(False, "score the train data too at each of these evaluations")
+    score: str = _length("all", "what to score at the end: all, test or none")
+    seed: int = _machine(0, "seed of all random choices", _seed)
+    device: str = _machine("cpu", "cpu or cuda")
+    threads: int | None = _machine(None, "threads of each worker (default: cores / workers)", _at_least_one)
+    precision: str = _machine("fp32", "fp32, or bf16 (autocast; the weights stay fp32)")
+    compile: bool = _machine(False, "compile the step with torch.compile: a slower start, then faster steps")
+    capture: bool = _machine(False, "capture the step as a CUDA graph; needs --device cuda")
+    channels_last: bool | None = _machine(None, "store images channels last (default: with bf16 on cuda)")
+    accumulate: int = _machine(1, "compute each batch in this many parts, one by one, to save memory", _at_least_one)
+    delay: list[str] | None = _machine(
         None,
-        "machine",
         "slow workers down on purpose: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3; may be repeated",
         metavar="TIME[@WORKERS]",
     )
-    faults: str | None = setting(
-        None, "cluster", "TOML file of faults to inject: kill, stop and slow processes", metavar="FILE"
-    )
-    speeds: str | None = setting(
+    faults: str | None = _cluster(None, "TOML file of faults to inject: kill, stop and slow processes", metavar="FILE")
+    speeds: str | None = _cluster(
         None,
-        "cluster",
         "time of a step: 30ms, 1,1,1,4 (seconds of each worker), lognormal:30ms,.3 or exponential:30ms [1s]",
         metavar="SPEEDS",
     )
-    link: str | None = setting(
-        None, "cluster", "link of the server: bandwidth and latency each way, as in 1gbit,0.2ms", metavar="LINK"
+    link: str | None = _cluster(None, "the server's bandwidth and latency each way, as in 1gbit,0.2ms", metavar="LINK")
+    server_time: str | None = _cluster(None, "time that the server takes for a push, as in 2ms [none]", metavar="TIME")
+    cores: int | None = _cluster(None, "cores that all workers and the server share (default: one each)", _at_least_one)
+    like: str | None = _cluster(None, "take settings, times and cores from this run (--speeds: factors)", metavar="RUN")
+    timing_only: bool = _cluster(False, "compute no gradients, only times, staleness and traffic")
+    parameters: str | None = _cluster(
+        None, "number of parameters for --timing-only, as in 25.6M (default: of --model)", metavar="COUNT"
     )
-    server_time: str | None = setting(
-        None, "cluster", "time that the server takes for a push, as in 2ms [none]", metavar="TIME"
-    )
-    cores: int | None = setting(
-        None, "cluster", "number of cores that all workers and the server share (default: one each)", _at_least_one
-    )
-    like: str | None = setting(
-        None, "cluster", "take settings, times and cores from this run; --speeds then gives factors", metavar="RUN"
-    )
-    timing_only: bool = setting(False, "cluster", "compute no gradients, only times, staleness and traffic")
-    parameters: str | None = setting(
-        None, "cluster", "number of parameters for --timing-only, as in 25.6M (default: of --model)", metavar="COUNT"
-    )
-    checkpoint_every: float = setting(60.0, "run folder", "seconds between checkpoints", _positive)
-    keep: int = setting(2, "run folder", "number of checkpoints to keep", _at_least_one)
-    restart: int = setting(
-        0, "run folder", "restart a killed server from its checkpoint and log, at most this many times", _not_negative
-    )
-    recovery: str = setting(
-        "log", "run folder", "after a crash: recompute pushes (log) or drop them (checkpoint)", metavar="log|checkpoint"
-    )
-    durable: bool = setting(
-        False, "run folder", "sync the log to disk before each reply, so that a power failure loses no push"
-    )
-    snapshots: float | None = setting(
+    checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
+    keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
+    restart: int = _run(0, "restart a killed server from checkpoint and log, at most this many times", _not_negative)
+    recovery: str = _run("log", "recompute (log) or drop (checkpoint) pushes after a crash", metavar="log|checkpoint")
+    durable: bool = _run(False, "sync the log to disk before each reply, so that a power failure loses no push")
+    snapshots: float | None = _run(
         None,
-        "run folder",
         "save the weights this many times per epoch, for 'paceline landscape'; each takes 4 bytes per parameter "
         "(default none)",
         _sensible,
     )
-    track: list[str] | None = setting(
-        None,
-        "run folder",
-        "send metrics to a tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated",
-        metavar="NAME",
+    track: list[str] | None = _run(
+        None, "send metrics to csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated", metavar="NAME"
     )
-    name: str | None = setting(
-        None, "run folder", "name of the run (default: strategy, model, workers and time)", _folder_name
-    )
-    runs: str = setting("runs", "run folder", "folder that holds the runs", metavar="DIR")
+    name: str | None = _run(None, "name of the run (default: strategy, model, workers and time)", _folder_name)
+    runs: str = _run("runs", "folder that holds the runs", metavar="DIR")
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value, check = getattr(self, spec.name), spec.metadata["check"]
-            if value is None:
-                continue
-            value = coerce(spec, value)
-            object.__setattr__(self, spec.name, value)
-            if check is not None:
-                check(spec.name.replace("_", "-"), value)
+            if value is not None:
+                value = coerce(spec, value)
+                object.__setattr__(self, spec.name, value)
+                if check is not None:
+                    check(spec.name.replace("_", "-"), value)
 
 
 def max_workers_of(config: RunConfig) -> int:
@@ -330,8 +267,7 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
     raise UserError(f"{spec.name} = {value!r} is not of type {wanted}")
 
 
-def _is_a(kind: str, value: Any) -> bool:
-    """Whether a value has a type; True and False are not numbers."""
+def _is_a(kind: str, value: Any) -> bool:  # True and False are not numbers
     return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
@@ -365,18 +301,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _toml(value: Any) -> str:
-    """Write a value as TOML, which is JSON for all that settings hold but one character."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def to_toml(config: RunConfig, left_out: tuple[str, ...] = ()) -> str:
     """Write the config as TOML, without settings that are None."""
     lines = []
     for name in FIELDS:
         value = getattr(config, name)
         if value is not None and name not in left_out:
-            lines.append(f"{name} = {_toml(value)}")
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else JSON of settings is TOML
+            lines.append(f"{name} = {text}")
     return "\n".join(lines) + "\n"
 
 

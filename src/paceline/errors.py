@@ -1,15 +1,15 @@
-"""Every error Paceline raises on purpose.
+"""Every error that Paceline raises on purpose.
 
-    PacelineError            anything below; the command line prints it as one line, without a traceback
-    ├── UserError            what was asked cannot be done: exit code 2
+    PacelineError            the root; the command line prints it as one line, without a traceback
+    ├── UserError            the request cannot be met: exit code 2
     │   └── DataError        a data file is missing, truncated or corrupted
-    ├── Diverged             training produced numbers that are not finite: exit code 3
-    ├── RunFailed            a process of ours died or the machine ran out of something: exit code 1
-    │   └── ServerLost       the process that keeps the run was killed; what it had acknowledged is in its folder
-    ├── Reported             what a process of ours said last, with the exit code that it asked for
-    ├── Forgotten            a server that was started anew does not know this worker, which may join again
-    ├── Interrupted          Ctrl-C or SIGTERM among many runs, with what was kept: exit code 130
-    └── ProtocolError        the other side of a transport sent what it must not: its fault, never ours
+    ├── Diverged             training produced a NaN or an infinity: exit code 3
+    ├── RunFailed            a process died, or the machine ran out of a resource: exit code 1
+    │   └── ServerLost       the server process was killed; every acknowledged push is in the run folder
+    ├── ChildFailed          a child process failed: its last message and its exit code
+    ├── UnknownWorker        a restarted server does not know this worker, which may join again
+    ├── Interrupted          Ctrl-C or SIGTERM during several runs: exit code 130
+    └── ProtocolError        a peer sent a message that breaks the protocol
 
 A message says what was asked, what was found and what to do. A lost worker is an event, not an exception.
 """
@@ -19,23 +19,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-MAX_NAMED = 30  # names that are all listed beside the nearest; of more, the nearest are enough
+MAX_NAMED = 30  # up to this many known names are all listed beside the nearest ones
 
 
 class PacelineError(Exception):
-    """The root of the tree; `exit_code` is what the command line ends with."""
+    """The root of the tree; the command line ends with `exit_code`."""
 
     exit_code = 1
 
 
 class UserError(PacelineError):
-    """The request itself is wrong; nothing was started, or nothing was lost."""
+    """The request itself is wrong; nothing was started and nothing is lost."""
 
     exit_code = 2
 
 
 class DataError(UserError):
-    """A data set is not there, or is not what it says it is."""
+    """A data set is missing, or its content is not what its name promises."""
 
 
 class Diverged(PacelineError):
@@ -45,11 +45,11 @@ class Diverged(PacelineError):
 
 
 class RunFailed(PacelineError):
-    """The run could not go on, through no fault of its settings."""
+    """The run cannot go on, although its settings are right."""
 
 
 class ServerLost(RunFailed):
-    """The process that kept the run is gone; `what` says how, and the run can be resumed."""
+    """The server process is gone; `what` says how, and the run can be resumed."""
 
     def __init__(self, what: str, resume_hint: str) -> None:
         super().__init__(f"{what}: nothing acknowledged is lost, {resume_hint}")
@@ -57,7 +57,7 @@ class ServerLost(RunFailed):
 
 
 class ChildFailed(PacelineError):
-    """A process of ours could not go on, and said why."""
+    """A child process failed and reported why."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -65,7 +65,7 @@ class ChildFailed(PacelineError):
 
 
 class UnknownWorker(PacelineError):
-    """The server took us for somebody new; `welcome` is what it told the newcomer."""
+    """The server treats this worker as a new one; `welcome` is the handshake that it sent to the new worker."""
 
     def __init__(self, welcome: dict[str, object]) -> None:
         super().__init__("the server does not know this worker any more")
@@ -73,7 +73,7 @@ class UnknownWorker(PacelineError):
 
 
 class Interrupted(PacelineError):
-    """Somebody stopped it; what had ended is kept."""
+    """A signal stopped a group of runs; the results of finished runs are kept."""
 
     exit_code = 130
 
@@ -83,7 +83,7 @@ class ProtocolError(PacelineError):
 
 
 def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
-    """The error for a name nobody knows, with the nearest known names offered.
+    """The error for an unknown name, which offers the nearest known names.
 
     >>> print(unknown_name("model", "lenet", ["lenet5", "cnn"]))
     unknown model 'lenet': did you mean 'lenet5'? Known: cnn, lenet5
@@ -96,7 +96,7 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
 
 
 def mismatched_keys(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """The names of what `theirs` lacks or has otherwise.
+    """The keys of `ours` that `theirs` lacks or holds with another value.
 
     >>> mismatched_keys({"layout": 1, "targets": 2}, {"layout": 1, "targets": 3})
     ['targets']

@@ -113,7 +113,6 @@ class Loader(Protocol):
 
     def batch(self, number: int) -> Batch:
         """Return batch `number`, counted from 0. A second call returns the same batch."""
-        ...
 
 
 class Task(Protocol):
@@ -128,15 +127,12 @@ class Task(Protocol):
 
     def initial(self) -> Tensor:
         """Return the initial weights, flat."""
-        ...
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         """Use these buffers from now on. Called once per worker; their addresses never change."""
-        ...
 
     def gradient(self, batch: Batch) -> float:
         """Fill the bound gradient (and state) from the bound weights. Return the loss."""
-        ...
 
 
 class Arrival(NamedTuple):
@@ -163,35 +159,27 @@ class Rule(Protocol):
     @property
     def name(self) -> str:
         """The name as the user writes it. A checkpoint stores it with the state."""
-        ...
 
     def start(self, weights: Tensor) -> State:
         """Return the state before the first update, for weights of this shape."""
-        ...
 
     def join(self, state: State, worker: int) -> None:
         """Add `worker`, with an empty row."""
-        ...
 
     def leave(self, state: State, worker: int) -> None:
         """Remove `worker`: set its rows to zero and subtract them from sums over all workers."""
-        ...
 
     def expire(self, state: State, worker: int) -> None:
         """Discard the worker's cached gradient because it has gone silent. It stays a member and may push again."""
-        ...
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         """Make one update from `update` (a gradient, a mean of several, or a drift), which is only read."""
-        ...
 
     def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         """Write the weights of the worker's next step to `out`, once per reply: a copy, unless the rule looks ahead."""
-        ...
 
     def evaluated(self, weights: Tensor, state: State) -> Tensor:
         """Return the weights to evaluate and save: the live ones, unless the rule averages."""
-        ...
 
 
 Primitive: TypeAlias = Literal["reduce", "gather"]
@@ -208,33 +196,26 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """The name as the user writes it. A checkpoint stores it with the memory."""
-        ...
 
     @property
     def primitive(self) -> Primitive:
         """Whether payloads of several workers can be summed, or must be gathered."""
-        ...
 
     @property
     def capacity(self) -> int:
         """The largest size of a payload, in bytes."""
-        ...
 
     def ring_nbytes(self, num_workers: int) -> int:
         """The most bytes that one worker sends in one exchange of `num_workers` on a ring."""
-        ...
 
     def start(self, key: int = 0) -> State:
         """Return a new worker's memory: `error` holds what was left out (error feedback), `key` seeds the rounding."""
-        ...
 
     def encode(self, update: Tensor, memory: State, out: Tensor) -> int:
         """Encode into `out` (uint8, at least `capacity` bytes, 8-byte aligned). Return the number of bytes written."""
-        ...
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Decode into `out`, with zeros in gaps. Raise ProtocolError if the payload is malformed."""
-        ...
 
 
 class Decision(NamedTuple):
@@ -253,27 +234,21 @@ class Policy(Protocol):
 
     def join(self, worker: int) -> Decision:
         """A worker joins. The decision says whether it gets a reply now or waits at the start barrier."""
-        ...
 
     def push(self, worker: int, staleness: int) -> Decision:
         """`worker` has pushed a gradient of weights `staleness` updates old, and waits until a decision releases it."""
-        ...
 
     def leave(self, worker: int) -> Decision:
         """`worker` is gone. The decision releases workers that waited only for it."""
-        ...
 
     def clear(self) -> None:
         """Remove all workers, because the run restarts from its current state."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """Return everything needed to continue from here, as JSON values."""
-        ...
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Continue from the result of `facts`."""
-        ...
 
 
 MAX_WORKERS = 65_535

@@ -62,7 +62,7 @@ def resume(
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Go on with a run that was stopped or killed, from its newest checkpoint and its log.
 
-    `upkeep` are settings about the run's files that are to be others from here on.
+    `upkeep` holds new values for settings of the run's files.
     """
     if rank is not None:
         raise UserError(f"{path} is resumed by one command on one machine: leave the launcher out")
@@ -86,7 +86,6 @@ def resume(
 
 
 def _faults(config: RunConfig) -> tuple[Fault, ...]:
-    """The faults to inject into the processes of a new run; a resumed run gets none."""
     if config.faults is None:
         return ()
     from paceline.runtimes.local.fault_injection import faults_for_processes

@@ -180,7 +180,7 @@ def test_there_is_room_for_so_many() -> None:
 
 
 def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:
-    cluster = Cluster(Barrier(at_the_door=True), 2, max_workers=3)
+    cluster = Cluster(Barrier(joins_wait=True), 2, max_workers=3)
     cluster.push(0)
     assert over(cluster.join(2)) == {}
     assert over(cluster.push(1)) == {0: False, 1: False, 2: False}
@@ -190,7 +190,7 @@ def test_a_newcomer_waits_for_the_next_round_and_is_in_that() -> None:
 
 
 def test_a_newcomer_begins_alone_where_everybody_else_is_gone() -> None:
-    cluster = Cluster(Barrier(at_the_door=True), 1, max_workers=2)
+    cluster = Cluster(Barrier(joins_wait=True), 1, max_workers=2)
     cluster.push(0)
     cluster.join(1)
     assert over(cluster.handle(Leave(0, 0))) == {1: False}

@@ -25,7 +25,7 @@ def make_policy(config: RunConfig) -> Policy:
     strategy, rule = strategy_of(config), rule_of(config)
     match strategy.waiting:
         case Waiting.BARRIER:
-            return Barrier(strategy.num_backup, at_the_door=config.max_workers is not None)
+            return Barrier(strategy.num_backup, joins_wait=config.max_workers is not None)
         case Waiting.BOUNDED:
             return StaleSynchronous(strategy.max_lead)
     return DropStale(rule.number) if rule.traits.drops else Async()
@@ -50,50 +50,38 @@ def make_training(config: RunConfig, budget: Budget) -> Training:
 
 
 def _schedule(config: RunConfig) -> Schedule:
-    """The learning rate that gradients are stepped with."""
     kind, factor = schedule_of(config)
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
 
 
 def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None, skew: float | None = None) -> Rule:
-    """The update rule, with rows for `max_workers` workers (the config's, unless said) where it keeps some."""
+    """The update rule; if it keeps a row for each worker, for `max_workers` of them (default: the config's)."""
 
     def prepared() -> GradientTransform:
         from paceline.core.optimizers import GradientTransform
 
         return GradientTransform(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
 
-    return build_rule(
-        config, max_workers or max_workers_of(config), lambda: make_optimizer(config, layout), prepared, skew
-    )
+    places = max_workers or max_workers_of(config)
+    return build_rule(config, places, lambda: make_optimizer(config, layout), prepared, skew)
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:
     """The optimizer that gradients are stepped with."""
     from paceline.core.optimizers import Adam, AdamW, Lars, Sgd
 
-    mask = _decay_mask(layout) if config.weight_decay else None
-    optimizer: Optimizer
+    decay, clip, mask = config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None
     if config.optimizer in ("adam", "adamw"):
         beta1, beta2 = config.betas
         kind = Adam if config.optimizer == "adam" else AdamW
-        optimizer = kind((beta1, beta2), weight_decay=config.weight_decay, clip=config.clip, decay_mask=mask)
-    elif config.optimizer == "lars":
-        decay, clip = config.weight_decay, config.clip
-        optimizer = Lars(layout, config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)
-    else:
-        optimizer = Sgd(
-            config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
-            decay_mask=mask,
-        )
-    return optimizer
+        return kind((beta1, beta2), weight_decay=decay, clip=clip, decay_mask=mask)
+    if config.optimizer == "lars":
+        return Lars(layout, config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)
+    return Sgd(config.momentum, nesterov=config.nesterov, weight_decay=decay, clip=clip, decay_mask=mask)
 
 
 def _decay_mask(layout: Layout) -> Tensor | None:
-    """Ones where weight decay applies; None when it applies everywhere."""
+    """Ones for parameters with weight decay, zeros for the others; None if all have it."""
     import torch
 
     if all(parameter.decay for parameter in layout.parameters):

@@ -1,4 +1,4 @@
-"""How the operating system is asked to share the cores between workers and their server."""
+"""Share the cores between the workers and their server: threads, polling and scheduling."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ SHARING_THRESHOLD = 1 << 19
 
 
 def server_threads(config: RunConfig, layout: Layout) -> int:
-    """While a round closes the workers wait, so the server may use their cores, where the vector is worth it.
+    """All cores if the workers wait while a round closes and the vector is long enough, else 1.
 
-    In a ring nobody waits meanwhile: each worker makes the update by itself.
+    On a ring no worker waits meanwhile: each makes the update by itself.
     """
-    in_rounds = strategy_of(config).in_rounds
-    waiting = in_rounds and not on_ring(config) and layout.size >= SHARING_THRESHOLD
-    return cores() if waiting else 1
+    waiting = strategy_of(config).in_rounds and not on_ring(config)
+    return cores() if waiting and layout.size >= SHARING_THRESHOLD else 1
 
 
 POLLS = 800  # about two milliseconds: longer than a round of workers that are alike lets one of them wait
 
 
 def polls_before_sleep(config: RunConfig) -> int:
-    """How often a worker asks for its reply before it sleeps over it: only where nobody else could use its core.
+    """How often a worker polls for its reply before it sleeps; 0 if another process could use its core.
 
     A core that was idle is slow at first: after 0.3 ms a LeNet5 step takes a tenth longer, after 10 ms half as long
     again. Two workers in step on two cores are 5 % faster for not sleeping.
@@ -40,8 +39,8 @@ def polls_before_sleep(config: RunConfig) -> int:
 def yield_to_server() -> None:
     """Make this process a batch process, which does not preempt another one when it is woken.
 
-    Otherwise the first worker to be answered takes the core from under the server, and the others wait for their
-    replies: with two workers on two cores the server's part of a round took 1.2 ms instead of 0.45.
+    Otherwise the first worker that is answered preempts the server, and the others wait for their replies: with two
+    workers on two cores, the server's part of a round took 1.2 ms instead of 0.45.
     """
     with contextlib.suppress(OSError, AttributeError):  # a system without the policy, or a sandbox that forbids it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

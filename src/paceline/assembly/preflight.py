@@ -29,9 +29,7 @@ def require_device(config: RunConfig) -> None:
                 "--device cuda: this machine has no CUDA device that torch can use; leave it out for the CPU"
             )
         if config.delay:
-            raise UserError(
-                "--delay slows processes: workers that share a GPU are one process; leave out one of the two"
-            )
+            raise UserError("--delay slows processes: workers on a GPU are one process; leave out one of the two")
 
 
 def _require_compiler(config: RunConfig) -> None:
@@ -40,9 +38,7 @@ def _require_compiler(config: RunConfig) -> None:
     if not any(name and shutil.which(name) for name in wanted):
         raise UserError(f"--compile needs a compiler ({', '.join(filter(None, wanted))}): install one, or leave it out")
     if config.device == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError(
-            "--compile on a GPU needs triton, which is not installed: 'pip install triton', or leave it out"
-        )
+        raise UserError("--compile on a GPU needs triton, which is missing: 'pip install triton', or leave it out")
 
 
 def startup_warnings(config: RunConfig, location: Location | None, skew: float | None = None) -> list[str]:
@@ -55,8 +51,7 @@ def startup_warnings(config: RunConfig, location: Location | None, skew: float |
         )
     strategy = strategy_of(config)
     pushes = strategy.pushes_per_step(config.workers or 1)
-    learns = not config.timing_only and not strategy.is_local
-    if pushes > 1 and learns and lr_scale(config) == 1.0:
+    if pushes > 1 and not config.timing_only and not strategy.is_local and lr_scale(config) == 1.0:
         lines.append(
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
             "--scale-lr auto scales it, with warm-up"

@@ -1,4 +1,4 @@
-"""The pieces of one run, built from its config: task, server, seats. Every process and replay builds them here."""
+"""The parts of one run, built from its config: server, codecs, workers. Every process and replay builds them here."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def make_roster(config: RunConfig) -> Roster:
 
 
 def key_of(config: RunConfig) -> Callable[[int], int]:
-    """What a worker's codecs round by."""
+    """The key of each worker's codec memory, which seeds its rounding."""
     return lambda worker: mix64(config.seed, worker)
 
 
 def codecs_of(config: RunConfig, layout: Layout) -> Codecs:
-    """How pushes and replies are encoded; seats and server of one process share the codecs' scratch."""
+    """The codecs of pushes and replies, shared by all workers and the server of this process."""
     return Codecs(_codec(config.codec, layout), _codec(config.pull_codec, layout), key_of(config))
 
 
@@ -80,7 +80,7 @@ def _codec(name: str | None, layout: Layout) -> Codec | None:
 
 
 def timing_layout(config: RunConfig) -> Layout:
-    """The layout of what a simulation of times alone exchanges: the model's, or a vector of the size stated."""
+    """The layout that a timing-only simulation exchanges: the model's, or one vector of `--parameters` floats."""
     if config.parameters is not None:
         return one_vector(count(config.parameters))
     info = DATASETS[config.dataset]
@@ -107,9 +107,9 @@ def make_worker(
     make_memory: MakeMemory | None = None,
     staged: bool = False,
 ) -> LocalWorker:
-    """A worker in this process, on the device of the task's data; `make_memory` makes what its server shares.
+    """A worker in this process, on the device of the task's data; `make_memory` makes buffers that its server shares.
 
-    Where it is `staged` that memory is the host's, whatever the device.
+    If it is `staged`, these buffers are in host memory, whatever the device.
     """
     steps, loader = make_steps(config, task, work, join.worker)
     device = device_of(task.train)
@@ -118,10 +118,8 @@ def make_worker(
         return task.loader(work.batches(join.worker, config, assignment), config.seed, join.worker)
 
     codecs = codecs_of(config, task.layout)
-    if staged:
-        instance = LocalWorker(HostStagedTask(steps, device), loader, join, None, codecs, make_memory, reassign)
-    else:
-        instance = LocalWorker(steps, loader, join, device, codecs, make_memory, reassign)
+    placed, at = (HostStagedTask(steps, device), None) if staged else (steps, device)
+    instance = LocalWorker(placed, loader, join, at, codecs, make_memory, reassign)
     task.warm_up(task.loader(work.batches(join.worker, config), config.seed, join.worker))
     return instance
 
@@ -133,7 +131,7 @@ def sizes_of(config: RunConfig, task: SupervisedTask, work: WorkAssignment) -> B
 
 
 def make_steps(config: RunConfig, task: SupervisedTask, work: WorkAssignment, worker: int) -> tuple[Task, Loader]:
-    """What a worker does for one push, and its data: one step, or several by itself."""
+    """The task of a worker (one step for each push, or several local steps) and its data."""
     loader = task.loader(work.batches(worker, config), config.seed, worker)
     if not strategy_of(config).is_local:
         return task, loader

@@ -29,7 +29,7 @@ _INITIAL = 0x1417
 
 
 def prepare_device(config: RunConfig) -> torch.device:
-    """Threads, and on a GPU kernels that sum in a fixed order, so that a run can be replayed there too."""
+    """Set the threads and, on a GPU, kernels that sum in a fixed order, so that a run can be replayed there too."""
     torch.set_num_threads(config.threads or 1)
     if config.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -39,12 +39,12 @@ def prepare_device(config: RunConfig) -> torch.device:
 
 
 def initial_seed(config: RunConfig) -> int:
-    """What a model's first weights are drawn from."""
+    """The seed of a model's initial weights."""
     return mix64(config.seed, _INITIAL)
 
 
 def seed_generators(seed: int) -> None:
-    """The global generators of torch, Python and numpy, which a user's code may draw from."""
+    """Seed the global generators of torch, Python and numpy, which a user's code may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -54,14 +54,12 @@ def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
     """The task of a run, which steps as the config says. The seed fixes the initial weights."""
     task = _plain_task(config, dataset)
     require_measured(config, task.metric_names, task.test is not None)
-    task.configure_step(
-        StepSettings(config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
-    )
+    how = (config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
+    task.configure_step(StepSettings(*how))
     return task
 
 
 def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """A built-in model on `dataset`, or the user's own."""
     seed_generators(initial_seed(config))
     if config.task is not None:
         return load_task(config.task)
@@ -92,11 +90,8 @@ def identity_of(task: SupervisedTask) -> dict[str, Any]:
     check = 0
     for tensor in tensors_of(targets) or tensors_of(inputs):
         check = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), check)
-    return {
-        "layout": zlib.crc32(repr(task.layout.to_rows()).encode()),
-        "num_samples": num_samples(inputs),
-        "targets": check,
-    }
+    layout = zlib.crc32(repr(task.layout.to_rows()).encode())
+    return {"layout": layout, "num_samples": num_samples(inputs), "targets": check}
 
 
 def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarray[Any, Any]:
@@ -109,20 +104,19 @@ def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarra
 
 
 def augment_of(config: RunConfig, dataset: Dataset) -> Callable[[Tensor, int], Tensor] | None:
-    """What is done to a training batch of images, by its key; None where that is nothing."""
+    """The augmentation of a training batch of images, by its key; None if there is none."""
     from paceline.tasks.augmentation import Augment
 
     ways = ways_of(config)
     if not ways:
         return None
-    crop = "crop" in ways
     size = dataset.info.image_shape[1:]
-    larger = dataset.train_images.shape[2:] != size  # there is something around the window already
-    return Augment((size[0], size[1]) if crop else None, 0 if larger else PADDING, "mirror" in ways)
+    larger = dataset.train_images.shape[2:] != size  # there are pixels around the window already
+    return Augment((size[0], size[1]) if "crop" in ways else None, 0 if larger else PADDING, "mirror" in ways)
 
 
 def transform_of(dataset: Dataset) -> Callable[[Tensor], Tensor] | None:
-    """What is done to every batch, in training and evaluation; token ids are left as they are."""
+    """The transform of every batch, in training and evaluation; None for token ids."""
     from paceline.tasks.augmentation import CentreCrop
     from paceline.tasks.supervised import Normalise
 

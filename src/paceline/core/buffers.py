@@ -24,10 +24,9 @@ class BufferSizes(NamedTuple):
 
     def parts(self) -> dict[str, tuple[torch.dtype, int]]:
         """Type and length of every part, in memory order."""
-        update = (torch.float32, self.weights) if self.payload is None else (torch.uint8, self.payload)
         return {
             "weights": (torch.float32, self.weights),
-            "update": update,
+            "update": (torch.float32, self.weights) if self.payload is None else (torch.uint8, self.payload),
             "state": (torch.float32, self.state),
             "pulled": (torch.uint8, 0 if self.pulled is None else COUNT_NBYTES + self.pulled),
             "local_state": (torch.uint8, 2 * self.local_state),
@@ -72,9 +71,8 @@ class WorkerBuffers:
             given["update"] = self.update[span]
         if with_rest:
             given |= {"state": self.state, "local_state": self._own.view(-1)}
-        return WorkerBuffers.private(
-            BufferSizes(span.stop - span.start, state, payload, pulled, local_state), None, **given
-        )
+        sizes = BufferSizes(span.stop - span.start, state, payload, pulled, local_state)
+        return WorkerBuffers.private(sizes, None, **given)
 
     def full_view(self, weights: Tensor, span: slice) -> WorkerBuffers:
         """Full-size buffers over `weights`; from now on this object's weights are the slice `span` of it."""
@@ -119,9 +117,8 @@ def save_local_state(local_state: State, out: Tensor) -> None:
 
 def load_local_state(local_state: State, saved: Tensor) -> None:
     """Load what `save_local_state` wrote, in place."""
-    assert saved.numel() == local_state_nbytes(local_state), (
-        f"{saved.numel()} bytes for an own state of {local_state_nbytes(local_state)}"
-    )
+    nbytes = local_state_nbytes(local_state)
+    assert saved.numel() == nbytes, f"{saved.numel()} bytes for a worker's state of {nbytes}"
     offset = 0
     for tensor in local_state.values():
         tensor.reshape(-1).view(torch.uint8).copy_(saved[offset : offset + tensor.nbytes])

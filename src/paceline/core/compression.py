@@ -1,7 +1,4 @@
-"""Both ends of an encoded exchange: the worker encodes pushes, the server encodes replies.
-
-A reply encodes the difference to the weights that the worker has, so the next reply makes up for what it leaves out.
-"""
+"""Both ends of an encoded exchange: the worker encodes pushes, the server encodes replies."""
 
 from __future__ import annotations
 
@@ -49,20 +46,16 @@ class WorkerCompression:
     def __init__(self, codecs: Codecs, worker: int, task: Task, device: torch.device | None = None) -> None:
         self.codecs, self._device = codecs, device
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
-        self.local_state: State = {
-            **task.local_state,
-            **{f"codec.{name}": tensor for name, tensor in self._left_out.items()},
-        }
-        self.sizes = BufferSizes(
-            task.layout.size, task.state_size, *codecs.capacities, local_state_nbytes(self.local_state)
-        )
+        codec_state = {f"codec.{name}": tensor for name, tensor in self._left_out.items()}
+        self.local_state: State = {**task.local_state, **codec_state}
+        own_nbytes = local_state_nbytes(self.local_state)
+        self.sizes = BufferSizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes)
         self.encodes = codecs.push is not None or self.sizes.local_state > 0
         """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
 
     def bind(self, memory: WorkerBuffers, task: Task) -> None:
         """Use this memory from now on; with a push codec, the gradient gets a private buffer."""
-        self._memory = memory
-        self._gradient = memory.update
+        self._memory, self._gradient = memory, memory.update
         if self.codecs.push is not None:
             self._gradient = torch.zeros(self.sizes.weights, device=self._device)
         task.bind(memory.weights, self._gradient, memory.state)
@@ -135,13 +128,14 @@ class PredecodedPushes(PushDecoder):
 
 
 class DeltaEncoder:
-    """Encodes replies: tracks the weights that each worker has, and sends the difference to those it should have."""
+    """Encodes replies: tracks the weights that each worker has, and sends the difference to those it should have.
+
+    So the next reply makes up for what this one leaves out.
+    """
 
     def __init__(self, codec: Codec, key: Callable[[int], int], like: Tensor) -> None:
-        self._codec, self._key = codec, key
-        self._wanted = torch.empty_like(like)
-        self._span = slice(None)
-        self._left_out = codec.start().get(LEFT_OUT)
+        self._key, self._wanted = key, torch.empty_like(like)
+        self.restrict_to(codec, slice(None))
         self.held: dict[int, Tensor] = {}
         self.states: dict[int, State] = {}
 
@@ -153,9 +147,8 @@ class DeltaEncoder:
     def begin(self, worker: int, weights: Tensor) -> None:
         """Start to track a worker that was sent all weights."""
         self.held[worker] = weights.clone()
-        self.states[worker] = {
-            name: tensor for name, tensor in self._codec.start(self._key(worker)).items() if name != LEFT_OUT
-        }
+        started = self._codec.start(self._key(worker))
+        self.states[worker] = {name: tensor for name, tensor in started.items() if name != LEFT_OUT}
 
     def forget(self, worker: int) -> None:
         """Stop tracking a worker that left."""

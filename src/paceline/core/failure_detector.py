@@ -1,7 +1,4 @@
-"""Failure detector: learns each worker's normal silence as median + k MAD. Pure: times are arguments.
-
-A worker is silent only on its turn, from a reply to its next push; a worker that waits for a reply never is.
-"""
+"""Failure detector: learns each worker's normal silence, from a reply to its next push. Pure: times are arguments."""
 
 from __future__ import annotations
 
@@ -27,17 +24,14 @@ class SilenceModel:
     def limit(self, failure_detector: FailureDetector) -> float:
         """Seconds of silence that are normal for this worker."""
         if self.known_limit is None:
-            self.known_limit = self._learned(failure_detector)
+            least = failure_detector.start if len(self.silences) < MIN_SILENCES else failure_detector.floor
+            if not self.silences:
+                return least
+            middle = median(self.silences)
+            spread = median(abs(silence - middle) for silence in self.silences)
+            usual = middle + failure_detector.k * max(spread, MIN_SPREAD * middle)
+            self.known_limit = min(max(usual, least), failure_detector.ceiling)
         return self.known_limit
-
-    def _learned(self, failure_detector: FailureDetector) -> float:
-        least = failure_detector.start if len(self.silences) < MIN_SILENCES else failure_detector.floor
-        if not self.silences:
-            return least
-        middle = median(self.silences)
-        spread = median(abs(silence - middle) for silence in self.silences)
-        usual = middle + failure_detector.k * max(spread, MIN_SPREAD * middle)
-        return min(max(usual, least), failure_detector.ceiling)
 
 
 class FailureDetector:
@@ -67,11 +61,10 @@ class FailureDetector:
 
     def record_message(self, worker: int, now: float) -> None:
         """The worker pushed or joined: its turn ends, and its silence is learned."""
-        patience = self._workers[worker]
-        if patience.since is not None:
-            patience.silences.append(max(0.0, now - patience.since))
-            patience.known_limit = None
-            patience.since = None
+        one = self._workers[worker]
+        if one.since is not None:
+            one.silences.append(max(0.0, now - one.since))
+            one.known_limit = one.since = None
 
     def heartbeat(self, worker: int, now: float) -> None:
         """The worker sent a heartbeat: its turn goes on, and its silence counts from now."""
@@ -85,9 +78,9 @@ class FailureDetector:
 
     def extend(self, seconds: float) -> None:
         """Do not count `seconds` in which the server did not listen because it evaluated or was stopped."""
-        for patience in self._workers.values():
-            if patience.since is not None:
-                patience.since += seconds
+        for one in self._workers.values():
+            if one.since is not None:
+                one.since += seconds
 
     def limit(self, worker: int) -> float:
         """How many seconds of silence are normal for this worker now."""
@@ -95,8 +88,8 @@ class FailureDetector:
 
     def silence(self, worker: int, now: float) -> float:
         """How many seconds this worker has been silent on its turn; 0 if it waits for a reply."""
-        patience = self._workers.get(worker)
-        return 0.0 if patience is None or patience.since is None else max(0.0, now - patience.since)
+        one = self._workers.get(worker)
+        return 0.0 if one is None or one.since is None else max(0.0, now - one.since)
 
     def due(self, now: float) -> list[int]:
         """Workers that are silent for longer than normal, in worker order, until they are heard, asked or forgotten."""

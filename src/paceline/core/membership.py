@@ -11,9 +11,7 @@ SILENCE_FACTOR = 20.0
 """A worker is silent after this many usual intervals without a push; uneven steps alone never take so long."""
 SMOOTHING, OUTLIER = 0.1, 3.0
 """Of the running mean of a worker's interval: the weight of a new one, and its cap as a multiple of the mean.
-
-The foresight rules estimate the same interval over many runs at once, so they share the constants and not the code.
-"""
+The foresight rules share them: they estimate the same interval over many runs at once."""
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class Member:
     steps: int = 0  # local steps that its last reply asked for; `lr` is their learning rate
     lr: float = 0.0
     draining: bool = False  # the worker is to leave after the push that it is computing
-    released: bool = False  # A reply has ended the work of this worker alone
+    released: bool = False  # a reply has ended the work of this worker alone
     threads: int = 0  # CPU threads it computes with, which some sums depend on; 0: unknown
     usual: float = 0.0  # running mean of the updates between a reply and its push; 0: the worker has not pushed yet
     silent: bool = False  # the worker has not pushed for much longer than usual

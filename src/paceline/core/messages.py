@@ -1,7 +1,4 @@
-"""The messages between workers and the server.
-
-Join, Push, Leave, Steps, Rate, Drain, Stop and Resume are all inputs of a server; a log of them replays a run.
-"""
+"""The messages between workers and the server. A log of every `Input` of a server replays a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Optimizers over one flat vector: in place, elementwise over [..., P]. The state holds tensors only.
-
-The learning rate and the momentum may be tensors that broadcast, so that many runs step at once.
-"""
+"""Optimizers over one flat vector: in place, elementwise over [..., P]. lr and momentum may be broadcast tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ class GradientTransform:
         self.changes_nothing = clip is None and not weight_decay
         self._decay: Tensor | None = None
         if weight_decay:
-            mask = torch.ones(()) if decay_mask is None else decay_mask
-            self._decay = mask * weight_decay
+            self._decay = (torch.ones(()) if decay_mask is None else decay_mask) * weight_decay
 
     def move_to(self, device: torch.device) -> None:
         """Move the decay to the device of the weights, once."""
@@ -107,8 +103,7 @@ class Adam(GradientTransform):
         decay_mask: Tensor | None = None,
     ) -> None:
         super().__init__(weight_decay, clip, decay_mask)
-        self.betas = betas
-        self.eps = eps
+        self.betas, self.eps = betas, eps
         self._scratch = torch.empty(0)
 
     def start(self, weights: Tensor) -> State:

@@ -1,7 +1,4 @@
-"""When the server applies pushes and replies: the whole difference between the strategies.
-
-Each policy hears which worker joined, pushed or left, and returns a Decision. Pure bookkeeping.
-"""
+"""When the server applies pushes and replies to workers: the whole difference between the strategies."""
 
 from __future__ import annotations
 
@@ -55,20 +52,19 @@ class Barrier:
     """`sync` and `backup`: a barrier that opens when all live workers but `spare` have pushed.
 
     A push from an earlier round (staleness above zero) is dropped, and its worker goes on with the newest weights.
-    Pushes are applied in worker order; the worker that has waited longest is answered first. With `at_the_door`, a
+    Pushes are applied in worker order; the worker that has waited longest is answered first. With `joins_wait`, a
     worker that joins after the first push waits for the next round instead of holding up this one.
     """
 
-    def __init__(self, spare: int = 0, at_the_door: bool = False) -> None:
-        self.spare = spare
-        self._at_the_door = at_the_door
+    def __init__(self, spare: int = 0, joins_wait: bool = False) -> None:
+        self.spare, self._joins_wait = spare, joins_wait
         self._begun = False
         self._live: set[int] = set()
         self._pushed: dict[int, None] = {}  # in order of arrival
         self._next: dict[int, None] = {}  # in order of arrival
 
     def join(self, worker: int) -> Decision:
-        if self._at_the_door and self._begun and self._live:
+        if self._joins_wait and self._begun and self._live:
             self._next[worker] = None
             return Decision()
         self._live.add(worker)
@@ -105,7 +101,7 @@ class Barrier:
 
     def facts(self) -> dict[str, Any]:
         facts = {"live": sorted(self._live), "pushed": list(self._pushed)}
-        return {**facts, "next": list(self._next), "begun": self._begun} if self._at_the_door else facts
+        return {**facts, "next": list(self._next), "begun": self._begun} if self._joins_wait else facts
 
     def restore(self, facts: dict[str, Any]) -> None:
         self._live, self._pushed = set(facts["live"]), dict.fromkeys(facts["pushed"])

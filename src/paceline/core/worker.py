@@ -1,7 +1,4 @@
-"""The worker: a generator that yields its messages and is sent the replies.
-
-A process, a simulator and a replay all drive the same generator.
-"""
+"""The worker: a generator that yields messages and is sent replies, by a process, a simulator or a replay."""
 
 from __future__ import annotations
 

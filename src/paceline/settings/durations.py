@@ -29,7 +29,7 @@ class Delay:
 
 
 def delays_of(config: RunConfig, num_workers: int | None = None) -> Mapping[int, Delay]:
-    """The delay of each delayed worker of a run, parsed once; `num_workers` are the config's places, unless said."""
+    """The delay of each delayed worker of a run, parsed once, for `num_workers` workers (default: the config's)."""
     return _parse(tuple(config.delay or ()), num_workers or max_workers_of(config))
 
 
@@ -51,8 +51,10 @@ def _parse(texts: tuple[str, ...], num_workers: int) -> Mapping[int, Delay]:
             delay = Delay(_seconds(mean, text), _seconds(deviation, text))
         else:
             raise UserError(f"--delay '{text}': {_FORM}")
-        for worker in _named(names, text, num_workers) if at else range(num_workers):
-            delays[worker] = delay
+        for name in names.split(",") if at else map(str, range(num_workers)):
+            if not name.strip().isdecimal() or int(name) >= num_workers:
+                raise UserError(f"--delay '{text}': no worker '{name}', there are 0 to {num_workers - 1}")
+            delays[int(name)] = delay
     return delays
 
 
@@ -61,13 +63,3 @@ def _seconds(text: str, whole: str) -> float:
         return seconds(text)
     except UserError:
         raise UserError(f"--delay '{whole}': '{text}' is not a time; {_FORM}") from None
-
-
-def _named(names: str, whole: str, num_workers: int) -> list[int]:
-    """The workers behind the `@` of a delay."""
-    workers = []
-    for name in names.split(","):
-        if not name.strip().isdecimal() or int(name) >= num_workers:
-            raise UserError(f"--delay '{whole}': no worker '{name}', there are 0 to {num_workers - 1}")
-        workers.append(int(name))
-    return workers

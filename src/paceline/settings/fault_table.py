@@ -1,7 +1,4 @@
-"""The table of faults: what to inject into a run and when, read from TOML and written back.
-
-The simulator knows all kinds; real processes know those of `runtimes/local/fault_injection.py`.
-"""
+"""The table of faults: what to inject into a run and when, read from TOML and written back."""
 
 from __future__ import annotations
 
@@ -27,14 +24,11 @@ class Fault:
     kind: str
     at: float
     worker: int | None = None  # the worker that it hits; None for a fault of the server
-    lasts: float = 0.0
-    """slow, pause, cut, server: how long; reorder: how long the message is held back; duplicate: how much later the
-    copy arrives."""
+    lasts: float = 0.0  # how long it lasts; reorder, duplicate: how much later the message or its copy arrives
     factor: float = 1.0  # slow: how many times longer a step takes
     restart_after: float | None = None  # crash: the worker starts again so much later; None: never
     message: str = "push"  # lose, duplicate, reorder: the first push or reply sent at or after `at`
-    noticed_after: float | None = None
-    """The server drops the worker so long after `at`; None: it never notices a cut, and a crash at once."""
+    noticed_after: float | None = None  # the server drops the worker so much later; None: a crash at once, a cut never
 
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -75,7 +69,6 @@ def read_faults(path: Path, num_workers: int) -> tuple[Fault, ...]:
 
 
 def _read_row(where: str, row: dict[str, Any]) -> Fault:
-    """Read one row, with times as seconds; `check_faults` checks the values."""
     _check_keys(where, row)
     values = {**row}
     for key in (*_TIMES, "factor"):
@@ -93,7 +86,6 @@ def _read_row(where: str, row: dict[str, Any]) -> Fault:
 
 
 def _check_keys(where: str, row: dict[str, Any]) -> None:
-    """Check that a row has every key that its kind needs, and no other."""
     for key in ("kind", "at"):
         if key not in row:
             raise UserError(f"{where} has no {key}: a row says at least kind, at and worker")

@@ -24,13 +24,18 @@ def split_name(kind: str, text: str, wanted: str = "FUNCTION") -> tuple[str, str
     return where, name
 
 
+def _no_module(kind: str, text: str, module: str, wanted: str) -> UserError:
+    return UserError(f"{kind} '{text}': no module '{module}'; run from its folder or give FILE.py:{wanted}")
+
+
 def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
     """Load the function or class of that name and call it without arguments; `kind` names its use in messages."""
     where, name = split_name(kind, text, wanted)
     try:
-        file = Path(where)
-        module = _module_from_file(kind, file) if where.endswith(".py") else _module_by_name(kind, where, text, wanted)
-        build = getattr(module, name, None)
+        if where.endswith(".py"):
+            build = getattr(_module_from_file(kind, Path(where)), name, None)
+        else:
+            build = getattr(_module_by_name(kind, where, text, wanted), name, None)
         if not callable(build):
             raise UserError(f"{kind} '{text}': {where} has no {wanted.lower()} '{name}'")
         return build()
@@ -43,8 +48,7 @@ def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
 def in_a_line(error: BaseException) -> str:
     """Describe an exception of the user's code, with file and line."""
     line = traceback.extract_tb(error.__traceback__)[-1]
-    what = " ".join(str(error).split())
-    return f"{type(error).__name__}: {what} ({Path(line.filename).name}, line {line.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(line.filename).name}, line {line.lineno})"
 
 
 def _module_by_name(kind: str, name: str, text: str, wanted: str) -> ModuleType:
@@ -55,9 +59,7 @@ def _module_by_name(kind: str, name: str, text: str, wanted: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UserError(
-                f"{kind} '{text}': no module '{name}'; run from its folder or give FILE.py:{wanted}"
-            ) from None
+            raise _no_module(kind, text, name, wanted) from None
         raise
 
 
@@ -88,7 +90,7 @@ def require_found(kind: str, text: str, wanted: str = "FUNCTION") -> None:
     top = where.partition(".")[0]
     here = any(Path(os.curdir, top + ending).exists() for ending in ("", ".py"))
     if not here and not is_installed(top):
-        raise UserError(f"{kind} '{text}': no module '{where}'; run from its folder or give FILE.py:{wanted}")
+        raise _no_module(kind, text, where, wanted)
 
 
 def is_installed(module: str) -> bool:

@@ -41,9 +41,7 @@ def check_augmentation(config: RunConfig) -> None:
     ways = ways_of(config)
     if config.task is not None:
         if ways:
-            raise UserError(
-                f"--augment {config.augment} is for built-in data sets: a task of your own has its transform"
-            )
+            raise UserError(f"--augment {config.augment} is for built-in data sets: your own task has its transform")
         return
     shape = DATASETS[config.dataset].image_shape
     if ways and len(shape) == 1:

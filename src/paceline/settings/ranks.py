@@ -59,10 +59,9 @@ def _checked(read: Callable[[Mapping[str, str]], Rank], names: tuple[str, ...]) 
     except (ValueError, KeyError):
         found = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
         raise UserError(f"a launcher's variables must be numbers, found {found}") from None
-    if not 0 <= rank.number < rank.size:
-        raise UserError(
-            f"{names[0]}={rank.number} with {names[1]}={rank.size}: ranks are counted from 0 to {rank.size - 1}"
-        )
+    number, size = rank.number, rank.size
+    if not 0 <= number < size:
+        raise UserError(f"{names[0]}={number} with {names[1]}={size}: ranks are counted from 0 to {size - 1}")
     return rank
 
 
@@ -81,19 +80,9 @@ def _of_slurm(environment: Mapping[str, str]) -> Rank:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(size))
     address = environment.get("MASTER_ADDR") or first_node(nodes)
     port = int(environment.get("MASTER_PORT") or FIRST_PORT + (131 * job + step) % NUM_PORTS)
-    cpus = environment.get("SLURM_CPUS_PER_TASK")
-    return Rank(
-        number,
-        size,
-        local,
-        tasks_of_node(tasks, int(environment.get("SLURM_NODEID", "0"))),
-        address,
-        port,
-        store_is_there=False,
-        attempt=attempt,
-        step=f"{job}.{step}.{attempt}",
-        cpus=int(cpus) if cpus is not None else None,
-    )
+    local_size = tasks_of_node(tasks, int(environment.get("SLURM_NODEID", "0")))
+    cpus = int(environment["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environment else None
+    return Rank(number, size, local, local_size, address, port, False, attempt, f"{job}.{step}.{attempt}", cpus)
 
 
 def first_node(nodes: str) -> str:

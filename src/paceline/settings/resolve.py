@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,14 +21,7 @@ from paceline.settings.notation import count
 from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_rule
 from paceline.settings.stopping import check_goals
-from paceline.settings.strategies import (
-    Feature,
-    Strategy,
-    Waiting,
-    in_this_process,
-    require_feature,
-    strategy_of,
-)
+from paceline.settings.strategies import Feature, Strategy, Waiting, in_this_process, require_feature, strategy_of
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
@@ -48,14 +41,18 @@ MODELS = {
 TEXT_MODELS = ("transformer",)  # models that read token ids; the others look at images
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "adamw": 0.001, "lars": 1.0}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
-EPOCH_MODES = ("shared", "own")
-DEVICES = ("cpu", "cuda")
-SCORES = ("all", "test", "none")
-RECOVERIES = ("log", "checkpoint")
-PRECISIONS = ("fp32", "bf16")
-LOCAL_STEPS = ("even", "speed")
-PATHS = ("star", "ring")
 AUTO_WARMUP = 0.05
+_NAMED = {
+    "optimizer": tuple(OPTIMIZERS),
+    "epoch_mode": ("shared", "own"),
+    "device": ("cpu", "cuda"),
+    "score": ("all", "test", "none"),
+    "recovery": ("log", "checkpoint"),
+    "precision": ("fp32", "bf16"),
+    "local_steps": ("even", "speed"),
+    "path": ("star", "ring"),
+}
+"""Settings that are one of a few names, and these names."""
 
 
 @cache
@@ -105,6 +102,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
     check_names(config)
     workers = config.workers or (1 if strategy.waiting is Waiting.NONE else 2)
     _check_combinations(config, strategy, workers)
+    fast_on_gpu = config.device == "cuda" and config.precision == "bf16"  # tensor cores want channels last
     resolved = dataclasses.replace(
         config,
         workers=workers,
@@ -112,7 +110,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         pull_codec=_codec(config, "pull_codec", Feature.PULL_CODEC),
         lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
         threads=config.threads or max(1, len(os.sched_getaffinity(0)) // workers),
-        channels_last=_channels_last(config),
+        channels_last=fast_on_gpu if config.channels_last is None else config.channels_last,
         augment=_augment(config),
         **_local_settings(config, strategy),
         task=_anchored(config.task),
@@ -123,15 +121,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
     return resolved
 
 
-def _channels_last(config: RunConfig) -> bool:
-    """As asked; by default on for bf16 on a GPU, whose tensor cores want it."""
-    if config.channels_last is not None:
-        return config.channels_last
-    return config.device == "cuda" and config.precision == "bf16"
-
-
 def _augment(config: RunConfig) -> str:
-    """What is done to training images, in words."""
     if config.augment == "auto" and (config.task is not None or not DATASETS[config.dataset].augment):
         return "none"
     return ",".join(ways_of(config)) or "none"
@@ -154,9 +144,9 @@ def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | No
     text: str | None = getattr(config, setting)
     if text is None or codec_of(text).name == "none":
         return None
-    flag = f"--{setting.replace('_', '-')} {text}"
     if feature is None:
         return text
+    flag = f"--{setting.replace('_', '-')} {text}"
     require_feature(config, feature, flag)
     if config.device != "cpu":
         raise UserError(f"{flag}: workers that share a GPU have no network between them; leave out one of the two")
@@ -170,16 +160,12 @@ def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | No
 def require_own_loop(config: RunConfig) -> None:
     """Refuse what a script that makes the steps itself cannot have."""
     require_feature(config, Feature.OWN_LOOP, "your own loop")
-    asked = config.codec or config.pull_codec
-    if asked is not None:
-        raise UserError(
-            f"codec {asked}: your own loop exchanges floats as they are; leave it out, or use 'paceline train --task'"
-        )
-    if config.max_workers is not None:
-        raise UserError(
-            f"--max-workers {config.max_workers}: your own loop keeps its workers and their data; leave it out, or use "
-            "'paceline train --task'"
-        )
+    codec, places = config.codec or config.pull_codec, config.max_workers
+    instead = "leave it out, or use 'paceline train --task'"
+    if codec is not None:
+        raise UserError(f"codec {codec}: your own loop exchanges floats as they are; {instead}")
+    if places is not None:
+        raise UserError(f"--max-workers {places}: your own loop keeps its workers and their data; {instead}")
 
 
 def refuse_simulated(config: RunConfig) -> None:
@@ -212,21 +198,11 @@ def _anchored(task: str | None) -> str | None:
 
 def check_names(config: RunConfig) -> None:
     """Check every setting that is one of a few names, or that has a notation of its own."""
-    named: list[tuple[str, str, Iterable[str]]] = [
-        ("optimizer", config.optimizer, OPTIMIZERS),
-        ("epoch mode", config.epoch_mode, EPOCH_MODES),
-        ("device", config.device, DEVICES),
-        ("score", config.score, SCORES),
-        ("recovery", config.recovery, RECOVERIES),
-        ("precision", config.precision, PRECISIONS),
-        ("local steps", config.local_steps or "even", LOCAL_STEPS),
-        ("path", config.path or "star", PATHS),
-    ]
-    if config.task is None:
-        named += [("model", config.model, MODELS), ("dataset", config.dataset, DATASETS)]
-    for kind, asked, known in named:
-        if asked not in known:
-            raise unknown_name(kind, asked, known)
+    named = _NAMED if config.task is not None else {**_NAMED, "model": tuple(MODELS), "dataset": tuple(DATASETS)}
+    for setting, known in named.items():
+        value = getattr(config, setting)
+        if value is not None and value not in known:
+            raise unknown_name(setting.replace("_", " "), value, known)
     if config.task is None:
         _check_model_fits(config)
     for name in given(config, PARSED):
@@ -257,10 +233,8 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
     if workers != 1:
         require_feature(config, Feature.SEVERAL_WORKERS, f"--workers {workers}")
     if strategy.num_backup >= workers:
-        raise UserError(
-            f"--workers {workers}: strategy {config.strategy} would leave no worker to wait for; use more than "
-            f"{strategy.num_backup} workers"
-        )
+        enough = f"use more than {strategy.num_backup} workers"
+        raise UserError(f"--workers {workers}: strategy {config.strategy} would leave no worker to wait for; {enough}")
     if (config.target, config.target_accuracy, config.best) != (None, None, None):
         check_goals(config, in_script=config.task is not None and config.task.startswith("script"))
     if config.eval_train and config.eval_every is None:
@@ -298,11 +272,9 @@ def _check_elastic(config: RunConfig, workers: int) -> None:
 
 
 def _check_step(config: RunConfig) -> None:
-    """Check the settings of how a step is computed."""
-    if config.accumulate > config.batch_size:
-        raise UserError(
-            f"--accumulate {config.accumulate} parts of a batch of {config.batch_size}: a part needs a sample at least"
-        )
+    parts, size = config.accumulate, config.batch_size
+    if parts > size:
+        raise UserError(f"--accumulate {parts} parts of a batch of {size}: a part needs a sample at least")
     if config.capture and config.device != "cuda":
         raise UserError(f"--capture is for a GPU, and --device is {config.device}: add --device cuda, or leave it out")
     if config.capture:
@@ -311,16 +283,15 @@ def _check_step(config: RunConfig) -> None:
 
 def _check_paths(config: RunConfig) -> None:
     """Check settings that only some strategies have: a path, local steps, an outer optimizer."""
-    asked = {
-        Feature.LOCAL_STEPS: ("--local-steps", config.local_steps),
-        Feature.OUTER_OPTIMIZER: ("--outer-lr", config.outer_lr),
-        Feature.RING_PATH: ("--path", "ring" if config.path == "ring" else None),
-        Feature.STAR_PATH: ("--path", "star" if config.path == "star" else None),
-        Feature.STEPS_BY_SPEED: ("--local-steps", "speed" if config.local_steps == "speed" else None),
-    }
-    for feature, (flag, value) in asked.items():
-        if value is not None:
-            require_feature(config, feature, f"{flag} {value}")
+    if config.local_steps is not None:
+        require_feature(config, Feature.LOCAL_STEPS, f"--local-steps {config.local_steps}")
+    if config.outer_lr is not None:
+        require_feature(config, Feature.OUTER_OPTIMIZER, f"--outer-lr {config.outer_lr}")
+    if config.path is not None:
+        feature = Feature.RING_PATH if config.path == "ring" else Feature.STAR_PATH
+        require_feature(config, feature, f"--path {config.path}")
+    if config.local_steps == "speed":
+        require_feature(config, Feature.STEPS_BY_SPEED, "--local-steps speed")
     if config.outer_momentum is not None:
         require_feature(config, Feature.OUTER_OPTIMIZER, f"--outer-momentum {config.outer_momentum:g}")
 

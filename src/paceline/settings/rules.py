@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import RunConfig, max_workers_of
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from paceline.interfaces import Rule
 
 SKEWED = 0.3  # from this distance on, the labels of workers count as skewed
-
-
 MAX_AT_FULL_STEP = 10  # workers up to which the step keeps its length; 30 workers still converge with a third of it
 
 
@@ -57,15 +55,11 @@ def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
     if workers == 1:
         return RuleChoice("plain", 0, "one worker: nothing is stale")
     skewed = skew is None or skew >= SKEWED
-    if skew is None:
-        spread = "labels unknown"
-    else:
-        spread = f"labels {skew:.0%} from the whole" if skewed else "labels spread evenly"
-    why = f"{workers} workers, {spread}"
+    spread = "unknown" if skew is None else f"{skew:.0%} from the whole" if skewed else "spread evenly"
+    why = f"{workers} workers, labels {spread}"
     if optimizer == "sgd":
         return RuleChoice("foresight-fair" if skewed else "foresight", MAX_AT_FULL_STEP, why)
-    rule = "cached" if skewed else "plain"
-    return RuleChoice(rule, MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
+    return RuleChoice("cached" if skewed else "plain", MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
 
 
 PUBLISHED = ("plain", "plain-early")  # rules of published systems, which evaluate the live weights
@@ -84,6 +78,7 @@ class RuleTraits:
     for_drifts: bool = False  # steps on the drifts of local steps only
 
 
+_look_ahead = partial(RuleTraits, knows_workers=True, steps_itself=True, sends_others=True)
 RULES = {
     "auto": RuleTraits("chosen for the workers, their labels and the optimizer", knows_workers=True, sends_others=True),
     "plain": RuleTraits("one shared optimizer stepped on each push"),
@@ -91,30 +86,16 @@ RULES = {
     "damped": RuleTraits("lr / staleness"),
     "gap": RuleTraits("each coordinate divided by how far it has moved since", knows_workers=True),
     "compensated": RuleTraits("stale gradients carried to the newest weights", knows_workers=True),
-    "dana": RuleTraits(
-        "each worker's momentum, and a look ahead by all of it",
-        knows_workers=True,
-        steps_itself=True,
-        sends_others=True,
-    ),
+    "dana": _look_ahead("each worker's momentum, and a look ahead by all of it"),
     "dana-slim": RuleTraits("each worker's momentum, applied ahead", knows_workers=True, steps_itself=True),
     "cached": RuleTraits("the mean of the latest gradients of all workers", knows_workers=True),
     "ringleader": RuleTraits("one step for each worker a round", knows_workers=True, steps_itself=True),
     "ringmaster": RuleTraits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
     "buffered": RuleTraits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
     "delayed": RuleTraits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
-    "foresight-cached": RuleTraits(
-        "cached, and weights of the time a push counts", knows_workers=True, steps_itself=True, sends_others=True
-    ),
-    "foresight": RuleTraits(
-        "the newest gradient, and weights of the time a push counts",
-        knows_workers=True,
-        steps_itself=True,
-        sends_others=True,
-    ),
-    "foresight-fair": RuleTraits(
-        "foresight, every worker's data counting alike", knows_workers=True, steps_itself=True, sends_others=True
-    ),
+    "foresight-cached": _look_ahead("cached, and weights of the time a push counts"),
+    "foresight": _look_ahead("the newest gradient, and weights of the time a push counts"),
+    "foresight-fair": _look_ahead("foresight, every worker's data counting alike"),
 }
 
 
@@ -157,12 +138,8 @@ def check_rule(config: RunConfig) -> None:
         require_feature(config, Feature.WORKER_RULE, asked)
     if traits.drops:
         require_feature(config, Feature.DROPPING_RULE, asked)
-    if traits.steps_itself and not strategy_of(config).is_local:
-        _require_own_steps(config)
-
-
-def _require_own_steps(config: RunConfig) -> None:
-    """A rule that brings its own momentum leaves no place for another optimizer."""
+    if not traits.steps_itself or strategy_of(config).is_local:
+        return
     if config.optimizer != "sgd":
         raise UserError(
             f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} cannot replace: "
@@ -222,8 +199,7 @@ def build_rule(
         from paceline.core.rules.lr_scaling import LrScaling
 
         choice = chosen(config, skew)
-        named = replace(config, rule=choice.rule, average="none")
-        rule = build_rule(named, max_workers, optimizer, prepared)
+        rule = build_rule(replace(config, rule=choice.rule, average="none"), max_workers, optimizer, prepared)
         rule = LrScaling(rule, choice.most) if choice.most else rule
     elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
@@ -236,7 +212,6 @@ def build_rule(
 
 
 def _on_drifts(config: RunConfig) -> Rule:
-    """Build a rule for drifts; the optimizer is inside the local steps."""
     from paceline.core.optimizers import Sgd
     from paceline.core.rules.buffered import Delayed
     from paceline.core.rules.plain import Plain
@@ -246,7 +221,6 @@ def _on_drifts(config: RunConfig) -> Rule:
 
 
 def _around(config: RunConfig, max_workers: int, optimizer: Optimizer) -> Rule:
-    """Build a rule that uses an optimizer."""
     from paceline.core.rules.cached import Cached
     from paceline.core.rules.plain import Plain, ReplyBeforeApply
     from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
@@ -272,8 +246,7 @@ def _stepping_itself(config: RunConfig, max_workers: int, prepared: GradientTran
     name, number = rule_of(config)
     if name == "buffered":
         return Buffered(number, config.momentum, prepared)
-    rules: dict[str, Callable[[float, int, GradientTransform], Rule]]
-    rules = {
+    rules: dict[str, Callable[[float, int, GradientTransform], Rule]] = {
         "dana": Dana,
         "dana-slim": DanaSlim,
         "ringleader": Ringleader,

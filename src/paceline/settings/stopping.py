@@ -105,10 +105,9 @@ def check_goals(config: RunConfig, in_script: bool) -> None:
 def require_measured(config: RunConfig, known: Iterable[str], has_test: bool) -> None:
     """Check that the task measures the metrics of the goal and of the best weights on its test data."""
     goal, measure = goal_of(config), measure_of(config)
-    if config.target_accuracy is not None and goal is not None:
-        _require(f"--target-accuracy {goal.value:g}", goal.metric, tuple(known), has_test)
-    elif goal is not None:
-        _require(f"--target '{config.target}'", goal.metric, tuple(known), has_test)
+    if goal is not None:
+        asked = f"--target '{config.target}'" if config.target is not None else f"--target-accuracy {goal.value:g}"
+        _require(asked, goal.metric, tuple(known), has_test)
     if config.best is not None and measure is not None:
         _require(f"--best {config.best}", measure.metric, tuple(known), has_test)
 

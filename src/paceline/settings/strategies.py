@@ -17,7 +17,7 @@ from paceline.settings.notation import name_and_argument, whole_number
 
 
 class Waiting(Enum):
-    """Axis 1: who waits for whom."""
+    """Axis 1: which workers wait for which."""
 
     NONE = auto()  # there is one worker
     BARRIER = auto()  # A round closes when all workers but the backup ones have pushed
@@ -70,21 +70,20 @@ Refusals = Mapping[Feature, str]
 """For each feature that is refused the reason, which goes on from "strategy NAME" and ends with what to do."""
 
 _ONE_AT_A_TIME = "use sync, backup, async or bounded, or leave it out"
+_PLAIN = "use --rule plain, or --strategy async"
 _NO_DRIFTS: Refusals = {
     Feature.LOCAL_STEPS: "has no local steps; use local:H, diloco:H or async-local:H",
     Feature.OUTER_OPTIMIZER: "has no drifts; use diloco:H",
     Feature.DRIFT_RULE: "pushes gradients, and the rule is for drifts: use --rule auto",
 }
 _NEEDS_SERVER: Refusals = {Feature.RING_PATH: "needs a server; use allreduce, local:H or diloco:H"}
+_ON_SERVER: Refusals = {**_NO_DRIFTS, **_NEEDS_SERVER}
 _IN_ROUNDS: Refusals = {
-    Feature.WORKER_RULE: "averages the pushes of a round, and the rule has to know which worker sent each: "
-    "use --rule plain, or --strategy async",
-    Feature.DROPPING_RULE: "averages the pushes of a round, and the rule drops single ones: "
-    "use --rule plain, or --strategy async",
+    Feature.WORKER_RULE: f"averages the pushes of a round, and the rule has to know which worker sent each: {_PLAIN}",
+    Feature.DROPPING_RULE: f"averages the pushes of a round, and the rule drops single ones: {_PLAIN}",
 }
 _STEPS_INSIDE: Refusals = {
-    Feature.OWN_LOOP: "steps inside its workers, and your own loop pushes gradients: use sync, async or bounded:S, or "
-    "paceline.train with a task"
+    Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train"
 }
 _ON_RING: Refusals = {
     Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",
@@ -107,8 +106,8 @@ class Axes(NamedTuple):
     """Three of the four axes; the fourth, local steps, is the number behind the colon."""
 
     waiting: Waiting
-    pushed: PushContent
-    topologies: tuple[Topology, ...]  # those that a strategy can run on, its default first
+    pushed: PushContent = PushContent.GRADIENT
+    topologies: tuple[Topology, ...] = (Topology.STAR,)  # those that a strategy can run on, its default first
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,10 @@ class StrategyKind:
 STRATEGIES = {
     "classic": StrategyKind(
         "one worker, no process",
-        Axes(Waiting.NONE, PushContent.GRADIENT, (Topology.NONE,)),
+        Axes(Waiting.NONE, topologies=(Topology.NONE,)),
         "plain",
         {
-            **_NO_DRIFTS,
-            **_NEEDS_SERVER,
+            **_ON_SERVER,
             Feature.SEVERAL_WORKERS: "is one worker; choose sync or async for more",
             Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
@@ -148,32 +146,21 @@ STRATEGIES = {
             Feature.DROPPING_RULE: "has no stale pushes: use --strategy async",
         },
     ),
-    "sync": StrategyKind(
-        "replies when all have pushed",
-        Axes(Waiting.BARRIER, PushContent.GRADIENT, (Topology.STAR,)),
-        "plain",
-        {**_NO_DRIFTS, **_NEEDS_SERVER, **_IN_ROUNDS},
-    ),
-    "async": StrategyKind(
-        "replies at once",
-        Axes(Waiting.ASYNC, PushContent.GRADIENT, (Topology.STAR,)),
-        "auto",
-        {**_NO_DRIFTS, **_NEEDS_SERVER},
-    ),
+    "sync": StrategyKind("replies when all have pushed", Axes(Waiting.BARRIER), "plain", {**_ON_SERVER, **_IN_ROUNDS}),
+    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", _ON_SERVER),
     "backup": StrategyKind(
         "replies when all but B have pushed: backup:B",
-        Axes(Waiting.BARRIER, PushContent.GRADIENT, (Topology.STAR,)),
+        Axes(Waiting.BARRIER),
         "plain",
-        {**_NO_DRIFTS, **_NEEDS_SERVER, **_IN_ROUNDS},
+        {**_ON_SERVER, **_IN_ROUNDS},
         letter="B",
     ),
     "bounded": StrategyKind(
         "replies while within S steps of the slowest: bounded:S",
-        Axes(Waiting.BOUNDED, PushContent.GRADIENT, (Topology.STAR,)),
+        Axes(Waiting.BOUNDED),
         "auto",
         {
-            **_NO_DRIFTS,
-            **_NEEDS_SERVER,
+            **_ON_SERVER,
             Feature.DROPPING_RULE: "counts every push, and the rule drops the stale ones: use --strategy async",
         },
         letter="S",
@@ -181,7 +168,7 @@ STRATEGIES = {
     ),
     "allreduce": StrategyKind(
         "all exchange with all, in step",
-        Axes(Waiting.BARRIER, PushContent.GRADIENT, (Topology.RING,)),
+        Axes(Waiting.BARRIER, topologies=(Topology.RING,)),
         "plain",
         {
             **_NO_DRIFTS,
@@ -218,7 +205,7 @@ STRATEGIES = {
     ),
     "async-local": StrategyKind(
         "H steps each, each drift applied at once, momentum once a round: async-local:H",
-        Axes(Waiting.ASYNC, PushContent.DRIFT, (Topology.STAR,)),
+        Axes(Waiting.ASYNC, PushContent.DRIFT),
         "delayed",
         {
             **_STEPS_INSIDE,
@@ -323,15 +310,13 @@ def in_this_process(config: RunConfig) -> bool:
 
 def keeps_own(config: RunConfig) -> bool:
     """Whether a worker's next push depends on its earlier ones: an optimizer with state inside local steps."""
-    stateless = config.optimizer == "sgd" and not config.momentum
-    return strategy_of(config).is_local and not stateless
+    return strategy_of(config).is_local and (config.optimizer != "sgd" or config.momentum > 0)
 
 
 def why_not(config: RunConfig, feature: Feature) -> str | None:
     """Why the run's strategy refuses a feature, and what to do; None if it allows it."""
     kind = strategy_of(config).kind
-    refused = {**kind.refuses, **(kind.on_ring if on_ring(config) else {})}
-    return refused.get(feature)
+    return {**kind.refuses, **(kind.on_ring if on_ring(config) else {})}.get(feature)
 
 
 def require_feature(config: RunConfig, feature: Feature, asked: str = "") -> None:
@@ -346,5 +331,5 @@ def worth_comparing(workers: int, local_steps: int) -> list[str]:
     """The strategies that a plan compares on so many workers; `local:H` takes as long as `diloco:H`."""
     if workers == 1:
         return [ASYNC]
-    in_step = [SYNC, f"backup:{max(1, workers // 10)}", "bounded:3", ASYNC, "allreduce"]
-    return [*in_step, f"diloco:{local_steps}", f"async-local:{local_steps}"]
+    on_gradients = [SYNC, f"backup:{max(1, workers // 10)}", "bounded:3", ASYNC, "allreduce"]
+    return [*on_gradients, f"diloco:{local_steps}", f"async-local:{local_steps}"]

@@ -97,7 +97,7 @@ def _starved(config: RunConfig) -> str | None:
     what = "drops" if rule_of(config).traits.drops else "damps"
     return (
         f"rule {config.rule} {what} stale pushes, and with --split {config.split} the slowest workers' labels are "
-        "starved with them: --rule auto gives every worker its due"
+        "starved with them: --rule auto lets the data of every worker count"
     )
 
 
@@ -112,8 +112,7 @@ def _adam_on_skew(config: RunConfig) -> str | None:
 
 
 def _momentum(config: RunConfig) -> str | None:
-    workers = config.workers or 1
-    most = most_momentum(workers)
+    workers, most = config.workers or 1, most_momentum(config.workers or 1)
     if config.rule != "plain" or config.optimizer.startswith("adam") or config.momentum <= most:
         return None
     return (

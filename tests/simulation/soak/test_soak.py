@@ -292,7 +292,7 @@ def go_on_counting_after_a_deal(patch: Patch) -> None:
 def wait_for_newcomers(patch: Patch) -> None:
     """A round waits for who came in its middle."""
     make = Barrier.__init__
-    patch.setattr(Barrier, "__init__", lambda self, spare=0, at_the_door=False: make(self, spare))
+    patch.setattr(Barrier, "__init__", lambda self, spare=0, joins_wait=False: make(self, spare))
 
 
 def forget_the_deals(patch: Patch) -> None:

@@ -1,7 +1,4 @@
-"""Any rule with a running mean of its weights: workers compute on the live weights, and the mean is evaluated.
-
-Stale and skewed gradients mostly make the live weights wander around a good centre.
-"""
+"""Any rule with a running mean of its weights: workers compute on the live weights, and the mean is evaluated."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ FADING = 0.001
 class Averaged(RuleWrapper):
     """average += a_t (weights - average) after update t = 1, 2, ...
 
+    Stale and skewed gradients mostly make the live weights wander around a good centre.
     a_t = 9/(t + 8): no constant to set; about the last ninth of all updates counts (arXiv 1212.1824).
     With a horizon H: a_t = max(2/(t + 1), 1/H). From update 64 on, only every eighth is averaged, with the share of
     eight, 1 - (1 - a_t)^8: the weights between differ little. Costs one more pass over 2 tensors then, and P floats.

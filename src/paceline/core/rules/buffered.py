@@ -10,7 +10,16 @@ from paceline.core.rules.worker_rows import MomentumRule
 from paceline.interfaces import Arrival, State
 
 
-class Buffered(MomentumRule):
+class CollectingRule(MomentumRule):
+    """Base class for rules with a momentum and a buffer of pushes."""
+
+    def start(self, weights: Tensor) -> State:
+        self.move_to(weights)
+        count = weights.new_zeros((*weights.shape[:-1], 1))
+        return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}
+
+
+class Buffered(CollectingRule):
     """buffer += g; after every Kth push:  v = gamma v + buffer / K;  weights -= lr v;  buffer = 0
 
     Each push makes a new version, though only every Kth moves the weights: lr, budget and staleness count pushes, as
@@ -34,11 +43,6 @@ class Buffered(MomentumRule):
     def name(self) -> str:
         return f"buffered:{self.size}"
 
-    def start(self, weights: Tensor) -> State:
-        self.move_to(weights)
-        count = weights.new_zeros((*weights.shape[:-1], 1))
-        return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}
-
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         buffer = state["buffer"].add_(self.prepared.prepare(weights, update))
         full = (state["buffered"].add_(1.0) >= self.size).to(weights.dtype)
@@ -55,7 +59,7 @@ def step(
     weights.addcmul_(velocity, lr * due, value=-1.0)
 
 
-class Delayed(MomentumRule):
+class Delayed(CollectingRule):
     """weights -= lr d / n;  and after n pushes:  v = beta v + the mean of their drifts;  weights -= lr beta v
 
     n is the number of live workers, so n pushes move the weights like one step of Nesterov's momentum on their mean
@@ -72,11 +76,6 @@ class Delayed(MomentumRule):
     """
 
     name = "delayed"
-
-    def start(self, weights: Tensor) -> State:
-        self.move_to(weights)
-        count = weights.new_zeros((*weights.shape[:-1], 1))
-        return {"buffer": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "buffered": count}
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         buffer, velocity, count = state["buffer"].add_(update), state["velocity"], state["buffered"].add_(1.0)

@@ -1,7 +1,4 @@
-"""Rule `cached`: step along the mean of every worker's latest gradient, so that every worker's data counts.
-
-DuDe-ASGD (arXiv 2405.16966), ACE (arXiv 2511.19066).
-"""
+"""Rule `cached`: step along the mean of the latest gradients (DuDe-ASGD, arXiv 2405.16966; ACE, arXiv 2511.19066)."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import GradientTransform
-from paceline.core.rules.worker_rows import MomentumRule, pushers_place, put_back, read, table
+from paceline.core.rules.worker_rows import WorkerMomentumRule, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
-class Dana(MomentumRule):
+class Dana(WorkerMomentumRule):
     """v_i = gamma v_i + g;  weights -= lr v_i;  worker i is sent weights - lr gamma (v_1 + ... + v_n)
 
     The sum is kept from update to update. The momentum is the method, a Nesterov step over all workers, so no other
@@ -26,10 +25,6 @@ class Dana(MomentumRule):
     """
 
     name = "dana"
-
-    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
-        super().__init__(momentum, prepared)
-        self.max_workers = max_workers
 
     def start(self, weights: Tensor) -> State:
         self.move_to(weights)
@@ -59,7 +54,7 @@ class Dana(MomentumRule):
         torch.addcmul(weights, state["total"], state["ahead"], value=-1.0, out=out)
 
 
-class DanaSlim(MomentumRule):
+class DanaSlim(WorkerMomentumRule):
     """v_i = gamma v_i + g;  weights -= lr (gamma v_i + g);  worker i is sent a plain copy
 
     In the paper, worker i keeps v_i and sends gamma v_i + g. Here the server keeps v_i, which gives the same weights:
@@ -76,10 +71,6 @@ class DanaSlim(MomentumRule):
     """
 
     name = "dana-slim"
-
-    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
-        super().__init__(momentum, prepared)
-        self.max_workers = max_workers
 
     def start(self, weights: Tensor) -> State:
         self.move_to(weights)

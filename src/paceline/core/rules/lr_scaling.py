@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.worker_rows import Scalar, keep, load
+from paceline.core.rules.worker_rows import keep, load
 from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Rule, State
 
@@ -41,13 +41,10 @@ class LrScaling(RuleWrapper):
         mean = load(state["mean_staleness"])
         mean = mean + SMOOTHING * (arrival.staleness - mean)
         keep(state["mean_staleness"], mean)
-        self.rule.apply(weights, state, update, self._scaled(arrival, mean + 1.0))
-
-    def _scaled(self, arrival: Arrival, pushes: Scalar) -> Arrival:
-        """The arrival with the learning rate of this update."""
-        live = arrival.num_live
+        pushes, live = mean + 1.0, arrival.num_live
         if isinstance(pushes, Tensor):
             shorter = (self.most / torch.maximum(pushes, torch.as_tensor(live).to(pushes.dtype))).clamp(max=1.0)
-            return arrival._replace(lr=arrival.lr * shorter.to(arrival.lr.dtype))
-        under_way = max(pushes, float(live))
-        return arrival if under_way <= self.most else arrival._replace(lr=arrival.lr * (self.most / under_way))
+            arrival = arrival._replace(lr=arrival.lr * shorter.to(arrival.lr.dtype))
+        elif (in_flight := max(pushes, float(live))) > self.most:
+            arrival = arrival._replace(lr=arrival.lr * (self.most / in_flight))
+        self.rule.apply(weights, state, update, arrival)

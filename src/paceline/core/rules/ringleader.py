@@ -1,20 +1,16 @@
-"""Rule `ringleader`: every worker's data counts equally, however fast it is: one step per worker and round.
-
-Ringleader ASGD (arXiv 2509.22860).
-"""
+"""Rule `ringleader`: every worker's data counts equally, by one step per worker and round (arXiv 2509.22860)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import GradientTransform
 from paceline.core.rules.buffered import step
-from paceline.core.rules.worker_rows import MomentumRule, pushers_place, put_back, read, table
+from paceline.core.rules.worker_rows import WorkerMomentumRule, pushers_place, put_back, read, table
 from paceline.interfaces import Arrival, State
 
 
-class Ringleader(MomentumRule):
+class Ringleader(WorkerMomentumRule):
     """A round: gather until every worker has a mean in the table, then each worker's next push makes one step.
 
     G_i is the mean of worker i's pushes of this round. Once all have one, the push that completed the table, and then
@@ -38,10 +34,6 @@ class Ringleader(MomentumRule):
     """
 
     name = "ringleader"
-
-    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
-        super().__init__(momentum, prepared)
-        self.max_workers = max_workers
 
     def start(self, weights: Tensor) -> State:
         self.move_to(weights)

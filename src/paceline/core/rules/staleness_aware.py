@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Optimizer
-from paceline.core.rules.plain import StatelessHooks
+from paceline.core.rules.plain import Plain
 from paceline.core.rules.worker_rows import RemembersSent, pushers_place, read
 from paceline.interfaces import Arrival, State
 
 
-class Damped(StatelessHooks):
+class Damped(Plain):
     """weights = optimizer(weights, g) with lr / max(1, staleness)
 
     A stale push makes a smaller step. Any optimizer fits. Touches no tensors but those of the optimizer.
@@ -27,12 +26,6 @@ class Damped(StatelessHooks):
     """
 
     name = "damped"
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def start(self, weights: Tensor) -> State:
-        return self.optimizer.start(weights)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         lr = arrival.lr / torch.as_tensor(arrival.staleness).clamp(min=1)
@@ -62,11 +55,7 @@ class Gap(RemembersSent):
     """
 
     name = "gap"
-
-    def __init__(self, optimizer: Optimizer, max_workers: int) -> None:
-        super().__init__(max_workers)
-        self.optimizer = optimizer
-        self._scaled = self._step = self._one = torch.empty(0)
+    _scaled = _step = _one = torch.empty(0)  # `start` makes them in the shape of the weights
 
     def start(self, weights: Tensor) -> State:
         self._scaled, self._step = torch.empty_like(weights), torch.empty_like(weights)
@@ -110,11 +99,7 @@ class Compensated(RemembersSent):
     """
 
     name = "compensated"
-
-    def __init__(self, optimizer: Optimizer, max_workers: int) -> None:
-        super().__init__(max_workers)
-        self.optimizer = optimizer
-        self._drift = self._sum = torch.empty(0)
+    _drift = _sum = torch.empty(0)  # `start` makes them in the shape of the weights
 
     def start(self, weights: Tensor) -> State:
         self._drift, self._sum = torch.empty_like(weights), torch.empty_like(weights)

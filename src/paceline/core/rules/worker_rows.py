@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, arange, as_tensor, float32
 
-from paceline.core.optimizers import GradientTransform
+from paceline.core.optimizers import GradientTransform, Optimizer
 from paceline.core.rules.plain import StatelessHooks
 from paceline.interfaces import Arrival, State
 
@@ -72,11 +72,19 @@ class MomentumRule(StatelessHooks):
         self.momentum = self.momentum.to(weights.device)
 
 
+class WorkerMomentumRule(MomentumRule):
+    """Base class for rules with their own momentum and a row for each of `max_workers` workers."""
+
+    def __init__(self, momentum: float | Tensor, max_workers: int, prepared: GradientTransform | None = None) -> None:
+        super().__init__(momentum, prepared)
+        self.max_workers = max_workers
+
+
 class RemembersSent(StatelessHooks):
     """Base class for rules that remember the weights that each worker was sent; costs one more copy per reply."""
 
-    def __init__(self, max_workers: int) -> None:
-        self.max_workers = max_workers
+    def __init__(self, optimizer: Optimizer, max_workers: int) -> None:
+        self.optimizer, self.max_workers = optimizer, max_workers
 
     def start_sent(self, weights: Tensor) -> State:
         """The state at the start: every worker has the initial weights."""

@@ -52,9 +52,8 @@ def restore_server(server: Server, facts: dict[str, Any], weights: Tensor, rule_
     server.staleness = Counter({int(value): count for value, count in facts["staleness"]})
     server.lr_factor = facts.get("lr_factor", 1.0)
     roster = server.roster
-    roster.replace_members(
-        {int(worker): Member(**fields) for worker, fields in facts["members"].items()}, facts["awaited"]
-    )
+    members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
+    roster.replace_members(members, facts["awaited"])
     roster.steps.clear()
     roster.steps.update(facts.get("steps", ()))
     if roster.assignments is not None:

@@ -12,33 +12,30 @@ from paceline.core.messages import Join
 class Roster:
     """Every worker that joined, the start barrier, and what a reply asks of its worker.
 
-    `Server` decides when a worker is replied to. With `max_workers`, workers up
-    to that number may join and leave at any time, and the data is assigned again when they do.
+    With `max_workers`, up to that many workers join and leave at any time, and the data is assigned again each time.
     """
 
     def __init__(self, num_workers: int, max_workers: int | None = None) -> None:
-        self.num_workers = num_workers
-        self.max_workers = max_workers or num_workers
+        self.num_workers, self.max_workers = num_workers, max_workers or num_workers
         self.assignments = DataAssignments(num_workers) if max_workers is not None else None
         self.members: dict[int, Member] = {}
         self.pending = set(range(num_workers))  # workers that the start barrier still waits for
         self.order: list[int] = []  # the numbers of all members, sorted
         self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
         self.at_work: set[int] = set()  # workers that are connected and have work left
-        self._is_dealt = True
+        self._is_assigned = True
 
     def changed(self, worker: int) -> None:
         """Note that a worker came, left, or got to the end of its work: the next reply assigns the data again."""
         member = self.members[worker]
         (self.at_work.add if member.live and not member.inactive else self.at_work.discard)(worker)
-        self._is_dealt = False
+        self._is_assigned = False
 
     def admit(self, join: Join) -> Member | None:
         """Make a worker, or its next incarnation, a member; None if it is not admitted."""
         before = self.members.get(join.worker)
-        if before is not None and (before.live or join.incarnation <= before.incarnation):
-            return None
-        if join.worker >= self.max_workers:
+        is_known = before is not None and (before.live or join.incarnation <= before.incarnation)
+        if is_known or join.worker >= self.max_workers:
             return None
         member = Member(join.incarnation, join.quota, threads=join.threads)
         if before is None:
@@ -67,11 +64,10 @@ class Roster:
 
     def assign_data(self, worker: int, assignments: DataAssignments) -> None:
         """Give a worker the newest assignment of the data; the first reply after a change of membership makes it."""
-        if not self._is_dealt:
-            assignments.look(
-                tuple(w for w in self.order if (m := self.members[w]).live and not (m.inactive or m.draining))
-            )
-            self._is_dealt = True
+        if not self._is_assigned:
+            members = ((w, self.members[w]) for w in self.order)
+            assignments.look(tuple(w for w, m in members if m.live and not (m.inactive or m.draining)))
+            self._is_assigned = True
         assignments.tell(worker, self.members[worker].accepted)
 
     def set_local_steps(self, worker: int, steps: int, lr: float) -> None:

@@ -1,7 +1,4 @@
-"""The state machine: one input in, replies out. It decides which pushes count and when each worker goes on.
-
-It reads no clock, opens no socket and draws no random number: the same inputs give the same weights.
-"""
+"""The state machine: one input in, replies out. No clock, no socket, no random number: equal inputs, equal weights."""
 
 from __future__ import annotations
 
@@ -182,9 +179,8 @@ class Server:
         if not member.inactive:
             self.rule.join(self.rule_state, join.worker)
         if self.finished or member.inactive:
-            return Outcome(
-                Disposition.TAKEN, (self._reply(join.worker, finished=True), *self._open_barrier(was_started))
-            )
+            over = self._reply(join.worker, finished=True)
+            return Outcome(Disposition.TAKEN, (over, *self._open_barrier(was_started)))
         decision = self.policy.join(join.worker)
         return Outcome(Disposition.TAKEN, self._carry_out(decision) if was_started else self._open_barrier(was_started))
 
