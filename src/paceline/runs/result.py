@@ -135,8 +135,8 @@ def status_of(server: Server, stop_reason: str | None) -> str:
     """How the run ended: finished, diverged or stopped. A run that reaches its target or time limit is finished."""
     if server.divergence is not None or not torch.isfinite(server.weights).all():
         return "diverged"
-    as_asked = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP))
-    return "finished" if as_asked else "stopped"
+    is_planned = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP))
+    return "finished" if is_planned else "stopped"
 
 
 def make_result(

@@ -20,7 +20,7 @@ _CHALLENGE = struct.Struct("<4sB11x32s")
 _ANSWER = struct.Struct("<4sB11x32s32s")
 CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = _CHALLENGE.size, _ANSWER.size, 32
 DENIAL = bytes(PROOF_NBYTES)
-"""Sent instead of a proof, so that the worker can tell a wrong token from a broken connection."""
+"""Sent instead of a proof, so that the worker can distinguish a wrong token from a broken connection."""
 
 
 class OtherVersion(ProtocolError):

@@ -27,7 +27,7 @@ class FileChunk(NamedTuple):
 
 
 class FileClient:
-    """A connection for reading the files of a remote run. Whatever ends it raises ConnectionError.
+    """A connection for reading the files of a remote run. Every end of it raises ConnectionError.
 
     The constructor tries once and raises UserError if no server answers or the server refuses.
     """

@@ -16,7 +16,7 @@ from paceline.transports.tls import worker_tls
 
 CONNECT_SECONDS = 5.0
 HANDSHAKE_SECONDS = 30.0  # A server that evaluates its model does not answer meanwhile
-WONDER_SECONDS = 2.0  # A server that sends nothing for so long may be waiting for TLS
+TLS_PROBE_SECONDS = 2.0  # A server that sends nothing for so long may be waiting for TLS
 
 
 def introduce(
@@ -30,7 +30,7 @@ def introduce(
     connection.sock.settimeout(seconds)
     try:
         if not is_known and not isinstance(connection, TlsConnection):
-            _require_speech(connection, min(WONDER_SECONDS, seconds))
+            _require_no_tls(connection, min(TLS_PROBE_SECONDS, seconds))
         send(connection, proof.answer(read(connection, read_bytes(auth.CHALLENGE_NBYTES))))
         proof.check(read(connection, read_bytes(auth.PROOF_NBYTES)))
         send(connection, fields_frame(FrameKind.APPLY, fields, frames.MAX_APPLY))
@@ -55,7 +55,7 @@ def _welcome() -> Reading[dict[str, Any]]:
     return fields
 
 
-def _require_speech(connection: Connection, seconds: float) -> None:
+def _require_no_tls(connection: Connection, seconds: float) -> None:
     """Raise UserError if the server expects TLS: it would then wait for the client, and the client for the server."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)

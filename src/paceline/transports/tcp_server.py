@@ -25,14 +25,12 @@ class BufferViews:
         self.source = memory.weights  # the tensor that `weights` views; a sharded server replaces it
 
 
-def _within(asked: int | None, most: int | None) -> bool:
+def _within(size: int | None, most: int | None) -> bool:
     """Whether the size of a part is allowed; None if there is no such part."""
-    if asked is None or most is None:
-        return asked is most
-    return 0 <= asked <= most
+    return size is most if size is None or most is None else 0 <= size <= most
 
 
-def parse_sizes(asked: Any, most: BufferSizes) -> BufferSizes:
+def parse_sizes(row: Any, most: BufferSizes) -> BufferSizes:
     """Check the sizes of a worker's buffers before allocating them.
 
     >>> parse_sizes([10, 0, None, None, 0], BufferSizes(10))
@@ -41,9 +39,9 @@ def parse_sizes(asked: Any, most: BufferSizes) -> BufferSizes:
     Traceback (most recent call last):
     paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
     """
-    if not isinstance(asked, list) or len(asked) != len(most) or not all(type(n) in (int, type(None)) for n in asked):
+    if not isinstance(row, list) or len(row) != len(most) or not all(type(n) in (int, type(None)) for n in row):
         raise ProtocolError("a hello without sizes")
-    sizes = BufferSizes(*asked)
+    sizes = BufferSizes(*row)
     for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
         if not _within(count, limit):
             raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
