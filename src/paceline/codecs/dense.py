@@ -57,8 +57,7 @@ class HalfPrecision(FlatCodec):
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device | None = None) -> None:
         super().__init__(layout, device)
-        self._dtype = dtype
-        self._limit = torch.finfo(dtype).max
+        self._dtype, self._limit = dtype, torch.finfo(dtype).max
         self._values, self._sent = self._scratch(), self._scratch()
 
     @property

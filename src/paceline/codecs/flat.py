@@ -32,8 +32,7 @@ class FlatCodec(ABC):
 
     def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
         assert layout.size < 1 << 31, "indices have 32 bits"
-        self.layout = layout
-        self.size = layout.size
+        self.layout, self.size = layout, layout.size
         self.device = torch.device("cpu") if device is None else device
         whole = max(MIN_CHUNK, 1 << (self.size - 1).bit_length())
         self._chunk = min(CHUNK, whole) if self.device.type == "cpu" else whole

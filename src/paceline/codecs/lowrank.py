@@ -132,9 +132,7 @@ class LowRank(FlatCodec):
         return self.capacity
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
-        self._fill(floats(payload, 0, self._num_floats), out)
-
-    def _fill(self, sent: Tensor, out: Tensor) -> None:
+        sent = floats(payload, 0, self._num_floats)
         for matrix in self._matrices:
             torch.mm(matrix.left_of(sent), matrix.right_of(sent), out=matrix.view(out))
         self._fill_dense(sent, out)

@@ -159,8 +159,6 @@ def slice_codec(whole: FlatCodec, span: slice, codec: FlatCodec) -> CodecSlice:
     """Return how payloads of `whole` are sliced for `span`; `codec` is the same codec built for that range."""
     if isinstance(whole, TopK):
         return TopKSlice(whole, span)
-    return (
-        RowSlice(whole, span, codec)
-        if isinstance(whole, Uncompressed | HalfPrecision | Int8 | Sign)
-        else ReplicatedSlice(whole, span)
-    )
+    if isinstance(whole, Uncompressed | HalfPrecision | Int8 | Sign):
+        return RowSlice(whole, span, codec)
+    return ReplicatedSlice(whole, span)

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.idx import Empty
+from paceline.data.idx import Arrays, Empty
 from paceline.errors import DataError
 
 TRAIN_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
@@ -30,14 +30,12 @@ _NUM_CLASSES = 10
 _MAX_MEMBER_NBYTES = 1 << 28
 
 Batch = tuple[NDArray[np.uint8], list[int]]
-Arrays = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
 
 
 def read(path: Path, remedy: str, empty: Empty) -> Arrays:
     """Return train images, train labels, test images and test labels from an archive or an unpacked folder."""
-    batches: dict[str, Batch] = {}
-    for name, content in _members(path, remedy):
-        batches[name] = _batch(content, f"{path}: member {name}", remedy)
+    members = _members(path, remedy)
+    batches = {name: _batch(content, f"{path}: member {name}", remedy) for name, content in members}
     missing = [name for name in TRAIN_BATCHES + TEST_BATCHES if name not in batches]
     if missing:
         raise DataError(f"{path}: expected six batches, found none named {', '.join(missing)}; {remedy}")
@@ -130,20 +128,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): _latin1,
 }
 
-
 # A damaged pickle can fail in any of these ways; all of them mean that the file is bad.
-_PICKLE_FAULTS = (
-    pickle.PickleError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
-    MemoryError,
-    RecursionError,
-    struct.error,
-)
+_VALUE_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+_PICKLE_FAULTS = (*_VALUE_FAULTS, pickle.PickleError, EOFError, MemoryError, RecursionError, struct.error)
 
 
 class _BatchUnpickler(pickle.Unpickler):
@@ -182,8 +169,7 @@ def _batch(content: bytes, where: str, remedy: str) -> Batch:
 def _join(batches: list[Batch], empty: Empty) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Concatenate batches into arrays from `empty`."""
     size = sum(len(rows) for rows, _ in batches)
-    images = empty((size, *_IMAGE_SHAPE), np.dtype(np.uint8))
-    labels = empty((size,), np.dtype(np.int64))
+    images, labels = empty((size, *_IMAGE_SHAPE), np.dtype(np.uint8)), empty((size,), np.dtype(np.int64))
     start = 0
     for rows, batch_labels in batches:
         stop = start + len(rows)

@@ -13,25 +13,11 @@ from numpy.typing import NDArray
 
 from paceline.config import RunConfig
 from paceline.data import idx, image_folder, sst
-from paceline.data.catalog import DATASETS, DatasetInfo
-from paceline.data.idx import Empty
+from paceline.data.catalog import DATASETS as DATASETS
+from paceline.data.catalog import DatasetInfo as DatasetInfo
+from paceline.data.idx import Arrays, Empty
 from paceline.errors import DataError, unknown_name
 from paceline.interfaces import Report
-
-__all__ = [
-    "DATASETS",
-    "Dataset",
-    "DatasetInfo",
-    "DecodingOptions",
-    "Location",
-    "cache_folder",
-    "load",
-    "locate",
-    "locate_data",
-    "remedy",
-    "resolve_dataset",
-    "search_places",
-]
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
@@ -109,15 +95,12 @@ def search_places(data_dir: Path | None) -> list[tuple[str, Path]]:
         if not folder.is_dir():
             raise DataError(f"data folder {folder} was asked for, but there is no such folder: check --data-dir")
         return [("data-dir", folder)]
-    places = []
-    named = os.environ.get("PACELINE_DATA")
-    if named:
+    places = [("cache", cache_folder()), ("system", Path(os.environ.get("PACELINE_SYSTEM_DATA") or SYSTEM_FOLDER))]
+    if named := os.environ.get("PACELINE_DATA"):
         folder = Path(named).expanduser()
         if not folder.is_dir():
             raise DataError(f"PACELINE_DATA names {folder}, but there is no such folder: correct or unset the variable")
-        places.append(("PACELINE_DATA", folder))
-    places.append(("cache", cache_folder()))
-    places.append(("system", Path(os.environ.get("PACELINE_SYSTEM_DATA") or SYSTEM_FOLDER)))
+        places.insert(0, ("PACELINE_DATA", folder))
     return places
 
 
@@ -167,10 +150,8 @@ def resolve_dataset(config: RunConfig) -> tuple[RunConfig, Location | None]:
 
 def _find(kind: str, folder: Path, name: str) -> tuple[Path | None, str]:
     """Return the path of the data set at or under `folder`; else None and what an incomplete copy lacks."""
-    if kind == "idx":
-        return _find_idx(folder, name)
     finders = {"cifar": _find_cifar, "trees": sst.find, "folder": image_folder.find}
-    return finders[kind](folder)
+    return _find_idx(folder, name) if kind == "idx" else finders[kind](folder)
 
 
 def load(location: Location, empty: Empty = np.empty, report: Report = lambda row: None) -> Dataset:
@@ -220,11 +201,9 @@ def _load_folder(location: Location, empty: Empty, report: Report) -> Dataset:
     if skipped.count:
         report({"kind": "note", "text": f"{location.path}: {skipped.line(total)}"})
     shape = (3, reading.image_size, reading.image_size)
-    whole = DATASETS[location.name]
-    info = replace(
-        whole, train_size=len(arrays[1]), test_size=len(arrays[3]), classes=listing.classes, image_shape=shape
-    )
-    return Dataset(info, location, arrays[0], arrays[1], arrays[2], arrays[3])
+    info = replace(DATASETS[location.name], classes=listing.classes, image_shape=shape)
+    info = replace(info, train_size=len(arrays[1]), test_size=len(arrays[3]))
+    return Dataset(info, location, *arrays)
 
 
 def _find_idx(folder: Path, name: str) -> tuple[Path | None, str]:
@@ -241,9 +220,8 @@ def _find_idx(folder: Path, name: str) -> tuple[Path | None, str]:
 
 def _idx_candidates(folder: Path, name: str) -> Iterator[Path]:
     """Yield the folders that may hold `name`, but not one that has the name of another data set."""
-    others = {
-        layout.partition("/")[0] for other, layouts in _IDX_FOLDERS.items() if other != name for layout in layouts
-    }
+    layouts = [layout for other in _IDX_FOLDERS if other != name for layout in _IDX_FOLDERS[other]]
+    others = {layout.partition("/")[0] for layout in layouts}
     for layout in _IDX_FOLDERS[name]:
         whole = folder.absolute()
         if layout or (whole.parent.name if whole.name == "raw" else whole.name) not in others - {""}:
@@ -263,9 +241,7 @@ def _find_cifar(folder: Path) -> tuple[Path | None, str]:
     return None, ""
 
 
-def _load_cifar(
-    location: Location, empty: Empty
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+def _load_cifar(location: Location, empty: Empty) -> Arrays:
     from paceline.data import cifar, decoding  # here, because tar and lzma are slow to import and seldom needed
 
     if location.path.is_dir():

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.cifar import ARRAY_NAMES, Arrays
-from paceline.data.idx import Empty
+from paceline.data.cifar import ARRAY_NAMES
+from paceline.data.idx import Arrays, Empty
 from paceline.errors import DataError, RunFailed, UserError
 from paceline.system.cpu import cores
 

@@ -13,17 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from paceline.data import idx, image_folder, sources
-from paceline.data.datasets import (
-    BUILTIN_FOLDER,
-    DATASETS,
-    SAMPLE,
-    Location,
-    cache_folder,
-    locate,
-    remedy,
-    search_places,
-)
+from paceline.data import datasets, idx, image_folder, sources
+from paceline.data.datasets import DATASETS, SAMPLE, Location, cache_folder, locate, remedy, search_places
 from paceline.data.sources import RemoteFile
 from paceline.errors import DataError, UserError, unknown_name
 
@@ -124,9 +115,8 @@ def _open(part: Path, mode: str) -> BinaryIO:
 
 def cannot_write(path: Path, error: OSError) -> UserError:
     """Return the error for a full disk or a folder without write permission."""
-    return UserError(
-        f"{path} cannot be written ({error.strerror or error}): make room or choose another folder, then run it again"
-    )
+    hint = "make room or choose another folder, then run it again"
+    return UserError(f"{path} cannot be written ({error.strerror or error}): {hint}")
 
 
 @dataclass(frozen=True)
@@ -152,8 +142,8 @@ def get(name: str, destination: Path | None = None, mirror: str | None = None, p
         raise unknown_name("dataset", name, DATASETS)
     say: Callable[[str], None] = _print_line if progress else lambda line: None
     if name == SAMPLE:
-        say(f"{name} comes with Paceline: {BUILTIN_FOLDER}")
-        return BUILTIN_FOLDER
+        say(f"{name} comes with Paceline: {datasets.BUILTIN_FOLDER}")
+        return datasets.BUILTIN_FOLDER
     if name not in sources.SOURCES:
         raise DataError(f"{name} cannot be fetched, its owners ask you to accept their terms: {remedy(name)}")
     source = sources.SOURCES[name]
@@ -191,9 +181,8 @@ def _get_file(url: str, target: Path, file: RemoteFile, progress: bool) -> None:
             break
         part.unlink()
         if not resumed:  # else the part from an earlier run may be wrong: download everything once
-            raise DataError(
-                f"{url}: expected the official content, found {fault}; nothing was kept: try again or another mirror"
-            )
+            hint = "nothing was kept: try again or another mirror"
+            raise DataError(f"{url}: expected the official content, found {fault}; {hint}")
     try:
         part.replace(target)
     except OSError as error:
@@ -232,24 +221,17 @@ def _status(name: str, data_dir: Path | None) -> DatasetStatus:
         if location.kind == "idx":
             train_size, test_size = (idx.count(location.path, split, remedy(name)) for split in idx.SPLITS)
         if location.kind == "folder":
-            train_size, test_size = image_folder.count_images(location.path)
+            listing = image_folder.list_images(location.path)
+            train_size, test_size = len(listing.train), len(listing.test)
         if location.sample and name != SAMPLE:
             note = f"the built-in sample is used; 'paceline data get {name}' fetches the whole set"
     except DataError as error:
         note = str(error)
-    return DatasetStatus(
-        name=name,
-        title=info.title,
-        found=location is not None,
-        origin=location.origin if location is not None else "",
-        path=location.path if location is not None else None,
-        sample=location.sample if location is not None else False,
-        train_size=train_size,
-        test_size=test_size,
-        nbytes=nbytes,
-        licence=info.licence,
-        note=note,
-    )
+    origin, path, sample = "", None, False
+    if location is not None:
+        origin, path, sample = location.origin, location.path, location.sample
+    sizes = train_size, test_size, nbytes
+    return DatasetStatus(name, info.title, location is not None, origin, path, sample, *sizes, info.licence, note)
 
 
 def _files(location: Location) -> list[Path]:

@@ -16,6 +16,8 @@ from paceline.errors import DataError
 
 Empty = Callable[[tuple[int, ...], "np.dtype[Any]"], NDArray[Any]]
 """Allocates an array of (shape, dtype), for example in shared memory."""
+Arrays = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
+"""Train images, train labels, test images and test labels."""
 
 SPLITS = ("train", "t10k")
 IMAGES = "{}-images-idx3-ubyte"
@@ -38,15 +40,15 @@ def read_split(
     folder: Path, split: str, image_shape: tuple[int, ...], num_classes: int, remedy: str, empty: Empty
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return images [N, C, H, W] and labels [N] of one split, in arrays from `empty`; raise DataError for bad files."""
-    small = _decode(_existing(folder, LABELS.format(split), remedy), (), None, remedy, np.empty)
+    path = _existing(folder, LABELS.format(split), remedy)
+    small = _decode(path, (), None, remedy, np.empty)
     if int(small.max()) >= num_classes:
-        path = _existing(folder, LABELS.format(split), remedy)
         raise _damaged(path, f"labels from 0 to {num_classes - 1}", f"label {int(small.max())}", remedy)
     channels, height, width = image_shape
     assert channels == 1
-    images = _decode(
-        _existing(folder, IMAGES.format(split), remedy), (height, width), len(small), remedy, _with_channel(empty)
-    )
+    path = _existing(folder, IMAGES.format(split), remedy)
+    with_channel: Empty = lambda shape, dtype: empty((shape[0], 1, *shape[1:]), dtype)  # noqa: E731
+    images = _decode(path, (height, width), len(small), remedy, with_channel)
     labels = empty((len(small),), np.dtype(np.int64))
     labels[:] = small
     return images, labels
@@ -55,13 +57,7 @@ def read_split(
 def count(folder: Path, split: str, remedy: str) -> int:
     """Return the number of labels of a split, read from the header of its label file."""
     path = _existing(folder, LABELS.format(split), remedy)
-    pieces = _pieces(path, remedy)
-    return _header(path, pieces, 1, remedy)[0][0]
-
-
-def _with_channel(empty: Empty) -> Empty:
-    """Wrap `empty` so that a shape [N, H, W] allocates [N, 1, H, W]."""
-    return lambda shape, dtype: empty((shape[0], 1, *shape[1:]), dtype)
+    return _header(path, _pieces(path, remedy), 1, remedy)[0][0]
 
 
 def _existing(folder: Path, name: str, remedy: str) -> Path:
@@ -85,8 +81,7 @@ def _decode(
     if not 0 < nbytes <= _max_nbytes(path, 4 + 4 * len(dims)):
         raise _damaged(path, f"content for {dims[0]} items", f"a file of {path.stat().st_size} bytes", remedy)
     items = empty(dims, np.dtype(np.uint8))
-    target = items.data.cast("B")
-    filled = 0
+    target, filled = items.data.cast("B"), 0
     for piece in chain((rest,), pieces):
         if filled + len(piece) > nbytes:
             raise _damaged(path, f"{nbytes} bytes after the header", f"at least {filled + len(piece)}", remedy)
@@ -99,8 +94,7 @@ def _decode(
 
 def _header(path: Path, pieces: Iterator[bytes], num_dims: int, remedy: str) -> tuple[tuple[int, ...], bytes]:
     """Return the dimensions that an idx file declares, and the bytes read beyond its header."""
-    nbytes = 4 + 4 * num_dims
-    start = b""
+    nbytes, start = 4 + 4 * num_dims, b""
     while len(start) < nbytes:
         piece = next(pieces, None)
         if piece is None:
@@ -119,9 +113,8 @@ def _pieces(path: Path, remedy: str) -> Iterator[bytes]:
             packed = iter(lambda: file.read(_PIECE_NBYTES), b"")
             yield from inflate(packed) if path.suffix == ".gz" else packed
     except EOFError:
-        raise _damaged(
-            path, "a whole gzip stream", f"the end of the file after {path.stat().st_size} bytes", remedy
-        ) from None
+        found = f"the end of the file after {path.stat().st_size} bytes"
+        raise _damaged(path, "a whole gzip stream", found, remedy) from None
     except zlib.error as error:
         raise _damaged(path, "a sound gzip stream", f"a corrupted one ({error})", remedy) from None
     except OSError as error:

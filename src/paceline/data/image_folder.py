@@ -57,27 +57,17 @@ def list_images(folder: Path) -> ImageListing:
     test_images, test_classes = _by_class(folder / "val")
     unknown = sorted(set(test_classes) - set(classes))
     if unknown:
-        raise DataError(
-            f"{folder / 'val' / unknown[0]}: a class that {folder / 'train'} does not have "
-            f"({len(unknown)} of them): make the class folders of both the same"
-        )
+        what = f"a class that {folder / 'train'} does not have ({len(unknown)} of them)"
+        raise DataError(f"{folder / 'val' / unknown[0]}: {what}: make the class folders of both the same")
     number = {name: place for place, name in enumerate(classes)}
     test_images = [(path, number[test_classes[label]]) for path, label in test_images]
     return ImageListing(classes, train_images, test_images, False)
 
 
-def count_images(folder: Path) -> tuple[int, int]:
-    """Return the numbers of train and test images."""
-    listing = list_images(folder)
-    return len(listing.train), len(listing.test)
-
-
 def _by_class(folder: Path) -> tuple[Labelled, tuple[str, ...]]:
     """Return the labelled images of all subfolders, and the names of the subfolders."""
     try:
-        classes = sorted(
-            entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
-        )
+        classes = sorted(x.name for x in os.scandir(folder) if x.is_dir() and not x.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder}: cannot be read ({error.strerror or error}); make it readable") from None
     if not classes:
@@ -86,10 +76,8 @@ def _by_class(folder: Path) -> tuple[Labelled, tuple[str, ...]]:
     for label, name in enumerate(classes):
         found = sorted(entry.path for entry in _images(folder / name))
         if not found:
-            raise DataError(
-                f"{folder / name}: an empty class folder (no {', '.join(SUFFIXES)} in it): "
-                "remove it, or put its images into it"
-            )
+            what = f"an empty class folder (no {', '.join(SUFFIXES)} in it)"
+            raise DataError(f"{folder / name}: {what}: remove it, or put its images into it")
         images += [(path, label) for path in found]
     return images, tuple(classes)
 

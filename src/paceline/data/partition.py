@@ -48,9 +48,8 @@ def parse_split(text: str) -> Split:
             alpha = math.nan
         if not (math.isfinite(alpha) and alpha > 0):
             found = f"'{argument}'" if colon else "none"
-            raise UserError(
-                f"split '{text}' needs a positive number after 'dirichlet:', found {found}: try dirichlet:0.5"
-            )
+            what = f"a positive number after 'dirichlet:', found {found}"
+            raise UserError(f"split '{text}' needs {what}: try dirichlet:0.5")
         return Split("dirichlet", alpha)
     if kind not in ("full", "iid", "labels"):
         raise unknown_name("split", text, SPLITS)
@@ -79,10 +78,8 @@ def partition(
         shards = _dirichlet(_classes(labels), shares, split, seed)
     for worker, shard in enumerate(shards):
         if len(shard) == 0:
-            raise UserError(
-                f"split {split} of {len(labels)} samples over {num_workers} workers leaves worker {worker} with none: "
-                + _remedy(split, weights)
-            )
+            what = f"{len(labels)} samples over {num_workers} workers leaves worker {worker} with none"
+            raise UserError(f"split {split} of {what}: {_remedy(split, weights)}")
     return [np.sort(shard).astype(np.int64) for shard in shards]
 
 
@@ -104,10 +101,8 @@ def hold_out(labels: int | NDArray[Any], fraction: float, seed: int) -> tuple[In
         train.append(shuffled[num_held:])
     if bounds[-1] in (0, total):
         side = "training" if bounds[-1] else "validation"
-        raise UserError(
-            f"a validation fraction of {fraction:g} of {total} samples leaves none for {side}: "
-            "choose another fraction or more data"
-        )
+        what = f"a validation fraction of {fraction:g} of {total} samples leaves none for {side}"
+        raise UserError(f"{what}: choose another fraction or more data")
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(validation))
 
 
@@ -141,9 +136,7 @@ def _shares(num_workers: int, split: Split, weights: Sequence[float] | None) -> 
     if weights is None:
         return [Fraction(1, num_workers)] * num_workers
     if split.kind == "full":
-        raise UserError(
-            "weights were given with split full, which gives each worker all data: leave them out, or use iid"
-        )
+        raise UserError("weights were given with split full, which gives each worker all data: use iid, or no weights")
     if len(weights) != num_workers:
         raise UserError(f"{len(weights)} weights were given for {num_workers} workers: give one per worker")
     for worker, weight in enumerate(weights):
@@ -162,8 +155,7 @@ def _classes(labels: NDArray[Any]) -> list[Indices]:
 def _divide(indices: Indices, shares: Sequence[Fraction]) -> list[Indices]:
     """Divide `indices` into one piece per share, each within one sample of its exact size."""
     total = sum(shares)
-    bounds = [_round(len(indices) * so_far / total) for so_far in accumulate(shares[:-1])]
-    return np.split(indices, bounds)
+    return np.split(indices, [_round(len(indices) * so_far / total) for so_far in accumulate(shares[:-1])])
 
 
 def _round(number: Fraction) -> int:

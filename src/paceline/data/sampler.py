@@ -18,16 +18,12 @@ class Batches:
                 f"batch size {batch_size} was asked for, but worker {worker} has {len(shard)} samples: "
                 + ("choose at least 1" if batch_size < 1 else "use smaller batches, fewer workers or more data")
             )
-        self.num_samples = len(shard)
-        self.per_epoch = -(-len(shard) // batch_size)
+        self.num_samples, self.per_epoch = len(shard), -(-len(shard) // batch_size)
         self._shard = np.asarray(shard, dtype=np.int64)
-        self._batch_size = batch_size
-        self._seed = seed
-        self._worker = worker
+        self._batch_size, self._seed, self._worker = batch_size, seed, worker
         self.generation = generation
         """Number of the data assignment that the shard is from; each assignment has its own order."""
-        self._epoch = -1
-        self._order = self._shard
+        self._epoch, self._order = -1, self._shard
 
     def indices(self, number: int) -> NDArray[np.int64]:
         """Return the sample indices of batch `number`, counted from the start of training."""

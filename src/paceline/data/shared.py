@@ -31,8 +31,7 @@ class SharedDataset:
             self.fds.append(segment.fd)
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        segment = Segment.create(nbytes, "data set")
+        segment = Segment.create(int(np.prod(shape)) * np.dtype(dtype).itemsize, "data set")
         array = segment.array(shape, dtype, 0)
         self._segments.append((segment, array))
         return array
@@ -52,7 +51,5 @@ def attach(spec: dict[str, Any], fds: list[int]) -> Dataset:
         arrays[name] = segment.array(tuple(header["shape"]), header["dtype"], 0)
     found = spec["location"]
     location = Location(**{**found, "path": Path(found["path"]), "reading": DecodingOptions(**found["reading"])})
-    facts: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in spec["info"].items()
-    }
+    facts: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in spec["info"].items()}
     return Dataset(info=DatasetInfo(**facts), location=location, **arrays)

@@ -1,7 +1,4 @@
-"""Read SST-5 from its official files (one bracketed tree per line) and encode the words as ids.
-
-A word that occurs at most once in the lowercased train set becomes UNKNOWN, so that this id is trained too.
-"""
+"""Read SST-5 from its official files (one bracketed tree per line) and encode the words as ids."""
 
 from __future__ import annotations
 
@@ -21,11 +18,10 @@ from paceline.errors import DataError
 
 SIZES = {"train.txt": 8_544, "dev.txt": 1_101, "test.txt": 2_210}
 ARCHIVE = "trainDevTestTrees_PTB.zip"
-NUM_CLASSES = 5
 PADDING, UNKNOWN = 0, 1
 MAX_VOCABULARY = 30_522  # rows in the transformer's embedding, including PADDING and UNKNOWN
 MAX_LENGTH = 256  # positions in the transformer, in words of a sentence
-MIN_COUNT = 2
+MIN_COUNT = 2  # a rarer word of the lowercased train set becomes UNKNOWN, so that this id is trained too
 
 ZIP_ERRORS = (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
@@ -147,10 +143,6 @@ def _truncation_note(parts: dict[str, list[Sentence]], max_length: int) -> str:
     if not any(counts.values()):
         return ""
     longest = max(len(words) for name in counts for _, words in parts[name])
-    which = " and ".join(
-        f"{count:,} of {SIZES[name]:,} {name.removesuffix('.txt')}" for name, count in counts.items() if count
-    )
-    return (
-        f"{which} sentences are longer than --max-length {max_length} and were truncated; "
-        f"the longest has {longest} words"
-    )
+    truncated = [f"{num:,} of {SIZES[name]:,} {name.removesuffix('.txt')}" for name, num in counts.items() if num]
+    what = f"{' and '.join(truncated)} sentences are longer than --max-length {max_length} and were truncated"
+    return f"{what}; the longest has {longest} words"

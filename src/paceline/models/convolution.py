@@ -37,14 +37,7 @@ class ConvNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        kernel: int,
-        stride: int = 1,
-        *,
-        bias: bool = False,
-        norm: Norm = SteadyBatchNorm,
+        self, inputs: int, outputs: int, kernel: int, stride: int = 1, bias: bool = False, norm: Norm = SteadyBatchNorm
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=bias)

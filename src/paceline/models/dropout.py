@@ -28,9 +28,7 @@ class AddressedDropout(nn.Module):
         super().__init__()
         if not 0.0 <= probability < 1.0:
             raise UserError(f"dropout probability {probability}: give at least 0 and below 1")
-        self.probability = probability
-        self.layer = layer
-        self.first = 0
+        self.probability, self.layer, self.first = probability, layer, 0
         self.register_buffer("halves", torch.zeros(2, dtype=torch.int32), persistent=False)
         self.key = 0
         self.counter = torch.empty(0, dtype=torch.int32)

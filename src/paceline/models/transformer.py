@@ -105,10 +105,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if len(input_shape) != 1 or input_shape[0] > MAX_LENGTH:
-            shape = " x ".join(map(str, input_shape))
-            raise UserError(
-                f"model transformer reads sentences of at most {MAX_LENGTH} token ids, got inputs of {shape}"
-            )
+            found = f"inputs of {' x '.join(map(str, input_shape))}"
+            raise UserError(f"model transformer reads sentences of at most {MAX_LENGTH} token ids, got {found}")
         self.embedding = nn.Embedding(vocabulary, WIDTH, padding_idx=PADDING)
         self.positions = nn.Parameter(torch.empty(MAX_LENGTH, WIDTH))
         self.dropout = AddressedDropout(dropout, layer=1)
@@ -120,9 +118,8 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # integers [B, L] -> [B, classes]
         if ids.shape[1] > MAX_LENGTH:
-            raise UserError(
-                f"a sentence of {ids.shape[1]} tokens, and the limit is {MAX_LENGTH}: truncate it, or pad to less"
-            )
+            what = f"a sentence of {ids.shape[1]} tokens, and the limit is {MAX_LENGTH}"
+            raise UserError(f"{what}: truncate it, or pad to less")
         ids = _without_common_padding(ids)
         packing = TokenPacking(ids)
         words = self.embedding(ids) * WORD_SCALE + self.positions[: ids.shape[1]]

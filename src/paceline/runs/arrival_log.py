@@ -1,7 +1,6 @@
-"""`arrivals.log`: every input of the server in order, one 36-byte record each, written before the reply.
+"""`arrivals.log`: every input of the server in order, one 36-byte record with a checksum each, before the reply.
 
-A header line names the format and the config. Each record has a checksum, so that a torn tail is detected and ignored.
-Records that a resume undid stay in the file and no longer count.
+A header line names the format and the config. Records that a resume undid stay in the file and no longer count.
 """
 
 from __future__ import annotations
@@ -14,18 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import UPKEEP, RunConfig, max_workers_of, to_toml
-from paceline.core.messages import (
-    Disposition,
-    Drain,
-    Input,
-    Join,
-    Leave,
-    Push,
-    Resume,
-    SetLocalSteps,
-    SetLrFactor,
-    Stop,
-)
+from paceline.core import messages
+from paceline.core.messages import Disposition, Drain, Join, Leave, Push, Resume, SetLocalSteps, SetLrFactor, Stop
 from paceline.errors import UserError
 
 _RECORD = struct.Struct("<BBHIIIIfd")
@@ -56,8 +45,7 @@ class Record:
         """The input itself; for every kind but a push."""
         match self.kind:
             case "join":
-                quota = None if self.seq == _NO_QUOTA else self.seq
-                return Join(self.worker, self.incarnation, quota, threads=self.reply)
+                return Join(self.worker, self.incarnation, None if self.seq == _NO_QUOTA else self.seq, self.reply)
             case "leave":
                 return Leave(self.worker, self.incarnation)
             case "steps":
@@ -86,7 +74,7 @@ class ArrivalLog:
         if not self.nbytes:
             self.nbytes += os.write(self._fd, MAGIC + fingerprint(config).encode() + b"\n")
 
-    def append(self, message: Input, disposition: Disposition, now: float) -> None:
+    def append(self, message: messages.Input, disposition: Disposition, now: float) -> None:
         """Append one record and hand it to the operating system before returning."""
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
@@ -125,8 +113,6 @@ class ArrivalLog:
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
 _KINDS |= {_DRAIN: "drain", _RATE: "rate"}
 _VERDICTS = frozenset(Disposition)
-
-
 SEARCH_NBYTES = 1 << 16  # how far after a damaged byte to search for records at shifted offsets
 
 
@@ -181,10 +167,10 @@ def next_incarnation(path: Path, config: RunConfig) -> tuple[int, float]:
     incarnation, now = 0, 0.0
     for at in range(header, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
         if content[at] == _JOIN and _is_whole(content, at):
-            incarnation = max(incarnation, _record(content[at : at + _RECORD.size], path, at, config).incarnation)
+            incarnation = max(incarnation, _record(content, at, path, config).incarnation)
     for at in range(header + (len(content) - header) // RECORD_BYTES * RECORD_BYTES, header, -RECORD_BYTES):
         if _is_whole(content, at - RECORD_BYTES):
-            now = _record(content[at - RECORD_BYTES : at - _CHECK.size], path, at, config).now
+            now = _record(content, at - RECORD_BYTES, path, config).now
             break
     return incarnation + 1, now
 
@@ -197,13 +183,11 @@ def scan_log(path: Path, config: RunConfig, start: int = 0) -> LogContents:
             f"{path} has {len(content)} bytes, the checkpoint was taken at byte {start}: the end of the log is "
             "missing; remove that checkpoint to continue from an older one"
         )
-    begins = max(start, header)
-    ends = begins
+    begins = ends = max(start, header)
     while _is_whole(content, ends):
         ends += RECORD_BYTES
-    whole = range(begins, ends, RECORD_BYTES)
-    records = [_record(content[at : at + _RECORD.size], path, at, config) for at in whole]
-    behind = [_record(content[at : at + _RECORD.size], path, at, config) for at in _whole_behind(content, ends)]
+    records = [_record(content, at, path, config) for at in range(begins, ends, RECORD_BYTES)]
+    behind = [_record(content, at, path, config) for at in _whole_behind(content, ends)]
     return LogContents(records, begins, ends, len(content) - ends, behind)
 
 
@@ -217,8 +201,7 @@ def _is_whole(content: bytes, at: int) -> bool:
 
 def _whole_behind(content: bytes, damage: int) -> list[int]:
     """Return the offsets of intact records after the damage: at the record stride, or shifted if bytes were lost."""
-    in_step = range(damage, len(content), RECORD_BYTES)
-    found = [at for at in in_step if _is_whole(content, at)]
+    found = [at for at in range(damage, len(content), RECORD_BYTES) if _is_whole(content, at)]
     moved = range(damage, min(damage + SEARCH_NBYTES, len(content)))
     first = next((at for at in moved if _is_whole(content, at)), None) if not found else None
     if first is None:
@@ -246,9 +229,9 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
     return content, length
 
 
-def _record(body: bytes, path: Path, offset: int, config: RunConfig) -> Record:
+def _record(content: bytes, offset: int, path: Path, config: RunConfig) -> Record:
     """Parse a record with a valid checksum; refuse an unknown kind (another version) or worker (another run)."""
-    kind, disposition, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack(body)
+    kind, disposition, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack_from(content, offset)
     if kind not in _KINDS or disposition not in _VERDICTS:
         what = f"kind {kind}" if kind not in _KINDS else f"verdict {disposition}"
         raise UserError(f"{path} holds a record of unknown {what} at byte {offset}: another version wrote it")

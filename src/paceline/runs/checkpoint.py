@@ -24,16 +24,8 @@ from paceline.core.buffers import WorkerBuffers
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
 
-_TYPES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 """Data types by their safetensors names."""
 Kind: TypeAlias = tuple[torch.Size, torch.dtype]
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -94,9 +86,13 @@ def tensor_kinds(server: Server, memories: Mapping[int, WorkerBuffers]) -> list[
     return [(tensor.shape, tensor.dtype) for tensor in _tensors_of(server, memories).values()]
 
 
+def weights_and_rule(server: Server) -> dict[str, Tensor]:
+    """Return the weights and the state of the server's rule, by their names in a checkpoint."""
+    return {"weights": server.weights, **{f"rule.{name}": tensor for name, tensor in server.rule_state.items()}}
+
+
 def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[str, Tensor]:
-    tensors = {"weights": server.weights}
-    tensors |= {f"rule.{name}": tensor for name, tensor in server.rule_state.items()}
+    tensors = weights_and_rule(server)
     for worker, member in server.members.items():
         if member.live and not member.inactive:
             tensors |= _of_worker(server, worker, memories[worker], member.seq)
@@ -126,8 +122,7 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
 
 
 def _require_same_rule(server: Server, checkpoint: Checkpoint) -> None:
-    tensors = {"weights": server.weights, **{f"rule.{name}": t for name, t in server.rule_state.items()}}
-    here = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    here = {name: list(tensor.shape) for name, tensor in weights_and_rule(server).items()}
     there = {
         name: list(t.shape) for name, t in checkpoint.tensors.items() if name == "weights" or name.startswith("rule.")
     }
@@ -160,12 +155,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
     temporary.mkdir(parents=True)
     try:
         digest = _write_tensors(temporary / "tensors.safetensors", checkpoint.tensors)
-        facts = {
-            "server": checkpoint.facts,
-            "log_offset": checkpoint.log_offset,
-            "now": checkpoint.now,
-            "tensors_sha256": digest,
-        }
+        facts = {"server": checkpoint.facts, "log_offset": checkpoint.log_offset, "now": checkpoint.now}
+        facts |= {"tensors_sha256": digest}
         _write_synced(temporary / "facts.json", json.dumps({**facts, "facts_sha256": _sha256_of(facts)}).encode())
         _sync_folder(temporary)
         if final.exists():
@@ -183,8 +174,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write safetensors one tensor at a time, without copies and without holding the GIL while hashing."""
-    header: dict[str, Any] = {}
-    offset = 0
+    header, offset = {}, 0
     for name, tensor in tensors.items():
         span = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
@@ -276,6 +266,4 @@ def readable_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def _finished(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.name.isdecimal())
+    return sorted(path for path in folder.glob("*") if path.name.isdecimal())

@@ -32,9 +32,8 @@ def checkpoints_by_record(recording: Recording) -> dict[int, Checkpoint]:
                 f"{recording.folder.arrivals_file} ends at byte {recording.log.ends}, checkpoint {checkpoint.version} "
                 f"was taken at byte {checkpoint.log_offset}: the end of the log is missing"
             )
-        found[bisect.bisect_left(effective, (checkpoint.log_offset - recording.log.begins) // RECORD_BYTES)] = (
-            checkpoint
-        )
+        place = (checkpoint.log_offset - recording.log.begins) // RECORD_BYTES
+        found[bisect.bisect_left(effective, place)] = checkpoint
     return found
 
 
@@ -52,9 +51,8 @@ def compare(
         if on_record is not None:
             on_record(records[number])
         if number % PROGRESS_RECORDS == 0:
-            nothing = {"loss": None, "rate": None, "staleness": 0.0}
-            row = {"fraction": number / len(records), "updates": again.server.version, **nothing}
-            report({"kind": "progress", **row})
+            row = {"kind": "progress", "fraction": number / len(records), "updates": again.server.version}
+            report({**row, "loss": None, "rate": None, "staleness": 0.0})
 
     stuck: str | None = None
     try:

@@ -1,7 +1,4 @@
-"""Requests to a running run: small files in its folder, which its host reads and answers.
-
-This needs no port and no token: any process that may write to the folder may ask, on any machine that sees it.
-"""
+"""Requests to a running run: small files in its folder, which its host reads and answers; no port, no token."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class DrainRequest:
     answer_file: Path
 
     def answer(self, refused: dict[int, str]) -> None:
-        """Write which workers are refused and why; all others are drained. Ignore an asker that is gone."""
+        """Write which workers are refused and why; all others are drained. Ignore a requester that is gone."""
         content = json.dumps({"refused": {str(worker): why for worker, why in refused.items()}})
         with contextlib.suppress(OSError):
             write_atomically(self.answer_file, content.encode())

@@ -61,9 +61,8 @@ class RunFolder:
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
         except FileExistsError:
-            raise UserError(
-                f"{folder.path} exists already: choose another --name, remove it, or 'paceline resume {folder.path}'"
-            ) from None
+            hint = f"choose another --name, remove it, or 'paceline resume {folder.path}'"
+            raise UserError(f"{folder.path} exists already: {hint}") from None
         except OSError as error:
             raise UserError(f"run folder {folder.path} cannot be written: {error.strerror}; try --runs DIR") from None
         except KeyboardInterrupt:
@@ -124,14 +123,12 @@ class RunFolder:
 
     def origin(self) -> dict[str, str]:
         """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
-        with self.config_file.open(encoding="utf-8", errors="replace") as file:
-            lines = [
-                line[2:].partition(" = ") for line in itertools.takewhile(lambda line: line.startswith("# "), file)
-            ]
         found = {}
-        for name, _, text in lines:
-            with contextlib.suppress(ValueError):
-                found[name] = str(json.loads(text))
+        with self.config_file.open(encoding="utf-8", errors="replace") as file:
+            for line in itertools.takewhile(lambda line: line.startswith("# "), file):
+                name, _, text = line[2:].partition(" = ")
+                with contextlib.suppress(ValueError):
+                    found[name] = str(json.loads(text))
         return found
 
     def result(self) -> dict[str, Any] | None:
@@ -148,8 +145,8 @@ class RunFolder:
         """Refuse a run that finished or diverged: it cannot be resumed."""
         result = self.result()
         if result is not None and result["status"] != "stopped":
-            how = f"{result['status']} after {result['updates']} updates"
-            raise UserError(f"{self.path} is {how}: there is nothing to resume")
+            end = f"{result['status']} after {result['updates']} updates"
+            raise UserError(f"{self.path} is {end}: there is nothing to resume")
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result. It is the last file written: a folder with a result is a run that ended."""
@@ -158,10 +155,8 @@ class RunFolder:
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
-            self.config_file.unlink(missing_ok=True)
-            self.script_file.unlink(missing_ok=True)
-            self.frozen_file.unlink(missing_ok=True)
-            self.faults_file.unlink(missing_ok=True)
+            for path in (self.config_file, self.script_file, self.frozen_file, self.faults_file):
+                path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # keep a folder that holds other files
                 self.path.rmdir()
                 self.path.parent.rmdir()

@@ -106,9 +106,7 @@ def _newest_usable(config: RunConfig, folder: RunFolder, report: Report, skips: 
     if complaints:
         set_aside(folder.checkpoints, checkpoint.version if checkpoint is not None else -1)
     if on_ring(config) and keeps_own(config) and not skips:
-        return (
-            None  # a ring's checkpoint has the local state of worker 0 only: recompute the others' from the whole log
-        )
+        return None  # its checkpoint has the local state of worker 0 only: recompute the others' from the whole log
     return checkpoint
 
 
@@ -121,10 +119,8 @@ def _read_tail(
     if log.behind:
         kept = path.with_name(f"{path.name}.damaged")
         shutil.copyfile(path, kept)
-        text = (
-            f"{path.name} is damaged at byte {log.ends}: the next {log.torn} bytes are ignored, {kept.name} keeps them"
-        )
-        report({"kind": "note", "text": text})
+        what = f"the next {log.torn} bytes are ignored, {kept.name} keeps them"
+        report({"kind": "note", "text": f"{path.name} is damaged at byte {log.ends}: {what}"})
     elif log.torn:
         what = "a torn record" if log.torn < RECORD_BYTES else f"{log.torn} bytes without an intact record"
         report({"kind": "note", "text": f"{path.name} ends in {what}: ignored"})
@@ -136,13 +132,10 @@ def _read_tail(
 def _undo(checkpoint: Checkpoint | None, log: LogContents, effective: list[Record], report: Report) -> Resume:
     """Return the Resume input that undoes the records since the checkpoint; report the number of lost pushes."""
     lost = sum(_lost(record) for record in (*effective, *log.behind))
-    resume = Resume(len(log.records), lost)
     if lost:
-        text = (
-            f"continuing from {_named(checkpoint)}: {lost} acknowledged pushes since are lost (--recovery checkpoint)"
-        )
-        report({"kind": "note", "text": text})
-    return resume
+        what = f"{lost} acknowledged pushes since are lost (--recovery checkpoint)"
+        report({"kind": "note", "text": f"continuing from {_named(checkpoint)}: {what}"})
+    return Resume(len(log.records), lost)
 
 
 def _lost(record: Record) -> int:

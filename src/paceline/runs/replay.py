@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Disposition, Input, Join, Outcome, Push, Reply
+from paceline.core.messages import Disposition, Input, Join, Push, Reply
 from paceline.core.server import Server
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
-from paceline.runs.checkpoint import Checkpoint, restore
+from paceline.runs.checkpoint import Checkpoint, restore, weights_and_rule
 
 
 class PushSource(Protocol):
@@ -47,8 +47,8 @@ class Mismatch:
 
     def row(self) -> dict[str, Any]:
         """Return JSON values, with NaN and infinity as strings."""
-        numbers = {name: str(value) for name, value in asdict(self).items() if _is_odd(value)}
-        return {**asdict(self), **numbers}
+        fields = asdict(self).items()
+        return {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in fields}
 
 
 class ReplayThreads(NamedTuple):
@@ -64,10 +64,6 @@ class ReplayMismatch(RunFailed):
     def __init__(self, text: str, mismatch: Mismatch) -> None:
         super().__init__(text)
         self.mismatch = mismatch
-
-
-def _is_odd(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def same_float32(one: float, other: float) -> bool:
@@ -106,12 +102,10 @@ class Replay:
         send: Callable[[Reply], None] = _ignore,
         compare_with: Mapping[int, Checkpoint] | None = None,
     ) -> None:
-        self.server = server
+        self.server, self.fed = server, 0
         self.sources: dict[int, PushSource] = {}
         self.mismatch: Mismatch | None = None
-        self.fed = 0
-        self._make_source, self._send = make_source, send
-        self._threads = threads
+        self._make_source, self._send, self._threads = make_source, send, threads
         self._compare_with = compare_with or {}
         if checkpoint is not None:
             restore(server, checkpoint)
@@ -119,11 +113,7 @@ class Replay:
 
     def _restore_sources(self, checkpoint: Checkpoint) -> None:
         """Restore the source of every live worker: its weights, states and unanswered reply."""
-        sent, states, local_state = (
-            checkpoint.group("sent."),
-            checkpoint.group("state."),
-            checkpoint.group("local_state."),
-        )
+        sent, states, local_state = map(checkpoint.group, ("sent.", "state.", "local_state."))
         for worker, member in self.server.members.items():
             if not member.live or member.inactive:
                 continue
@@ -153,14 +143,9 @@ class Replay:
                 progress(number)
 
     def _apply(self, record: Record, number: int) -> None:
-        message: Input
-        if record.kind == "push":
-            pushed = self._push(record, number)
-            if pushed is None:
-                return
-            message = pushed
-        else:
-            message = record.message
+        message: Input | None = self._push(record, number) if record.kind == "push" else record.message
+        if message is None:
+            return
         version = self.server.version
         self._use_threads(self._threads and self._threads.server)
         outcome = self.server.handle(message)
@@ -170,7 +155,11 @@ class Replay:
             raise self._mismatch_error(record, number, text, "verdict", was, now, version)
         if isinstance(message, Join) and outcome.disposition == Disposition.TAKEN:
             self.sources[record.worker] = self._make_source(message)
-        self._deliver(outcome)
+        for reply in outcome.replies:
+            source = self.sources[reply.worker]
+            self.server.send_weights(reply, source.memory)
+            source.pending = reply
+            self._send(reply)
 
     def _push(self, record: Record, number: int) -> Push | None:
         """Recompute the push of a record; return None for one that changed nothing in the run."""
@@ -213,21 +202,12 @@ class Replay:
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         """Compare the server with a checkpoint taken at this point of the log."""
-        version = self.server.version
-        here = {"weights": self.server.weights, **{f"rule.{k}": t for k, t in self.server.rule_state.items()}}
-        same = checkpoint.version == version and all(
-            name in checkpoint.tensors and same_bits(tensor, checkpoint.tensors[name]) for name, tensor in here.items()
-        )
+        version, here, there = self.server.version, weights_and_rule(self.server), checkpoint.tensors
+        same = checkpoint.version == version and here.keys() <= there.keys()
+        same = same and all(same_bits(tensor, there[name]) for name, tensor in here.items())
         if self.mismatch is None and not same:
             recorded = f"those of checkpoint {checkpoint.version}"
             self.mismatch = Mismatch(version, None, None, "weights", recorded, "others")
-
-    def _deliver(self, outcome: Outcome) -> None:
-        for reply in outcome.replies:
-            source = self.sources[reply.worker]
-            self.server.send_weights(reply, source.memory)
-            source.pending = reply
-            self._send(reply)
 
     @staticmethod
     def _use_threads(count: int | None) -> None:

@@ -77,12 +77,8 @@ def staleness_summary(counts: Counter[int]) -> dict[str, float]:
     """Mean, median, 95th percentile and maximum."""
     total = counts.total()
     mean = sum(value * count for value, count in counts.items()) / total if total else 0.0
-    return {
-        "mean": round(mean, 4),
-        "p50": percentile(counts, 0.5),
-        "p95": percentile(counts, 0.95),
-        "max": max(counts, default=0),
-    }
+    percentiles = {"p50": percentile(counts, 0.5), "p95": percentile(counts, 0.95)}
+    return {"mean": round(mean, 4), **percentiles, "max": max(counts, default=0)}
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
@@ -104,8 +100,7 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
 
 def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[str, Scores | None]) -> dict[str, Any]:
     """The settings, scores and counts of a run."""
-    test = scores.get("test")
-    settings = to_dict(config)
+    test, settings = scores.get("test"), to_dict(config)
     named = ("strategy", "workers", "split", "rule", "optimizer", "lr", "momentum", "dataset", "model", "task", "seed")
     step = ("device", "precision", "compile", "capture", "accumulate")
     return {
@@ -140,8 +135,8 @@ def status_of(server: Server, stop_reason: str | None) -> str:
     """How the run ended: finished, diverged or stopped. A run that reaches its target or time limit is finished."""
     if server.divergence is not None or not torch.isfinite(server.weights).all():
         return "diverged"
-    as_asked = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP))
-    return "finished" if as_asked else "stopped"
+    is_planned = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP))
+    return "finished" if is_planned else "stopped"
 
 
 def make_result(
@@ -173,12 +168,9 @@ def make_result(
 def why_diverged(config: RunConfig, server: Server) -> str:
     """Say what happened, the likely cause, and what to change."""
     found = server.divergence
-    where = f"update {server.version} ({server.samples} samples)"
-    what = (
-        f"worker {found.worker} sent a push with a NaN or infinity (its loss was {found.loss:g})"
-        if found is not None
-        else "the weights are no longer finite"
-    )
+    what = "the weights are no longer finite"
+    if found is not None:
+        what = f"worker {found.worker} sent a push with a NaN or infinity (its loss was {found.loss:g})"
     stale = " Stale pushes act as extra momentum, so" if server.num_workers > 1 else " So"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
     advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
@@ -186,4 +178,4 @@ def why_diverged(config: RunConfig, server: Server) -> str:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
         advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
-    return f"training diverged at {where}: {what}.{advice}"
+    return f"training diverged at update {server.version} ({server.samples} samples): {what}.{advice}"

@@ -111,8 +111,8 @@ def drop_snapshots_after(folder: RunFolder, version: int) -> None:
     for path in folder.snapshots.glob("*.safetensors"):
         if path.name not in names:
             path.unlink()
-    for half in folder.snapshots.glob(".*.tmp"):  # left by a killed writer
-        half.unlink()
+    for unfinished in folder.snapshots.glob(".*.tmp"):  # left by a killed writer
+        unfinished.unlink()
 
 
 def _write_index(path: Path, entries: list[SnapshotEntry]) -> None:
@@ -142,9 +142,7 @@ def read_snapshot(folder: RunFolder, entry: SnapshotEntry) -> dict[str, Tensor]:
         return load(content)
     except (OSError, ValueError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"snapshot {path} cannot be read ({why}): remove its line from index.json to continue"
-        ) from None
+        raise UserError(f"snapshot {path} cannot be read ({why}): remove its line from index.json") from None
 
 
 class BestWeights:

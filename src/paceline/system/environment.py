@@ -42,9 +42,8 @@ def git_state() -> dict[str, Any] | None:
     """Return the commit of the current folder and whether tracked files changed; None outside a repository."""
 
     def git(*arguments: str) -> str | None:
-        command = ["git", *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=2, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

@@ -24,9 +24,7 @@ class Segment:
     """A block of memory that several processes map; all pages are reserved at creation, so no write can fail."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd = fd
-        self.nbytes = nbytes
-        self.memory = mmap.mmap(fd, nbytes)
+        self.fd, self.nbytes, self.memory = fd, nbytes, mmap.mmap(fd, nbytes)
 
     @staticmethod
     def create(nbytes: int, purpose: str) -> Segment:

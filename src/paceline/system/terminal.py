@@ -36,10 +36,8 @@ def can_redraw(stream: TextIO) -> bool:
 
 def fold(text: str, width: int, indent: str = "") -> str:
     """Wrap text to lines of at most `width`, without breaking words; indent all lines but the first."""
-    wrapped = textwrap.wrap(
-        text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent, drop_whitespace=True
-    )
-    return "\n".join(wrapped)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    return "\n".join(lines)
 
 
 def fold_for(stream: TextIO, lines: list[str]) -> str:

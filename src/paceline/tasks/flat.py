@@ -43,8 +43,7 @@ class FlatModule:
 
     def initial(self) -> Tensor:
         """Return a flat copy of the current parameters."""
-        first = next(iter(self._parameters.values()))
-        flat = torch.zeros(self.layout.size, device=first.device)
+        flat = torch.zeros(self.layout.size, device=next(iter(self._parameters.values())).device)
         views = self.layout.views(flat)
         with torch.no_grad():
             for name, parameter in self._parameters.items():

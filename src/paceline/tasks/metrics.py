@@ -68,8 +68,7 @@ class _Mean:
     """The mean of a function over samples."""
 
     def __init__(self, function: Callable[[Any, Any], float | Tensor]) -> None:
-        self._function = function
-        self._sum, self._count = 0.0, 0
+        self._function, self._sum, self._count = function, 0.0, 0
 
     def update(self, name: str, outputs: Any, targets: Any, samples: int) -> None:
         self._sum += samples * number(name, self._function(outputs, targets))

@@ -53,9 +53,8 @@ def require_samples(part: str, inputs: Structure, targets: Structure) -> None:
     if not counts:
         raise UserError(f"{part} data: the inputs hold no tensor; give a tensor, or a tuple or dict of tensors")
     if len(set(counts)) > 1:
-        raise UserError(
-            f"{part} data: tensors of {' and '.join(map(str, counts))} inputs; give the same number for each"
-        )
+        found = " and ".join(map(str, counts))
+        raise UserError(f"{part} data: tensors of {found} inputs; give the same number for each")
     for tensor in tensors_of(targets):
         if not tensor.dim() or len(tensor) != counts[0]:
             count = len(tensor) if tensor.dim() else 0

@@ -98,8 +98,7 @@ class TrainingStep:
         losses = []
         for start in range(0, whole, size):
             part = slice(start, start + size)
-            last = start + size >= whole
-            with contextlib.nullcontext() if last else self._no_sync():
+            with contextlib.nullcontext() if part.stop >= whole else self._no_sync():
                 x, y = rows_of(inputs, part), rows_of(targets, part)
                 losses.append(self._backward(x, y, start, num_samples(x) / whole))
         return torch.stack(losses).sum()

@@ -55,8 +55,7 @@ class ArrayLoader:
         augment: Callable[[Any, int], Any] | None = None,
     ) -> None:
         self._inputs, self._targets = data
-        self._device = device_of(self._inputs)
-        self._batches = batches
+        self._device, self._batches = device_of(self._inputs), batches
         self._seed, self._worker = seed, worker
         self._transform, self._augment = transform, augment
 
@@ -143,8 +142,7 @@ class SupervisedTask:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics that an evaluation computes."""
-        accuracy = ("accuracy",) if _are_classes(self.train[1]) else ()
-        return ("loss", *accuracy, *self.metrics)
+        return ("loss", *(("accuracy",) if _are_classes(self.train[1]) else ()), *self.metrics)
 
     def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
         """Return the loader of one worker's shard of the train set."""

@@ -1,7 +1,4 @@
-"""Mutual authentication by token, before anything else is read: HMAC-SHA256 over fresh nonces.
-
-Pure: bytes of fixed sizes in and out. The server sends a challenge, the worker answers, the server proves itself too.
-"""
+"""Mutual authentication by token, before anything else is read: HMAC-SHA256 over fresh nonces, without any I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _CHALLENGE = struct.Struct("<4sB11x32s")
 _ANSWER = struct.Struct("<4sB11x32s32s")
 CHALLENGE_NBYTES, ANSWER_NBYTES, PROOF_NBYTES = _CHALLENGE.size, _ANSWER.size, 32
 DENIAL = bytes(PROOF_NBYTES)
-"""Sent instead of a proof, so that the worker can tell a wrong token from a broken connection."""
+"""Sent instead of a proof, so that the worker can distinguish a wrong token from a broken connection."""
 
 
 class OtherVersion(ProtocolError):
@@ -36,8 +33,7 @@ class WrongToken(ProtocolError):
 
 def _proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes, binding: bytes) -> bytes:
     """Compute a proof of the token that is valid for this connection, role and certificate only."""
-    said = b"paceline %d %s" % (VERSION, role) + server_nonce + client_nonce + binding
-    return hmac.digest(token, said, "sha256")
+    return hmac.digest(token, b"paceline %d %s" % (VERSION, role) + server_nonce + client_nonce + binding, "sha256")
 
 
 def _require_protocol(magic: bytes, version: int) -> None:
@@ -50,8 +46,8 @@ def _require_protocol(magic: bytes, version: int) -> None:
 class ServerHandshake:
     """The server's side of one handshake. `binding` identifies the connection (the server's certificate) on both sides.
 
-    >>> gatekeeper, visitor = ServerHandshake(b"token"), ClientHandshake(b"token")
-    >>> visitor.check(gatekeeper.check(visitor.answer(gatekeeper.challenge)))
+    >>> server, worker = ServerHandshake(b"token"), ClientHandshake(b"token")
+    >>> worker.check(server.check(worker.answer(server.challenge)))
     >>> ServerHandshake(b"token").check(ClientHandshake(b"guess").answer(ServerHandshake(b"token").challenge))
     Traceback (most recent call last):
     paceline.transports.auth.WrongToken: a wrong token
@@ -107,7 +103,7 @@ def make_token() -> bytes:
 def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
     """Read the token from `file`, else from the variable PACELINE_TOKEN. Return None if there is neither.
 
-    Refuse a file that any user of the machine can read, as ssh refuses such a key: everyone with the token can push
+    Refuse a file that any user of the machine can read, as ssh refuses such a key: every holder of the token can push
     into the run, and a warning would be overlooked. A group may share one. Surrounding white space is ignored.
     """
     if file is None:
@@ -147,13 +143,13 @@ class ConnectOptions:
     device: str = "cpu"
 
 
-def token_of(visitor: ConnectOptions) -> bytes:
+def token_of(options: ConnectOptions) -> bytes:
     """Read the token from the file or the variable. Empty if there is neither."""
-    return _read_token(visitor.token_file) or b""
+    return _read_token(options.token_file) or b""
 
 
-def tls_of(visitor: ConnectOptions) -> Tls | None:
+def tls_of(options: ConnectOptions) -> Tls | None:
     """The TLS settings, or None without TLS."""
-    authorities = Path(visitor.ca) if visitor.ca is not None else None
-    asked = visitor.tls or visitor.fingerprint or authorities
-    return worker_tls(visitor.fingerprint, authorities) if asked else None
+    authorities = Path(options.ca) if options.ca is not None else None
+    on = options.tls or options.fingerprint or authorities
+    return worker_tls(options.fingerprint, authorities) if on else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import ssl
 import time
@@ -16,8 +17,7 @@ from paceline.transports.tls import Tls, fingerprint
 SILENT_MILLISECONDS = 20_000  # if sent bytes stay unacknowledged for so long, the other machine is gone
 ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 _PIECE = 1 << 30  # the most bytes per call: TLS takes lengths as C integers
-
-
+T = TypeVar("T")
 _DATES = (9, 10)  # TLS error codes of certificates that are not valid yet or have expired: the clock here may be wrong
 
 
@@ -53,26 +53,24 @@ def is_loopback(host: str) -> bool:
     return all(str(row[4][0]).startswith("127.") or row[4][0] == "::1" for row in found)
 
 
-def require_token(host: str, token: bytes) -> None:
+def require_token(address: str, token: bytes) -> None:
     """Require a token for every address that other machines can reach: a server tells its workers what to run."""
+    host, _ = parse_address(address)
     if not token and not is_loopback(host):
-        raise UserError(
-            f"{host} is not this machine alone, and there is no token: give one by --token-file or in PACELINE_TOKEN"
-        )
+        hint = "give one by --token-file or in PACELINE_TOKEN"
+        raise UserError(f"{host} is not this machine alone, and there is no token: {hint}")
 
 
 def prepare(sock: socket.socket) -> None:
     """Send small frames at once, and notice a vanished machine within half a minute, idle or not."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MILLISECONDS)
+    idle = (socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)
+    for option, value in ((socket.TCP_NODELAY, 1), *idle, (socket.TCP_USER_TIMEOUT, SILENT_MILLISECONDS)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Connection:
-    """Sends and receives as much as it can. Whatever ends the connection raises ConnectionError."""
+    """Sends and receives as much as it can. Every end of the connection raises ConnectionError."""
 
     def __init__(self, sock: socket.socket, peer: str, waits: bool) -> None:
         self.sock, self.peer = sock, peer
@@ -160,13 +158,33 @@ class TlsConnection(Connection):
             raise ConnectionError(str(error)) from None
 
 
+def listen(address: str) -> socket.socket:
+    """Listen at `address`, non-blocking. Raise UserError if that is not possible."""
+    host, port = parse_address(address)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind)
+    except OSError as error:
+        raise UserError(f"cannot listen at {address}: {error.strerror}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        prepare(sock)  # accepted sockets inherit these options
+        sock.bind(place)
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        taken = "another program listens there: choose another port" if error.errno == errno.EADDRINUSE else None
+        raise UserError(f"cannot listen at {address}: {taken or error.strerror}") from None
+    return sock
+
+
 def accepted(sock: socket.socket, peer: str, tls: Tls | None) -> Connection:
     """Wrap an accepted socket, non-blocking. Over TLS the handshake is still to be done."""
     sock.setblocking(False)
     if tls is None:
         return Connection(sock, peer, waits=False)
-    wrapped = tls.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-    return TlsConnection(wrapped, peer)
+    return TlsConnection(tls.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), peer)
 
 
 def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection, bytes]:
@@ -207,9 +225,6 @@ def _speaks_plainly(place: tuple[str, int], seconds: float) -> bool:
             return sock.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
     except OSError:
         return False
-
-
-T = TypeVar("T")
 
 
 class JoinRefused(Exception):

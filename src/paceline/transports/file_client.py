@@ -1,26 +1,14 @@
-"""Read a remote run's files: the server sends parts of its run folder to every client that has the token.
-
-An observer is not a worker: it costs the server one sleeping thread. No torch here.
-"""
+"""Read a remote run's files, as an observer with the token: it costs the server one sleeping thread. No torch here."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.connection import Connection, JoinRefused, connected, parse_address, read, require_token, send
-from paceline.transports.frames import (
-    MAX_LOOK,
-    MAX_PIECE,
-    MAX_REFUSED,
-    MAX_SEEN,
-    FrameKind,
-    Reading,
-    fields_frame,
-    read_bytes,
-    read_fields,
-    read_header,
-)
+from paceline.transports import frames
+from paceline.transports.auth import ClientHandshake
+from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
+from paceline.transports.frames import FrameKind, Reading, fields_frame, read_bytes, read_fields, read_header
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
 from paceline.transports.tls import Tls
 
@@ -39,20 +27,21 @@ class FileChunk(NamedTuple):
 
 
 class FileClient:
-    """A connection for reading the files of a remote run. Whatever ends it raises ConnectionError.
+    """A connection for reading the files of a remote run. Every end of it raises ConnectionError.
 
     The constructor tries once and raises UserError if no server answers or the server refuses.
     """
 
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
-        require_token(parse_address(address)[0], token)
+        require_token(address, token)
         self.address = address
         try:
             self._connection, binding = connected(address, tls, CONNECT_SECONDS)
         except ConnectionError as error:
             raise UserError(f"{address} cannot be reached ({error}): is a 'paceline server' running there?") from None
         try:
-            welcome = introduce(self._connection, token, binding, {"observer": True}, HANDSHAKE_SECONDS)
+            proof = ClientHandshake(token, binding)
+            welcome = introduce(self._connection, proof, {"observer": True}, HANDSHAKE_SECONDS)
         except (ConnectionError, JoinRefused, UserError) as error:
             self.close()
             if isinstance(error, UserError):
@@ -61,12 +50,13 @@ class FileClient:
         self._connection.sock.settimeout(ANSWER_SECONDS)
         self.run = str(welcome.get("run", ""))  # the run folder's path on the server
 
-    def read(self, name: str, offset: int = 0, most: int = MAX_PIECE) -> FileChunk | None:
+    def read(self, name: str, offset: int = 0, most: int = frames.MAX_PIECE) -> FileChunk | None:
         """Read at most `most` bytes of a file from `offset` on; a negative offset counts from the end.
 
         Return None if there is no such file (yet). The next call reads what was appended meanwhile.
         """
-        send(self._connection, fields_frame(FrameKind.LOOK, {"file": name, "offset": offset, "most": most}, MAX_LOOK))
+        fields = {"file": name, "offset": offset, "most": most}
+        send(self._connection, fields_frame(FrameKind.LOOK, fields, frames.MAX_LOOK))
         try:
             return read(self._connection, _piece(most))
         except ProtocolError as error:
@@ -78,7 +68,7 @@ class FileClient:
 
 
 def _piece(most: int) -> Reading[FileChunk | None]:
-    kind, nbytes = yield from read_header({FrameKind.SEEN: MAX_SEEN, FrameKind.REFUSED: MAX_REFUSED})
+    kind, nbytes = yield from read_header({FrameKind.SEEN: frames.MAX_SEEN, FrameKind.REFUSED: frames.MAX_REFUSED})
     fields = yield from read_fields(nbytes)
     if kind is FrameKind.REFUSED:
         raise ProtocolError(fields.get("reason", "no reason given"))
@@ -96,7 +86,7 @@ def read_look(connection: Connection) -> dict[str, Any]:
     """On the server: read the next request."""
 
     def reading() -> Reading[dict[str, Any]]:
-        _, nbytes = yield from read_header({FrameKind.LOOK: MAX_LOOK})
+        _, nbytes = yield from read_header({FrameKind.LOOK: frames.MAX_LOOK})
         return (yield from read_fields(nbytes))
 
     return read(connection, reading())

@@ -1,6 +1,6 @@
 """The frames of a TCP connection: a fixed header, then as many raw bytes as it says. No pickle, no torch here.
 
-A reader is a generator of buffers to fill, so that the same code serves blocking and non-blocking connections.
+A reader is a generator of buffers to fill, for blocking and non-blocking connections.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ class FrameKind(enum.IntEnum):
     SEEN = 13
 
 
-MAX_APPLY = 1 << 16
+MAX_REFUSED = MAX_LOOK = MAX_SEEN = 1 << 12
+MAX_APPLY = MAX_FIGURES = 1 << 16
 MAX_WELCOME = MAX_HELLO = 1 << 20
-MAX_REFUSED = 1 << 12
-MAX_FIGURES = 1 << 16
 MAX_SHARD = 1 << 24
-MAX_LOOK = MAX_SEEN = 1 << 12
 MAX_PIECE = 1 << 20  # the most bytes of a file in one frame
 
 

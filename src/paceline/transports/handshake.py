@@ -1,4 +1,4 @@
-"""The client's side of the handshake: both ends prove the token, then one frame says who asks to join. No torch."""
+"""The client's side of the handshake: both ends prove the token, then one frame asks to join. No torch."""
 
 from __future__ import annotations
 
@@ -8,42 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.auth import (
-    CHALLENGE_NBYTES,
-    PROOF_NBYTES,
-    TOKEN_VARIABLE,
-    ClientHandshake,
-    OtherVersion,
-    WrongToken,
-)
+from paceline.transports import auth, frames
+from paceline.transports.auth import TOKEN_VARIABLE, ClientHandshake, OtherVersion, WrongToken
 from paceline.transports.connection import Connection, JoinRefused, TlsConnection, connected, read, send
-from paceline.transports.frames import (
-    MAX_APPLY,
-    MAX_REFUSED,
-    MAX_WELCOME,
-    FrameKind,
-    Reading,
-    fields_frame,
-    read_bytes,
-    read_fields,
-    read_header,
-)
+from paceline.transports.frames import FrameKind, Reading, fields_frame, read_bytes, read_fields, read_header
 from paceline.transports.tls import worker_tls
 
 CONNECT_SECONDS = 5.0
 HANDSHAKE_SECONDS = 30.0  # A server that evaluates its model does not answer meanwhile
-WONDER_SECONDS = 2.0  # A server that sends nothing for so long may be waiting for TLS
+TLS_PROBE_SECONDS = 2.0  # A server that sends nothing for so long may be waiting for TLS
 
 
 def introduce(
-    connection: Connection,
-    token: bytes,
-    binding: bytes,
-    fields: Mapping[str, Any],
-    seconds: float,
-    is_known: bool = False,
+    connection: Connection, proof: ClientHandshake, fields: Mapping[str, Any], seconds: float, is_known: bool = False
 ) -> dict[str, Any]:
-    """Return the server's welcome. The caller may retry after ConnectionError, not after UserError or Refused.
+    """Return the server's welcome. The caller may retry after ConnectionError, not after UserError or JoinRefused.
 
     If the server is not known yet (`is_known`) and sends nothing, check whether it expects TLS.
     """
@@ -51,37 +30,32 @@ def introduce(
     connection.sock.settimeout(seconds)
     try:
         if not is_known and not isinstance(connection, TlsConnection):
-            _require_speech(connection, min(WONDER_SECONDS, seconds))
-        _prove(connection, ClientHandshake(token, binding))
-        send(connection, fields_frame(FrameKind.APPLY, fields, MAX_APPLY))
+            _require_no_tls(connection, min(TLS_PROBE_SECONDS, seconds))
+        send(connection, proof.answer(read(connection, read_bytes(auth.CHALLENGE_NBYTES))))
+        proof.check(read(connection, read_bytes(auth.PROOF_NBYTES)))
+        send(connection, fields_frame(FrameKind.APPLY, fields, frames.MAX_APPLY))
         welcome = read(connection, _welcome())
     except OtherVersion as error:
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None
     except WrongToken as error:
-        raise UserError(
-            f"{address} {error}: give the one that it showed, by --token-file or in {TOKEN_VARIABLE}"
-        ) from None
+        hint = f"give the one that it showed, by --token-file or in {TOKEN_VARIABLE}"
+        raise UserError(f"{address} {error}: {hint}") from None
     except ProtocolError as error:
         raise UserError(f"{address} is not a Paceline server: it sent {error}") from None
     connection.sock.settimeout(None)
     return welcome
 
 
-def _prove(connection: Connection, visitor: ClientHandshake) -> None:
-    challenge = read(connection, read_bytes(CHALLENGE_NBYTES))
-    send(connection, visitor.answer(challenge))
-    visitor.check(read(connection, read_bytes(PROOF_NBYTES)))
-
-
 def _welcome() -> Reading[dict[str, Any]]:
-    kind, nbytes = yield from read_header({FrameKind.WELCOME: MAX_WELCOME, FrameKind.REFUSED: MAX_REFUSED})
+    most = {FrameKind.WELCOME: frames.MAX_WELCOME, FrameKind.REFUSED: frames.MAX_REFUSED}
+    kind, nbytes = yield from read_header(most)
     fields = yield from read_fields(nbytes)
     if kind is FrameKind.REFUSED:
         raise JoinRefused(fields.get("reason", "no reason given"))
     return fields
 
 
-def _require_speech(connection: Connection, seconds: float) -> None:
+def _require_no_tls(connection: Connection, seconds: float) -> None:
     """Raise UserError if the server expects TLS: it would then wait for the client, and the client for the server."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)

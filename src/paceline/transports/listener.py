@@ -1,48 +1,23 @@
-"""The server's side of the handshake: accept connections, check the token, read one frame that asks to join.
-
-An unauthenticated connection costs a socket and a few bytes for a few seconds, and their number is limited.
-"""
+"""The server's side of the handshake: accept connections, check the token, read one frame that asks to join."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import select
-import socket
 import time
 from typing import Any
 
 from paceline.core.buffers import BufferSizes
-from paceline.errors import ProtocolError, UserError
+from paceline.errors import ProtocolError
+from paceline.transports import frames
 from paceline.transports.auth import ANSWER_NBYTES, DENIAL, ServerHandshake, WrongToken
-from paceline.transports.connection import (
-    Connection,
-    TlsConnection,
-    accepted,
-    format_address,
-    parse_address,
-    prepare,
-    require_token,
-)
-from paceline.transports.frames import (
-    MAX_APPLY,
-    MAX_WELCOME,
-    FrameKind,
-    FrameReader,
-    Reading,
-    SendQueue,
-    fields_frame,
-    read_bytes,
-    read_fields,
-    read_header,
-    refusal_frame,
-)
+from paceline.transports.connection import Connection, TlsConnection, accepted, format_address, listen, require_token
+from paceline.transports.frames import FrameKind, FrameReader, Reading, SendQueue
 from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
-MAX_STRANGERS = 256
 STRANGER_SECONDS = 10.0
-BACKLOG = 1024
 _AT_ONCE = 64
 _KEPT_COMPLAINTS = 20
 _QUIET_SECONDS = 1.0
@@ -56,16 +31,16 @@ class JoinRequest:
 
     def refuse(self, reason: str) -> None:
         """Refuse the request, with a reason that the client shows its user."""
-        outbox = SendQueue()
-        outbox.add(refusal_frame(reason))
-        with contextlib.suppress(ConnectionError):
-            outbox.flush(self.connection.send)
+        self._send(frames.refusal_frame(reason))
         self.connection.close()
 
     def take_on(self, fields: dict[str, Any]) -> None:
         """Accept it as something other than a worker. The caller then owns the connection."""
+        self._send(_welcome_frame(fields))
+
+    def _send(self, frame: bytes) -> None:
         outbox = SendQueue()
-        outbox.add(fields_frame(FrameKind.WELCOME, fields, MAX_WELCOME))
+        outbox.add(frame)
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
 
@@ -75,14 +50,17 @@ class JoinRequest:
         `largest` limits the buffers that its hello may ask for.
         """
         peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
-        peer.send(fields_frame(FrameKind.WELCOME, {"again": False, **fields}, MAX_WELCOME))
+        peer.send(_welcome_frame({"again": False, **fields}))
         return peer
 
     def welcome_back(self, peer: TcpPeer, fields: dict[str, Any]) -> None:
         """Accept a worker that reconnects: `peer` continues on this connection."""
         peer.attach(self.connection)
-        known = {"worker": peer.worker, "incarnation": peer.incarnation}
-        peer.send(fields_frame(FrameKind.WELCOME, {**fields, **known, "again": True}, MAX_WELCOME))
+        peer.send(_welcome_frame({**fields, "worker": peer.worker, "incarnation": peer.incarnation, "again": True}))
+
+
+def _welcome_frame(fields: dict[str, Any]) -> bytes:
+    return frames.fields_frame(FrameKind.WELCOME, fields, frames.MAX_WELCOME)
 
 
 class UnauthenticatedPeer:
@@ -90,7 +68,7 @@ class UnauthenticatedPeer:
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
-        self._shaken = not isinstance(connection, TlsConnection)
+        self._shaken = False  # whether the TLS handshake is done
         self._outbox = SendQueue()
         self._filler = FrameReader(_application(connection, self._outbox, ServerHandshake(token, binding)))
 
@@ -105,54 +83,44 @@ class UnauthenticatedPeer:
 
     def step(self) -> JoinRequest | None:
         """Continue with the bytes that have arrived. If they are wrong, close it and raise ProtocolError."""
-        try:
-            whole = self._go_on()
-        except (ProtocolError, ConnectionError) as error:
-            self.connection.close()
-            raise ProtocolError(f"{self.peer} was turned away: {error}") from None
-        return JoinRequest(self.connection, whole[0]) if whole is not None else None
-
-    def _go_on(self) -> tuple[dict[str, Any]] | None:
         connection = self.connection
-        if not self._shaken:
-            assert isinstance(connection, TlsConnection)
-            self._shaken = connection.shake_hands()
-            if not self._shaken:
-                return None
-        whole = self._filler.fill(connection.receive_into)
-        self._outbox.flush(connection.send)
-        return whole
+        try:
+            if isinstance(connection, TlsConnection) and not self._shaken:
+                self._shaken = connection.shake_hands()
+                if not self._shaken:
+                    return None
+            whole = self._filler.fill(connection.receive_into)
+            self._outbox.flush(connection.send)
+        except (ProtocolError, ConnectionError) as error:
+            connection.close()
+            raise ProtocolError(f"{self.peer} was turned away: {error}") from None
+        return JoinRequest(connection, whole[0]) if whole is not None else None
 
 
-def _application(connection: Connection, outbox: SendQueue, gatekeeper: ServerHandshake) -> Reading[dict[str, Any]]:
-    """Read the handshake and the request. Holds no reference to the Stranger, to avoid a reference cycle."""
-    outbox.add(gatekeeper.challenge)
-    answer = yield from read_bytes(ANSWER_NBYTES)
+def _application(connection: Connection, outbox: SendQueue, handshake: ServerHandshake) -> Reading[dict[str, Any]]:
+    """Read the handshake and the request. Holds no reference to the peer, to avoid a reference cycle."""
+    outbox.add(handshake.challenge)
+    answer = yield from frames.read_bytes(ANSWER_NBYTES)
     try:
-        outbox.add(gatekeeper.check(answer))
+        outbox.add(handshake.check(answer))
     except WrongToken:
         outbox.add(DENIAL)
         outbox.flush(connection.send)
         raise
-    _, nbytes = yield from read_header({FrameKind.APPLY: MAX_APPLY})
-    return (yield from read_fields(nbytes))
+    _, nbytes = yield from frames.read_header({FrameKind.APPLY: frames.MAX_APPLY})
+    return (yield from frames.read_fields(nbytes))
 
 
 class Listener:
     """Listens at one address. Poll its `fileno()`; `serve` then does everything that does not block."""
 
     def __init__(
-        self,
-        address: str,
-        token: bytes,
-        tls: Tls | None = None,
-        most: int = MAX_STRANGERS,
-        seconds: float = STRANGER_SECONDS,
+        self, address: str, token: bytes, tls: Tls | None = None, most: int = 256, seconds: float = STRANGER_SECONDS
     ) -> None:
         self._token, self._tls, self._most, self._seconds = token, tls, most, seconds
         self._binding = (tls.fingerprint or "").encode() if tls is not None else b""
-        require_token(parse_address(address)[0], token)
-        self._socket = _listen(address)
+        require_token(address, token)
+        self._socket = listen(address)
         self.address = format_address(self._socket.getsockname())  # the address with the port that the system chose
         self.strangers: dict[int, UnauthenticatedPeer] = {}  # by descriptor, oldest first
         self.num_refused = 0
@@ -171,15 +139,15 @@ class Listener:
         Call it when `fileno()` is readable, and about once a second while there are strangers.
         """
         now = time.monotonic() if now is None else now
-        applicants = []
+        requests = []
         for number, _ in self._poll.poll(0):
             if number == self._socket.fileno():
                 self.accept(now)
             elif number in self.strangers:
-                applicant = self._step(self.strangers[number])
-                applicants += [applicant] if applicant is not None else []
+                request = self._step(self.strangers[number])
+                requests += [request] if request is not None else []
         self.expire(now)
-        return applicants
+        return requests
 
     def accept(self, now: float) -> None:
         """Accept waiting connections and send the challenge. If there are too many, close the oldest stranger."""
@@ -195,12 +163,10 @@ class Listener:
                 self._drop(next(iter(self.strangers.values())), "no descriptors are left")
                 continue
             if len(self.strangers) >= self._most:
-                self._drop(
-                    next(iter(self.strangers.values())), f"more than {self._most} unauthenticated connections at once"
-                )
-            stranger = UnauthenticatedPeer(
-                accepted(sock, format_address(address), self._tls), self._token, self._binding, now
-            )
+                reason = f"more than {self._most} unauthenticated connections at once"
+                self._drop(next(iter(self.strangers.values())), reason)
+            connection = accepted(sock, format_address(address), self._tls)
+            stranger = UnauthenticatedPeer(connection, self._token, self._binding, now)
             self.strangers[stranger.fileno()] = stranger
             self._poll.register(stranger.fileno(), select.EPOLLIN)
             self._step(stranger)  # sends the challenge, which has no answer yet
@@ -208,17 +174,17 @@ class Listener:
     def _step(self, stranger: UnauthenticatedPeer) -> JoinRequest | None:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
-            applicant = stranger.step()
+            request = stranger.step()
         except ProtocolError as error:
             del self.strangers[number]  # closing it removed it from the poll
             self._complain(str(error))
             return None
-        if applicant is not None:
+        if request is not None:
             del self.strangers[number]
             self._poll.unregister(number)
         elif stranger.wants_write != wanted_write:
             self._poll.modify(number, select.EPOLLIN | (select.EPOLLOUT if stranger.wants_write else 0))
-        return applicant
+        return request
 
     def expire(self, now: float) -> None:
         """Close strangers that are too slow. Their time counts from the start: sending single bytes gains nothing."""
@@ -256,23 +222,3 @@ class Listener:
         self.strangers.clear()
         self._poll.close()
         self._socket.close()
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = parse_address(address)
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, kind)
-    except OSError as error:
-        raise UserError(f"cannot listen at {address}: {error.strerror}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        prepare(sock)  # accepted sockets inherit these options
-        sock.bind(place)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        taken = "another program listens there: choose another port" if error.errno == errno.EADDRINUSE else None
-        raise UserError(f"cannot listen at {address}: {taken or error.strerror}") from None
-    return sock

@@ -1,7 +1,4 @@
-"""The two sides of every transport, and what they exchange besides the core's messages.
-
-A worker holds a `Transport`, the server one `Peer` per worker. Read it after `interfaces.py` and `core/messages.py`.
-"""
+"""The two sides of every transport: a worker holds a `Transport`, the server one `Peer` per worker."""
 
 from __future__ import annotations
 
@@ -55,22 +52,18 @@ class Transport(Protocol):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join the run with these buffers. Return the first reply, or None if the server is gone."""
-        ...
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone.
 
         When it returns, the reply's weights (or the encoded difference to them) are in the buffers given to `hello`.
         """
-        ...
 
     def report(self, figures: dict[str, float]) -> None:
         """Send metrics that belong in the run's result."""
-        ...
 
     def close(self) -> None:
         """Leave the run."""
-        ...
 
 
 class ScriptTransport(Transport, Protocol):
@@ -78,7 +71,6 @@ class ScriptTransport(Transport, Protocol):
 
     def set_rate(self, rate: SetLrFactor) -> None:
         """Change the learning rate from the next push on."""
-        ...
 
 
 class Peer(Protocol):
@@ -91,19 +83,15 @@ class Peer(Protocol):
 
     def fileno(self) -> int:
         """The descriptor to poll, or -1 if the connection is closed."""
-        ...
 
     def receive(self) -> Message | None:
         """Read the next message. Return None if the worker is gone; raise ProtocolError if the bytes are malformed."""
-        ...
 
     def answer(self, reply: Reply) -> None:
         """Send a reply. If the worker is gone, the next `receive` says so."""
-        ...
 
     def close(self) -> None:
         """Close the connection."""
-        ...
 
 
 def pack_members(members: tuple[int, ...]) -> bytes:

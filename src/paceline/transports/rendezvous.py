@@ -17,11 +17,9 @@ class RendezvousStore(Protocol):
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
         """Publish `row`."""
-        ...
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
         """Wait for a row that another process publishes. Return None after `seconds`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -30,8 +28,7 @@ class FileRendezvous:
     """A store in a folder of a file system that all machines share, of mode 700."""
 
     def __init__(self, folder: Path, step: str, keeper: bool) -> None:
-        self.path = folder / f".step-{step}"
-        self._keeper = keeper
+        self.path, self._keeper = folder / f".step-{step}", keeper
         if keeper:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -49,8 +46,7 @@ class FileRendezvous:
         while True:
             with contextlib.suppress(FileNotFoundError):
                 if file.name in os.listdir(self.path):  # noqa: PTH208
-                    row: dict[str, Any] = json.loads(file.read_text())
-                    return row
+                    return dict(json.loads(file.read_text()))
             if time.monotonic() > deadline:
                 return None
             time.sleep(LOOK_SECONDS)

@@ -1,7 +1,4 @@
-"""Worker and server on one machine: tensors in shared memory, a few bytes per message on a Unix socket.
-
-The worker writes its gradient where the server reads it, and reads its weights where the server writes them.
-"""
+"""Worker and server on one machine: tensors in shared memory, a few bytes per message on a Unix socket."""
 
 from __future__ import annotations
 
@@ -21,16 +18,8 @@ from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import DataAssignment, Join, Push, Reply, SetLrFactor
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
-from paceline.transports.protocol import (
-    MEMBER_NBYTES,
-    Hello,
-    Peer,
-    ReportedFigures,
-    ScriptTransport,
-    Timing,
-    pack_members,
-    unpack_members,
-)
+from paceline.transports import protocol
+from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
 _REPLY = struct.Struct("<BBxxIQQdII")
@@ -75,31 +64,22 @@ def channel() -> tuple[socket.socket, socket.socket]:
 
 
 class SharedMemoryClient(ScriptTransport):
-    """The worker's side of the connection.
+    """The worker's side: it polls for a reply `polls` times, yielding the core in between, before it sleeps.
 
-    It polls for a reply `polls` times, yielding the core in between, before it sleeps. A reply names at most
-    `max_workers` members.
+    A reply names at most `max_workers` members.
     """
 
     def __init__(self, connection: socket.socket, polls: int = 0, max_workers: int = 0) -> None:
         self._connection, self._polls = connection, polls
-        self._largest = _REPLY.size + MEMBER_NBYTES * max_workers
+        self._largest = _REPLY.size + protocol.MEMBER_NBYTES * max_workers
         self._assignment: DataAssignment | None = None
         self.lends_core_to: int | None = None
         """The process id of a server that is to run on this worker's core while the worker waits for a reply."""
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Pass the segment's descriptor to the server and wait for the first weights."""
-        assert isinstance(memory, SharedBuffers), "a worker on shared memory allocates its buffers with Slot.create"
-        fields = {
-            "worker": join.worker,
-            "incarnation": join.incarnation,
-            "quota": join.quota,
-            "threads": join.threads,
-            "sizes": memory.sizes,
-            **facts,
-        }
-        payload = bytes([_HELLO]) + json.dumps(fields).encode()
+        assert isinstance(memory, SharedBuffers), "allocate the buffers with SharedBuffers.create"
+        payload = bytes([_HELLO]) + json.dumps({**join._asdict(), "sizes": memory.sizes, **facts}).encode()
         try:
             socket.send_fds(self._connection, [payload], [memory.segment.fd])
         except _GONE:
@@ -153,7 +133,7 @@ class SharedMemoryClient(ScriptTransport):
             return None
         _, finished, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
-            self._assignment = DataAssignment(generation, unpack_members(packet[_REPLY.size :]))
+            self._assignment = DataAssignment(generation, protocol.unpack_members(packet[_REPLY.size :]))
         return Reply(worker, incarnation, serial, version, batch, bool(finished), steps, lr, self._assignment)
 
 
@@ -161,11 +141,10 @@ class SharedMemoryPeer(Peer):
     """The server's side of one worker's connection."""
 
     def __init__(self, connection: socket.socket, worker: int, incarnation: int) -> None:
-        self.connection = connection
-        self.worker, self.incarnation = worker, incarnation
+        self.connection, self.worker, self.incarnation = connection, worker, incarnation
         self.slot: SharedBuffers | None = None
         self.timing = Timing(0.0, 0.0, 0.0)  # of the last push
-        self._told: DataAssignment | None = None  # the members that this connection has already sent
+        self._sent_assignment: DataAssignment | None = None
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -231,9 +210,9 @@ class SharedMemoryPeer(Peer):
         generation = reply.assignment.generation if reply.assignment is not None else 0
         named = (_REPLIED, reply.finished, reply.serial, reply.version)
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation)
-        if reply.assignment is not None and reply.assignment != self._told:
-            packet += pack_members(reply.assignment.members)  # once per connection
-            self._told = reply.assignment
+        if reply.assignment is not None and reply.assignment != self._sent_assignment:
+            packet += protocol.pack_members(reply.assignment.members)  # once per connection
+            self._sent_assignment = reply.assignment
         try:
             self.connection.send(packet)
         except _GONE:

@@ -1,7 +1,4 @@
-"""The worker's side of TCP: what shared memory does, and what a network adds: handshake, heartbeats, reconnects.
-
-Gradients are sent from where they were computed; weights are received where the model reads them.
-"""
+"""The worker's side of TCP: what shared memory does, and what a network adds: handshake, heartbeats, reconnects."""
 
 from __future__ import annotations
 
@@ -17,22 +14,10 @@ from paceline.core.buffers import WorkerBuffers, view
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.interfaces import MAX_WORKERS
-from paceline.transports.connection import Connection, JoinRefused, connected, parse_address, read, require_token, send
-from paceline.transports.frames import (
-    MAX_FIGURES,
-    MAX_HELLO,
-    MAX_REFUSED,
-    PUSH_HEAD,
-    REPLY_HEAD,
-    FrameKind,
-    Reading,
-    fields_frame,
-    header,
-    padding,
-    read_bytes,
-    read_fields,
-    read_header,
-)
+from paceline.transports import frames
+from paceline.transports.auth import ClientHandshake
+from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
+from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, Reading, header, padding, read_bytes
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
 from paceline.transports.protocol import MEMBER_NBYTES, Timing, Transport, unpack_members
 from paceline.transports.tls import Tls
@@ -83,7 +68,8 @@ class TcpClient(Transport):
         self._memory: WorkerBuffers | None = None
         self._ship_state = False
         self._assignment: DataAssignment | None = None
-        self._forgotten: dict[str, Any] | None = None
+        self.forgotten: dict[str, Any] | None = None
+        """The welcome of a server that took the reconnecting worker for a new one; a heartbeat found that out."""
         self._busy = threading.Lock()
         """Held while frames are exchanged, so that no heartbeat is sent in the middle of one."""
         self._closed = threading.Event()
@@ -95,7 +81,7 @@ class TcpClient(Transport):
         self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
     ) -> dict[str, Any]:
         """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses."""
-        require_token(parse_address(self._address)[0], self._token)
+        require_token(self._address, self._token)
         self._fields = dict(fields)
         back_off = Backoff(patience)
         with self._busy:
@@ -125,12 +111,10 @@ class TcpClient(Transport):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join and wait for the first weights. Raise UserError if the worker's facts do not match the server's."""
-        self._memory, self._ship_state, self._forgotten = memory, False, None
-        self._assignment = None
-        known = {"worker": join.worker, "incarnation": join.incarnation}
-        self._fields |= {"again": True, **known}
-        fields = {**known, "quota": join.quota, "threads": join.threads, "sizes": memory.sizes, **facts}
-        reply = self._ask(join, [memoryview(fields_frame(FrameKind.HELLO, fields, MAX_HELLO))])
+        self._memory, self._ship_state, self.forgotten, self._assignment = memory, False, None, None
+        self._fields |= {"again": True, "worker": join.worker, "incarnation": join.incarnation}
+        fields = {**join._asdict(), "sizes": memory.sizes, **facts}
+        reply = self._ask(join, [memoryview(frames.fields_frame(FrameKind.HELLO, fields, frames.MAX_HELLO))])
         if reply is None and self.farewell is not None:
             raise UserError(f"{self._address}: {self.farewell}")
         return reply
@@ -150,18 +134,12 @@ class TcpClient(Transport):
         """Send metrics that belong in the run's result."""
         with self._busy, contextlib.suppress(ConnectionError):
             if self._connection is not None:
-                self._send([memoryview(fields_frame(FrameKind.FIGURES, figures, MAX_FIGURES))])
-
-    @property
-    def forgotten(self) -> dict[str, Any] | None:
-        """The welcome of a server that took the reconnecting worker for a new one; a heartbeat found that out."""
-        return self._forgotten
+                self._send([memoryview(frames.fields_frame(FrameKind.FIGURES, figures, frames.MAX_FIGURES))])
 
     def abandon(self) -> None:
         """From another thread: make an exchange that waits for its reply return None."""
         self._closed.set()
-        connection = self._connection
-        if connection is not None:
+        if (connection := self._connection) is not None:
             connection.shut_down()
 
     def close(self) -> None:
@@ -174,7 +152,7 @@ class TcpClient(Transport):
         if self._beating is not None:
             self._beating.join()
 
-    def _ask(self, who: Join | Push, parts: list[memoryview]) -> Reply | None:
+    def _ask(self, message: Join | Push, parts: list[memoryview]) -> Reply | None:
         """Send a frame, again after each reconnect, until its reply has come."""
         back_off = Backoff(self._patience)
         with self._busy:
@@ -182,12 +160,12 @@ class TcpClient(Transport):
                 try:
                     if self._connection is None:
                         self._reconnect()
-                    if self._forgotten is not None:
-                        raise UnknownWorker(self._forgotten)
+                    if self.forgotten is not None:
+                        raise UnknownWorker(self.forgotten)
                     self._send(parts)
                     self._await_reply()
                     assert self._connection is not None
-                    return read(self._connection, self._reply(who.worker, who.incarnation))
+                    return read(self._connection, self._reply(message.worker, message.incarnation))
                 except ConnectionError:
                     self._drop()
                 except JoinRefused as reason:
@@ -205,9 +183,9 @@ class TcpClient(Transport):
         assert memory is not None
         most = MEMBER_NBYTES * MAX_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
         largest = REPLY_HEAD.size + most + len(padding(most))
-        kind, nbytes = yield from read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: MAX_REFUSED})
+        kind, nbytes = yield from frames.read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: frames.MAX_REFUSED})
         if kind is FrameKind.REFUSED:
-            raise JoinRefused((yield from read_fields(nbytes)).get("reason", "no reason given"))
+            raise JoinRefused((yield from frames.read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
         finished, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
@@ -259,15 +237,15 @@ class TcpClient(Transport):
         self._last_sent = time.monotonic()
         welcome = self._connect(self._patience)
         if not welcome.get("again"):
-            self._forgotten = welcome
+            self.forgotten = welcome
 
     def _connect(self, seconds: float) -> dict[str, Any]:
-        """Connect once. The caller may retry after ConnectionError, not after UserError or Refused."""
+        """Connect once. The caller may retry after ConnectionError, not after UserError or JoinRefused."""
         connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
         self._connection, self._opened = connection, time.monotonic()
         try:
-            seconds, is_known = min(HANDSHAKE_SECONDS, seconds), self._memory is not None
-            return introduce(connection, self._token, binding, self._fields, seconds, is_known)
+            proof, limit = ClientHandshake(self._token, binding), min(HANDSHAKE_SECONDS, seconds)
+            return introduce(connection, proof, self._fields, limit, is_known=self._memory is not None)
         except (ConnectionError, JoinRefused, UserError):
             self._drop()
             raise

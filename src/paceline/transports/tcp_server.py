@@ -1,7 +1,4 @@
-"""The server's side of TCP: one peer per worker, non-blocking.
-
-Gradients are received where the server reads them; weights are sent from where it writes them.
-"""
+"""The server's side of TCP: one non-blocking peer per worker, which receives and sends without copies."""
 
 from __future__ import annotations
 
@@ -12,23 +9,9 @@ from typing import Any
 from paceline.core.buffers import BufferSizes, WorkerBuffers, view
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError
+from paceline.transports import frames
 from paceline.transports.connection import Connection
-from paceline.transports.frames import (
-    MAX_FIGURES,
-    MAX_HELLO,
-    PUSH_HEAD,
-    REPLY_HEAD,
-    FrameKind,
-    FrameReader,
-    Reading,
-    SendQueue,
-    header,
-    padding,
-    read_bytes,
-    read_fields,
-    read_header,
-    refusal_frame,
-)
+from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, FrameReader, Reading, SendQueue, padding
 from paceline.transports.protocol import HEARD, Hello, Keepalive, Peer, ReportedFigures, Timing, pack_members
 
 _SCRATCH = 1 << 18
@@ -42,14 +25,12 @@ class BufferViews:
         self.source = memory.weights  # the tensor that `weights` views; a sharded server replaces it
 
 
-def _within(asked: int | None, most: int | None) -> bool:
+def _within(size: int | None, most: int | None) -> bool:
     """Whether the size of a part is allowed; None if there is no such part."""
-    if asked is None or most is None:
-        return asked is most
-    return 0 <= asked <= most
+    return size is most if size is None or most is None else 0 <= size <= most
 
 
-def parse_sizes(asked: Any, most: BufferSizes) -> BufferSizes:
+def parse_sizes(row: Any, most: BufferSizes) -> BufferSizes:
     """Check the sizes of a worker's buffers before allocating them.
 
     >>> parse_sizes([10, 0, None, None, 0], BufferSizes(10))
@@ -58,9 +39,9 @@ def parse_sizes(asked: Any, most: BufferSizes) -> BufferSizes:
     Traceback (most recent call last):
     paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
     """
-    if not isinstance(asked, list) or len(asked) != len(most) or not all(type(n) in (int, type(None)) for n in asked):
+    if not isinstance(row, list) or len(row) != len(most) or not all(type(n) in (int, type(None)) for n in row):
         raise ProtocolError("a hello without sizes")
-    sizes = BufferSizes(*asked)
+    sizes = BufferSizes(*row)
     for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
         if not _within(count, limit):
             raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
@@ -71,8 +52,7 @@ class TcpPeer(Peer):
     """One worker's connection, and its buffers, which survive a broken connection."""
 
     def __init__(self, connection: Connection, worker: int, incarnation: int, largest: BufferSizes) -> None:
-        self.connection = connection
-        self.worker, self.incarnation = worker, incarnation
+        self.connection, self.worker, self.incarnation = connection, worker, incarnation
         self.slot: WorkerBuffers | None = None
         self._views: BufferViews | None = None  # views of the buffers in `slot`
         self.timing = Timing(0.0, 0.0, 0.0)  # of the last push
@@ -80,17 +60,17 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         self.wants_state = False
         """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
-        self.state_seq = -1  # the last push that brought the local state, which is in `slot.saved_state(own_seq)`
+        self.state_seq = -1  # the last push that brought the local state, which is in `slot.saved_state(state_seq)`
         self._largest = largest
-        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0, FrameKind.HELLO: MAX_HELLO, FrameKind.FIGURES: MAX_FIGURES}
+        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0}
+        self._most |= {FrameKind.HELLO: frames.MAX_HELLO, FrameKind.FIGURES: frames.MAX_FIGURES}
         """The kinds of frames that are accepted and their largest sizes; pushes only after the buffers exist."""
         self._seq = -1  # the last push that has arrived completely
-        self._told: DataAssignment | None = None  # the members that this connection has already sent
+        self._sent_assignment: DataAssignment | None = None  # the last one on this connection
         self._greeted: Reply | None = None  # the reply to the hello, until the first push comes
         self._outbox = SendQueue()
         self._filler: FrameReader[Hello | Push | ReportedFigures | Keepalive] | None = None
         """The message being read. It refers to this peer, so `close` drops it to free the buffers."""
-        self._scratch: memoryview | None = None
 
     def fileno(self) -> int:
         """The connection's descriptor, which changes with a reconnect."""
@@ -109,10 +89,8 @@ class TcpPeer(Peer):
     def attach(self, connection: Connection) -> None:
         """Continue on another connection, because the worker reconnected. Discard messages that are not complete."""
         self.connection.close()
-        self.connection = connection
-        self.last_heard = time.monotonic()
-        self._outbox, self._filler = SendQueue(), None
-        self._told = None
+        self.connection, self.last_heard = connection, time.monotonic()
+        self._outbox, self._filler, self._sent_assignment = SendQueue(), None, None
 
     def receive(self) -> Hello | Push | ReportedFigures | Keepalive | None:
         """Return the next message, HEARD if it is not complete yet, or None if the connection is gone.
@@ -133,14 +111,14 @@ class TcpPeer(Peer):
     def _message(self) -> Reading[Hello | Push | ReportedFigures | Keepalive]:
         """Read one frame of any kind."""
         try:
-            kind, nbytes = yield from read_header(self._most)
+            kind, nbytes = yield from frames.read_header(self._most)
             if kind is FrameKind.PUSH:
                 assert self.slot is not None and self._views is not None
                 return (yield from self._push(nbytes, self.slot, self._views))
             if kind in (FrameKind.BEAT, FrameKind.BYE):
                 self.left = kind is FrameKind.BYE
                 return HEARD
-            fields = yield from read_fields(nbytes)
+            fields = yield from frames.read_fields(nbytes)
             return self._hello(fields) if kind is FrameKind.HELLO else self._figures(fields)
         except ProtocolError as error:
             raise ProtocolError(f"worker {self.worker} sent {error}") from None
@@ -172,11 +150,13 @@ class TcpPeer(Peer):
     def _push(self, nbytes: int, slot: WorkerBuffers, views: BufferViews) -> Reading[Push]:
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
-        packed = yield from read_bytes(PUSH_HEAD.size)
+        packed = yield from frames.read_bytes(PUSH_HEAD.size)
         seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds = PUSH_HEAD.unpack(packed)
         bodies = num_update + num_state + num_local_state
-        pad = len(padding(bodies))
-        if not self._fits(slot, num_update, num_state, num_local_state) or nbytes != len(packed) + bodies + pad:
+        pad, most = len(padding(bodies)), slot.update.nbytes
+        fits = num_update == most if slot.sizes.payload is None else num_update <= most
+        fits = fits and num_state == slot.state.nbytes and num_local_state in (0, slot.sizes.local_state)
+        if not fits or nbytes != len(packed) + bodies + pad:
             parts = f"{num_update} bytes of update, {num_state} of state and {num_local_state} of local state"
             raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its buffers")
         update = slot.update if slot.sizes.payload is None else slot.update[:num_update]
@@ -188,21 +168,16 @@ class TcpPeer(Peer):
             if num_local_state:
                 yield view(slot.saved_state(seq))
                 self.state_seq, self.wants_state = seq, False
-        yield from read_bytes(pad)
+        yield from frames.read_bytes(pad)
         self._seq, self._greeted = seq, None
         self.timing = Timing(*seconds)
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
     @staticmethod
-    def _fits(slot: WorkerBuffers, num_update: int, num_state: int, num_local_state: int) -> bool:
-        whole = num_update == slot.update.nbytes if slot.sizes.payload is None else num_update <= slot.update.nbytes
-        return whole and num_state == slot.state.nbytes and num_local_state in (0, slot.sizes.local_state)
-
-    def _throw_away(self, nbytes: int) -> Reading[None]:
-        if self._scratch is None:
-            self._scratch = memoryview(bytearray(_SCRATCH))
+    def _throw_away(nbytes: int) -> Reading[None]:
+        scratch = memoryview(bytearray(_SCRATCH))
         while nbytes:
-            place = self._scratch[:nbytes]
+            place = scratch[:nbytes]
             nbytes -= len(place)
             yield place
 
@@ -220,22 +195,23 @@ class TcpPeer(Peer):
             views = self._views = BufferViews(slot)
         encoded = slot.sizes.pulled is not None and reply.serial > 0
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
-        generation, members = self._news(reply.assignment)
+        generation, members = self._new_members(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
         head = REPLY_HEAD.pack(reply.finished, encoded, self.wants_state, *facts, len(members), len(body))
         pad = padding(len(members) + len(body))
-        self.send(header(FrameKind.REPLY, len(head) + len(members) + len(body) + len(pad)) + head + members, body, pad)
+        nbytes = len(head) + len(members) + len(body) + len(pad)
+        self.send(frames.header(FrameKind.REPLY, nbytes) + head + members, body, pad)
 
-    def _news(self, assignment: DataAssignment | None) -> tuple[int, bytes]:
+    def _new_members(self, assignment: DataAssignment | None) -> tuple[int, bytes]:
         """The generation of a data assignment, and its members unless this connection has already sent them."""
         if assignment is None:
             return 0, b""
-        known, self._told = assignment == self._told, assignment
+        known, self._sent_assignment = assignment == self._sent_assignment, assignment
         return assignment.generation, b"" if known else pack_members(assignment.members)
 
     def dismiss(self, reason: str) -> None:
         """Refuse the worker for good, with a reason that it shows its user."""
-        self.send(refusal_frame(reason))
+        self.send(frames.refusal_frame(reason))
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Queue a frame, and send as much as possible at once."""

@@ -38,17 +38,13 @@ def server_tls(certificate: Path, key: Path) -> Tls:
     context.num_tickets = 0  # workers do not resume TLS sessions, and expect nothing but frames
     try:
         context.load_cert_chain(certificate, key)
-        der = ssl.PEM_cert_to_DER_cert(_first_certificate(certificate.read_text()))
+        text = certificate.read_text()
+        start = text.index(ssl.PEM_HEADER)  # a chain begins with the server's own certificate
+        der = ssl.PEM_cert_to_DER_cert(text[start : text.index(ssl.PEM_FOOTER, start) + len(ssl.PEM_FOOTER)])
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         raise UserError(f"TLS: {certificate} and {key} are not a certificate and its key ({reason})") from None
     return Tls(context, fingerprint(der))
-
-
-def _first_certificate(text: str) -> str:
-    begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
-    start = text.index(begin)
-    return text[start : text.index(end, start) + len(end)]
 
 
 def make_certificate(folder: Path, name: str = "paceline") -> tuple[Path, Path]:
@@ -57,9 +53,7 @@ def make_certificate(folder: Path, name: str = "paceline") -> tuple[Path, Path]:
     if certificate.exists() and key.exists():
         return certificate, key
     if shutil.which("openssl") is None:
-        raise UserError(
-            "TLS: the command openssl, which makes a certificate, is not here: install it, or give your own"
-        )
+        raise UserError("TLS: the command openssl is not here: install it, or give your own certificate and key")
     folder.mkdir(parents=True, exist_ok=True)
     key.touch(mode=0o600)
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
