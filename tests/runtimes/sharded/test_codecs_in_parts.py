@@ -97,7 +97,7 @@ class Worker:
     def receive(self) -> None:
         """Both memories come to the same weights."""
         for part in self.parts:
-            part.paste(self.whole)
+            part.insert(self.whole)
         for memory in (self.memory, self.whole):
             if memory.num_pulled:
                 assert self.codecs.pull is not None
@@ -138,7 +138,7 @@ class Course:
 
     def _cut(self, push: Push) -> list[Tensor]:
         """As its servers have the parts of it: opened, and all spoiled if one is not finite."""
-        pieces = [part.cut(push.update).clone() for part in self.workers[push.worker].parts]
+        pieces = [part.extract(push.update).clone() for part in self.workers[push.worker].parts]
         opened = [
             one.open(piece) if one is not None else piece for one, piece in zip(self.parts.opened, pieces, strict=True)
         ]

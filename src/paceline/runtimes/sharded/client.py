@@ -40,12 +40,12 @@ class _ShardConnection:
         self.memory = whole.part(self.span, with_rest, *self.coding.capacities)
         return self.memory
 
-    def part_of(self, update: Tensor) -> Tensor:
+    def extract(self, update: Tensor) -> Tensor:
         """Return its part of a push."""
         push = self.coding.push
         return update[self.span] if push is None else self.memory.update[: push.extract(update, self.memory.update)]
 
-    def paste(self, whole: WorkerBuffers) -> None:
+    def insert(self, whole: WorkerBuffers) -> None:
         """Copy its part of an encoded reply to where the worker decodes the whole."""
         pull, nbytes = self.coding.pull, self.memory.num_pulled
         if pull is not None and nbytes:
@@ -107,14 +107,14 @@ class ShardedClient(Transport):
             return self._first.exchange(push, timing)
 
         def ask(part: _ShardConnection) -> Reply | None:
-            return part.client.exchange(push._replace(update=part.part_of(push.update), state=push.state[:0]), timing)
+            return part.client.exchange(push._replace(update=part.extract(push.update), state=push.state[:0]), timing)
 
         reply = self._together(
-            lambda: self._first.exchange(push._replace(update=own.part_of(push.update)), timing), ask
+            lambda: self._first.exchange(push._replace(update=own.extract(push.update)), timing), ask
         )
         assert self._memory is not None
         for part in (own, *self._others):
-            part.paste(self._memory)
+            part.insert(self._memory)
         return reply
 
     def report(self, figures: dict[str, float]) -> None:
