@@ -1,7 +1,4 @@
-"""What a host has: a program that is sent over ssh to a bare Python, so it needs nothing of ours and no new Python.
-
-It is told what to look for in its one argument (JSON) and prints one line (JSON behind a mark).
-"""
+"""Find what a host has: a program that ssh sends to a bare, perhaps old Python. It takes and prints JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def version_of(package: str) -> str | None:
 
 
 def code_digest(folder: Path) -> str:
-    """One number for all source files under a folder."""
+    """Hash all source files under a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -37,7 +34,7 @@ def code_digest(folder: Path) -> str:
 
 
 def find_paceline() -> dict[str, Any] | None:
-    """Its version, place and code; None where there is none."""
+    """The version, folder and code digest of the installed paceline, or None if there is none."""
     spec = find_spec("paceline")
     if spec is None or spec.origin is None:
         return None
@@ -46,19 +43,18 @@ def find_paceline() -> dict[str, Any] | None:
 
 
 def find_data(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Where the data set lies, or why it is not found."""
+    """The folder of the data set, or why it is not found."""
     try:
         from paceline.data.datasets import locate
 
-        directory = Path(wanted["data_dir"]) if wanted["data_dir"] else None
-        location = locate(wanted["name"], directory)
+        location = locate(wanted["name"], Path(wanted["data_dir"]) if wanted["data_dir"] else None)
     except Exception as error:
         return {"error": str(error).partition("\n")[0]}
     return {"path": str(location.path), "sample": location.sample}
 
 
 def find_file(path: str) -> str | None:
-    """The digest of a file, or None where there is none."""
+    """The digest of a file, or None if there is none."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError:
@@ -66,7 +62,7 @@ def find_file(path: str) -> str | None:
 
 
 def reach(host: str | None, port: int) -> dict[str, Any]:
-    """Whether a connection to the machine that asks comes about; where no address is given, whence ssh came."""
+    """Try to connect to the asking machine: at `host` if given, else at the address that ssh came from."""
     host = host or os.environ.get("SSH_CONNECTION", "").partition(" ")[0] or "127.0.0.1"
     address, failure = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", None
     try:
@@ -76,18 +72,17 @@ def reach(host: str | None, port: int) -> dict[str, Any]:
     return {"address": address, "error": failure}
 
 
-def main(asked: dict[str, Any]) -> None:
-    """Look for what is asked, and print what is found."""
+def main(wanted: dict[str, Any]) -> None:
+    """Look for everything in `wanted`, and print what is found."""
     paceline = find_paceline()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
         "python": sys.version.partition(" ")[0],
         "paceline": paceline,
         "torch": version_of("torch"),
-        "cores": cores,
-        "data": find_data(asked["data"]) if asked["data"] and paceline else None,
-        "task": find_file(asked["task"]) if asked["task"] else None,
-        "reach": reach(*asked["reach"]) if asked["reach"] else None,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "data": find_data(wanted["data"]) if wanted["data"] and paceline else None,
+        "task": find_file(wanted["task"]) if wanted["task"] else None,
+        "reach": reach(*wanted["reach"]) if wanted["reach"] else None,
     }
     print(MARK + json.dumps(found), flush=True)
 

@@ -1,27 +1,24 @@
-"""A file of hosts that workers are started on over ssh: its lines, the commands they become, and what a host lacks.
-
-One host a line: `[user@]host [workers=N] [threads=N] [python=PATH] [dir=DIR] [data-dir=DIR] [port=N]`.
-"""
+"""A file of hosts to start workers on over ssh: its lines, the commands they become, and what a host lacks."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UserError, unknown_name
 
-LOCAL = "localhost"  # the one name that is reached without ssh
+LOCAL = "localhost"  # the only name that needs no ssh
 CONNECT_SECONDS = 10
+UNREACHABLE = ("timed out", "No route to host", "Network is unreachable")
 SHAPE = "[user@]host [workers=N] [threads=N] [python=PATH] [dir=DIR] [data-dir=DIR] [port=N]"
 
 
 @dataclass(frozen=True)
 class HostLine:
-    """One line of the file: where workers run, how many, and what they find there."""
+    """One line of the file: the host, its number of workers, and what they use there."""
 
     target: str  # as ssh takes it: `host` or `user@host`
     workers: int = 1
@@ -55,18 +52,11 @@ def _word(text: str) -> str:
     return text
 
 
-KEYS: dict[str, Callable[[str], Any]] = {
-    "workers": _count,
-    "threads": _count,
-    "python": _word,
-    "dir": _word,
-    "data-dir": _word,
-    "port": _port,
-}
+KEYS = {"workers": _count, "threads": _count, "python": _word, "dir": _word, "data-dir": _word, "port": _port}
 
 
 def read_hosts(path: Path) -> list[HostLine]:
-    """The hosts of a file, in its order; every mistake is one line that names the file and the line."""
+    """The hosts of a file, in its order. Raise UserError, with the file and the line, for a mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -77,7 +67,7 @@ def read_hosts(path: Path) -> list[HostLine]:
 
 
 def parse_hosts(text: str, name: str = "hosts") -> list[HostLine]:
-    """The hosts that `text` lists; blank lines and what follows a `#` do not count.
+    """The hosts that `text` lists. Blank lines and comments (`#`) are skipped.
 
     >>> [(host.target, host.workers) for host in parse_hosts("node1 workers=2\\n# and\\nanna@node2")]
     [('node1', 2), ('anna@node2', 1)]
@@ -87,19 +77,16 @@ def parse_hosts(text: str, name: str = "hosts") -> list[HostLine]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             words = shlex.split(line, comments=True)
-            host = parse_line(words) if words else None
+            if not words:
+                continue
+            host = parse_line(words)
+            first = lines.setdefault(host.target, number)
+            if first != number:
+                raise UserError(f"{host.target} is in line {first} already: write workers=N there for more")
         except ValueError as error:
-            message = f"{str(error).lower()}: close the quote, or leave it out"
-            raise UserError(f"{name}, line {number}: {message}") from None
+            raise UserError(f"{name}, line {number}: {str(error).lower()}: close the quote, or leave it out") from None
         except UserError as error:
             raise UserError(f"{name}, line {number}: {error}") from None
-        if host is None:
-            continue
-        first = lines.setdefault(host.target, number)
-        if first != number:
-            raise UserError(
-                f"{name}, line {number}: {host.target} is in line {first} already: write workers=N there for more"
-            )
         hosts.append(host)
     if not hosts:
         raise UserError(f"{name} lists no host: write one a line, {SHAPE}")
@@ -107,7 +94,7 @@ def parse_hosts(text: str, name: str = "hosts") -> list[HostLine]:
 
 
 def parse_line(words: list[str]) -> HostLine:
-    """One host of its words."""
+    """The host that the words of a line describe."""
     target, *settings = words
     user, at, host = target.rpartition("@")
     if "=" in target or not host or (at and not user) or target.startswith("-") or host.startswith("-"):
@@ -130,12 +117,12 @@ def parse_line(words: list[str]) -> HostLine:
 
 
 def num_workers(hosts: list[HostLine]) -> int:
-    """How many workers all hosts have together."""
+    """The number of workers of all hosts."""
     return sum(host.workers for host in hosts)
 
 
 def remote_command(host: HostLine, arguments: list[str]) -> list[str]:
-    """What runs `python ARGUMENTS` on a host, in its folder; it asks for no password and takes no unknown host key."""
+    """The command that runs `python ARGUMENTS` in a host's folder. It never asks for a password or a host key."""
     change = f"cd {_path(host.dir)} && " if host.dir is not None else ""
     script = f"{change}exec {_path(host.python)} {shlex.join(arguments)}"
     if host.is_here:
@@ -146,7 +133,7 @@ def remote_command(host: HostLine, arguments: list[str]) -> list[str]:
 
 
 def _path(path: str) -> str:
-    """A path as a shell takes it; a leading ~ is still the home of whom ssh logs in."""
+    """Quote a path for a shell. A leading ~ stays the home folder of the user on that host."""
     if path == "~" or path.startswith("~/"):
         return '"$HOME"' + shlex.quote(path[1:]) if path != "~" else '"$HOME"'
     return shlex.quote(path)
@@ -155,10 +142,7 @@ def _path(path: str) -> str:
 def worker_arguments(
     host: HostLine, address: str, worker: int, threads: int, data_dir: str | None, more: list[str]
 ) -> list[str]:
-    """What Python is told to run as worker number `worker`; its token comes over standard input, where no `ps` sees it.
-
-    `more` are flags for every worker alike.
-    """
+    """Python's arguments for one worker, with the flags `more`. Standard input brings the token, hidden from `ps`."""
     data_dir = host.data_dir or data_dir
     where = ["--data-dir", data_dir] if data_dir is not None else []
     own = ["worker", "--connect", address, "--worker", str(worker), "--threads", str(threads)]
@@ -166,16 +150,13 @@ def worker_arguments(
 
 
 def threads_of(host: HostLine, asked: int | None, cores: int) -> int:
-    """Threads for each worker of a host: as its line says, as the run says, or its cores shared evenly."""
+    """Threads for each worker of a host: from its line, from the run, or its cores shared evenly."""
     return host.threads or asked or max(1, cores // host.workers)
-
-
-UNREACHABLE = ("timed out", "No route to host", "Network is unreachable")
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What this machine has and every host must have too; `data` is None for a task that brings its own."""
+    """What this machine has and every host must have too. `data` is None for a task that brings its own."""
 
     paceline: str | None
     torch: str | None
@@ -185,7 +166,7 @@ class Requirements:
 
 
 def lack(host: HostLine, found: dict[str, Any], wanted: Requirements) -> str | None:
-    """Why a host cannot take part, and what to do; None when it can."""
+    """Why a host cannot take part, and what to do, or None if it can."""
     if found["paceline"] is None:
         return f"{host.python} there has no paceline: install it, or write python=PATH on its line"
     if found["paceline"]["version"] != wanted.paceline:
@@ -197,67 +178,51 @@ def lack(host: HostLine, found: dict[str, Any], wanted: Requirements) -> str | N
     if wanted.task is not None and found["task"] != wanted.task["digest"]:
         state = "is not there" if found["task"] is None else "differs from the one here"
         return f"the task's file {wanted.task['file']} {state}: copy it to the same place"
-    if wanted.data is not None:
-        return _lack_of_data(found["data"], wanted.data)
-    return None
-
-
-def _lack_of_data(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    if found.get("error"):
-        return f"no data: {found['error']} (or write data-dir=DIR on its line)"
-    if found["sample"] and not wanted["sample"]:
-        return (
-            f"it has only the built-in sample of {wanted['name']}, this machine all of it: 'paceline data get "
-            f"{wanted['name']}' there, or write data-dir=DIR on its line"
-        )
+    if wanted.data is not None and found["data"].get("error"):
+        return f"no data: {found['data']['error']} (or write data-dir=DIR on its line)"
+    if wanted.data is not None and found["data"]["sample"] and not wanted.data["sample"]:
+        what = f"it has only the built-in sample of {wanted.data['name']}, this machine all of it"
+        return f"{what}: 'paceline data get {wanted.data['name']}' there, or write data-dir=DIR on its line"
     return None
 
 
 def unreached(found: dict[str, Any]) -> str | None:
-    """Why workers of a host would not get through to the server; None when they do."""
+    """Why the workers of a host cannot reach the server, or None if they can."""
     if found["reach"] is None or found["reach"]["error"] is None:
         return None
-    address = found["reach"]["address"]
-    return (
-        f"it cannot reach this machine at {address} ({found['reach']['error']}): open that port in the firewall, "
-        "or name an address that it can reach with --listen HOST:PORT"
-    )
+    what = f"it cannot reach this machine at {found['reach']['address']} ({found['reach']['error']})"
+    return f"{what}: open that port in the firewall, or name an address that it can reach with --listen HOST:PORT"
 
 
 def remarks(host: HostLine, found: dict[str, Any], wanted: Requirements, threads: int) -> list[str]:
-    """What a user should know of a host that can take part."""
+    """Warnings about a host that can take part."""
     lines = []
     if found["torch"] != wanted.torch:
         lines.append(f"torch {found['torch']}, here {wanted.torch}: a replay may differ in the last bits")
     if host.workers * threads > found["cores"]:
-        asked = f"{host.workers} workers x {threads} threads"
-        lines.append(f"{asked} on {found['cores']} cores will be slow: give fewer workers= or threads=")
+        load = f"{host.workers} workers x {threads} threads on {found['cores']} cores"
+        lines.append(f"{load} will be slow: give fewer workers= or threads=")
     return lines
 
 
 def why_ssh_failed(host: HostLine, code: int, said: str) -> str:
-    """What to tell the user of a command that did not run on a host."""
+    """Why a command did not run on a host, and what to do."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {code}"
     name, port = host.target.rpartition("@")[2], f"-p {host.port} " if host.port is not None else ""
     login, known = f"ssh {port}{host.target}", f"[{name}]:{host.port}" if port else name
     if code == 255 and not host.is_here:
+        changed = f"its host key has changed: find out why before you trust it, then 'ssh-keygen -R {known}'"
+        silent = f"it cannot be reached within {CONNECT_SECONDS} s: is it on, and its name right?"
         reasons = {
-            "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key has changed: find out why before you trust it, "
-            f"then 'ssh-keygen -R {known}'",
+            "REMOTE HOST IDENTIFICATION HAS CHANGED": changed,
             "Host key verification failed": f"its host key is not known here: '{login}' once by hand, and compare it",
             "Permission denied": f"it does not let you in without a password: 'ssh-copy-id {port}{host.target}'",
             "Could not resolve hostname": "no machine has this name: correct the hosts file",
             "Connection refused": "no ssh server listens there: start it, or give port=N",
-            **{
-                text: f"it cannot be reached within {CONNECT_SECONDS} s: is it on, and its name right?"
-                for text in UNREACHABLE
-            },
+            **dict.fromkeys(UNREACHABLE, silent),
         }
-        for text, reason in reasons.items():
-            if text in said:
-                return reason
-        return f"ssh failed ({last}): try '{login}'"
+        return next((why for text, why in reasons.items() if text in said), f"ssh failed ({last}): try '{login}'")
     if code in (126, 127):
         return f"there is no Python at {host.python}: write python=PATH on its line"
     if "cd:" in said:

@@ -1,8 +1,4 @@
-"""A star whose processes a launcher started: the first of them serves, every other one is a worker.
-
-The first tells the others where it serves and what they must know there: under torchrun through its store, under Slurm
-through files that only the user can read.
-"""
+"""A star whose processes a launcher started: rank 0 serves, and publishes its address and token; the others work."""
 
 from __future__ import annotations
 
@@ -10,13 +6,12 @@ import contextlib
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import Listening, ListenOptions, join_server, serve
+from paceline.runtimes.cluster.serve import Listening, ListenOptions, Outcome, join_server, serve
 from paceline.settings.ranks import Rank
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address
@@ -27,16 +22,14 @@ RESULT_SECONDS = 600.0
 LINGER_SECONDS = 10.0
 
 
-def train_as_rank_of_star(
-    config: RunConfig, rank: Rank, console: Console, tls: bool = False
-) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve, or work for the first rank; every rank is told what came of it."""
-    board = _board(config, rank)
-    with contextlib.closing(board):
-        return _lead(config, rank, board, console, tls) if rank.leads else _follow(config, rank, board, console)
+def train_as_rank_of_star(config: RunConfig, rank: Rank, console: Console, tls: bool = False) -> Outcome:
+    """Serve as rank 0, or work for it as another rank. Every rank returns the result."""
+    with contextlib.closing(_open_store(config, rank)) as store:
+        return _lead(config, rank, store, console, tls) if rank.leads else _follow(config, rank, store, console)
 
 
-def _board(config: RunConfig, rank: Rank) -> RendezvousStore:
+def _open_store(config: RunConfig, rank: Rank) -> RendezvousStore:
+    """Files that only the user can read under Slurm, the launcher's store under torchrun."""
     if rank.step is not None:
         return FileRendezvous(Path(config.runs), rank.step, rank.leads)
     from paceline.runtimes.ring.process_group import ProcessGroup
@@ -44,10 +37,8 @@ def _board(config: RunConfig, rank: Rank) -> RendezvousStore:
     return ProcessGroup(rank)
 
 
-def _lead(
-    config: RunConfig, rank: Rank, board: RendezvousStore, console: Console, tls: bool
-) -> tuple[RunFolder, dict[str, Any]]:
-    known = TOKEN_VARIABLE in os.environ  # then the others know it too, and it need not travel
+def _lead(config: RunConfig, rank: Rank, store: RendezvousStore, console: Console, tls: bool) -> Outcome:
+    known = TOKEN_VARIABLE in os.environ  # then the other ranks have it too
     token = os.environ.setdefault(TOKEN_VARIABLE, make_token().decode())
     launcher = "srun" if rank.step is not None else "torchrun"
     many = "1 worker" if config.workers == 1 else f"{config.workers} workers"
@@ -55,30 +46,25 @@ def _lead(
 
     def tell(server: Listening) -> None:
         where = f"{_own_name(rank)}:{parse_address(server.address)[1]}"
-        board.tell("server", {"address": where, "token": None if known else token, "tls": tls})
+        store.tell("server", {"address": where, "token": None if known else token, "tls": tls})
 
     listen = "127.0.0.1:0" if rank.is_alone else "0.0.0.0:0"
     try:
         folder, result = serve(config, ListenOptions(listen, tls=tls), console, tell)
     except BaseException as error:
-        _tell_failure(rank, board, error)
+        failure = {"failed": str(error) or type(error).__name__}  # no rank waits for a server that will not start
+        with contextlib.suppress(OSError, RuntimeError, PacelineError):
+            store.tell("server", failure)
+            store.tell("result", failure)
+            _linger(rank, store)
         raise
-    board.tell("result", {"result": result, "folder": str(folder.path)})
-    _linger(rank, board)
+    store.tell("result", {"result": result, "folder": str(folder.path)})
+    _linger(rank, store)
     return folder, result
 
 
-def _tell_failure(rank: Rank, board: RendezvousStore, error: BaseException) -> None:
-    """Nobody waits for a server that will not be, whatever the reason."""
-    word = {"failed": str(error) or type(error).__name__}
-    with contextlib.suppress(OSError, RuntimeError, PacelineError):
-        board.tell("server", word)
-        board.tell("result", word)
-        _linger(rank, board)
-
-
 def _own_name(rank: Rank) -> str:
-    """What the other ranks call this machine."""
+    """The name of this machine for the other ranks."""
     if rank.is_alone:
         return "127.0.0.1"
     if rank.step is not None:
@@ -87,7 +73,7 @@ def _own_name(rank: Rank) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine on its way to another; nothing is sent.
+    """The address of this machine on its route to another. Nothing is sent.
 
     >>> address_towards("127.0.0.1", 9)
     '127.0.0.1'
@@ -101,37 +87,33 @@ def address_towards(host: str, port: int) -> str:
         raise UserError(f"the way to {host} is not known ({error.strerror}): correct MASTER_ADDR") from None
 
 
-def _linger(rank: Rank, board: RendezvousStore) -> None:
-    """Until everybody has heard, or is not there any more: the board goes with its keeper."""
+def _linger(rank: Rank, store: RendezvousStore) -> None:
+    """Wait until every rank has read the result or is gone: the store ends with this process."""
     for number in range(1, rank.size):
-        if board.wait_for(f"heard/{number}", LINGER_SECONDS) is None:
+        if store.wait_for(f"heard/{number}", LINGER_SECONDS) is None:
             return
 
 
-def _follow(
-    config: RunConfig, rank: Rank, board: RendezvousStore, console: Console
-) -> tuple[RunFolder, dict[str, Any]]:
-    word = board.wait_for("server", START_SECONDS)
-    if word is None:
+def _follow(config: RunConfig, rank: Rank, store: RendezvousStore, console: Console) -> Outcome:
+    news = store.wait_for("server", START_SECONDS)
+    if news is None:
         where = ""
-        if isinstance(board, FileRendezvous):
-            where = f" (looked in {board.path}; --runs DIR must be on a file system that all nodes share)"
+        if isinstance(store, FileRendezvous):
+            where = f" (looked in {store.path}; --runs DIR must be on a file system that all nodes share)"
         raise RunFailed(f"rank {rank.number} was not told within {START_SECONDS:g} s where rank 0 serves{where}")
     try:
-        if "failed" not in word:
-            if word["token"] is not None:
-                os.environ[TOKEN_VARIABLE] = word["token"]
-            where, worker = word["address"], rank.number - 1
-            visitor = ConnectOptions(
-                where, None, word["tls"], data_dir=config.data_dir, threads=config.threads, worker=worker
-            )
-            if not join_server(visitor, console):
+        if "failed" not in news:
+            if news["token"] is not None:
+                os.environ[TOKEN_VARIABLE] = news["token"]
+            where, data_dir, worker = news["address"], config.data_dir, rank.number - 1
+            options = ConnectOptions(where, None, news["tls"], data_dir=data_dir, threads=config.threads, worker=worker)
+            if not join_server(options, console):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
-            word = board.wait_for("result", RESULT_SECONDS)
+            news = store.wait_for("result", RESULT_SECONDS)
     finally:
         with contextlib.suppress(OSError, PacelineError):
-            board.tell(f"heard/{rank.number}", {})
-    if word is None or "failed" in word:
-        why = word["failed"] if word is not None else f"nothing more was heard within {RESULT_SECONDS:g} s"
+            store.tell(f"heard/{rank.number}", {})
+    if news is None or "failed" in news:
+        why = news["failed"] if news is not None else f"nothing more was heard within {RESULT_SECONDS:g} s"
         raise RunFailed(f"rank 0, which serves, failed: {why}")
-    return RunFolder(Path(word["folder"])), word["result"]
+    return RunFolder(Path(news["folder"])), news["result"]

@@ -1,7 +1,4 @@
-"""Server and workers as Ray actors: Ray places them and starts them again; weights and pushes go over our own TCP.
-
-A server that comes back goes on from the run's folder at the same address; a worker comes back as a new incarnation.
-"""
+"""Server and workers as Ray actors: Ray places and restarts them, and weights and pushes go over our own TCP."""
 
 from __future__ import annotations
 
@@ -19,15 +16,8 @@ from paceline.data.datasets import resolve_dataset
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
-from paceline.runtimes.cluster.serve import (
-    Listening,
-    ListenOptions,
-    join_server,
-    refuse_restarts,
-    require_star,
-    serve,
-    serve_again,
-)
+from paceline.runtimes.cluster import serve as network
+from paceline.runtimes.cluster.serve import Listening, ListenOptions, Outcome
 from paceline.settings.resolve import resolve
 from paceline.system.signals import stop_signals
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
@@ -40,27 +30,27 @@ MAX_ROWS = 1000
 
 
 class RelayConsole(Console):
-    """A console whose rows are kept for the command that started the run."""
+    """A console that keeps its rows for the command that started the run."""
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
         self.rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
 
     def report(self, row: dict[str, Any]) -> None:
-        """One row from the run."""
+        """Keep one row of the run."""
         self.rows.append(row)
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Keep one line of text."""
         self.rows.append({"kind": "note", "text": text})
 
     def take(self) -> list[dict[str, Any]]:
-        """What has come since."""
+        """Remove and return all rows."""
         return [self.rows.popleft() for _ in range(len(self.rows))]
 
 
 class ServerActor:
-    """Serves one run; started again after a kill, it goes on from the run's folder."""
+    """Serves one run. If Ray restarts it, it resumes from the run's folder, at the same address."""
 
     def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool) -> None:
         os.environ[TOKEN_VARIABLE] = token
@@ -70,14 +60,14 @@ class ServerActor:
         self._stop_reason: str | None = None
 
     def serve(self) -> dict[str, Any]:
-        """Until the run has ended; what came of it, or why it could not."""
+        """Serve until the run has ended. Return the error, if any."""
         folder = RunFolder(Path(self._config.runs) / str(self._config.name))
         try:
             if folder.arrivals_file.exists():
-                serve_again(folder.path, ListenOptions(tls=self._tls), self._relay, tell=self._open)
+                network.serve_again(folder.path, ListenOptions(tls=self._tls), self._relay, tell=self._open)
             else:
                 folder.discard_unstarted()
-                serve(self._config, ListenOptions(self._listen, tls=self._tls), self._relay, self._open)
+                network.serve(self._config, ListenOptions(self._listen, tls=self._tls), self._relay, self._open)
         except PacelineError as error:
             return {"failed": str(error), "code": error.exit_code}
         return {}
@@ -88,7 +78,7 @@ class ServerActor:
             opened.stop(self._stop_reason)
 
     def look(self) -> dict[str, Any]:
-        """Where it serves, once it does, and what there is to show."""
+        """Return the server's address, if it listens, and the rows to show."""
         address = self._opened.address if self._opened is not None else None
         return {"address": address, "rows": self._relay.take(), "pid": os.getpid()}
 
@@ -100,28 +90,28 @@ class ServerActor:
 
 
 class WorkerActor:
-    """One worker, wherever Ray puts it."""
+    """One worker, on any node. If Ray restarts it, it joins as a new incarnation."""
 
     def __init__(self, token: str) -> None:
         os.environ[TOKEN_VARIABLE] = token
 
     def work(self, connect: str, tls: bool, data_dir: str | None, threads: int, worker: int) -> str | None:
-        """Until training is over; else why not."""
+        """Work until training is over. Return the reason if the worker ends before that."""
         try:
-            visitor = ConnectOptions(connect, tls=tls, data_dir=data_dir, threads=threads, worker=worker)
-            over = join_server(visitor, Console(quiet=True))
+            options = ConnectOptions(connect, tls=tls, data_dir=data_dir, threads=threads, worker=worker)
+            over = network.join_server(options, Console(quiet=True))
         except PacelineError as error:
             return str(error)
         return None if over else f"the server at {connect} is gone"
 
     def pid(self) -> int:
-        """Of the process it is in."""
+        """The id of the actor's process."""
         return os.getpid()
 
 
 def require_ray() -> Any:
-    """The package, or one line that says what to install."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+    """Import ray, without its usage reports. Raise UserError if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError:
@@ -129,15 +119,14 @@ def require_ray() -> Any:
     return ray
 
 
-def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve on this node, work where Ray finds room; the run's folder is here, as ever."""
-    asked = config.threads
+def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> Outcome:
+    """Serve on this node, which keeps the run's folder, and work on nodes that Ray chooses."""
+    given_threads = config.threads
     config = resolve(replace(config, threads=config.threads or 1))
-    require_star(config)
-    refuse_restarts(config)
-    resolve_dataset(config)  # data that is not here is known before anything is started
+    network.require_star(config, may_restart=False)
+    resolve_dataset(config)  # missing data is found before a process is started
     ray = require_ray()
-    if asked is None:
+    if given_threads is None:
         console.note("each worker is given 1 CPU: --threads N for more")
     name = config.name or free_name(config)
     folder = RunFolder(Path(config.runs) / name)
@@ -149,7 +138,9 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tupl
         actors.start()
         answer = actors.follow()
     if "failed" in answer:
-        raise _failure(answer)
+        error = RunFailed(answer["failed"])
+        error.exit_code = answer["code"]
+        raise error
     result = folder.result()
     if result is None:
         raise RunFailed(f"{folder.path} holds no result although its server finished: was it removed?")
@@ -157,20 +148,12 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> tupl
     return folder, result
 
 
-def _failure(answer: dict[str, Any]) -> PacelineError:
-    error = RunFailed(answer["failed"])
-    error.exit_code = answer["code"]
-    return error
-
-
 @contextlib.contextmanager
 def _cluster(ray: Any) -> Iterator[str]:
-    """Ray's cluster (RAY_ADDRESS, or one that runs here, or a new one on this machine): this node's address."""
+    """Connect to the cluster of RAY_ADDRESS or of this machine, or start one. Yield this node's address."""
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
-        raise UserError(
-            "--engine ray keeps the run's folder on a node of the cluster: start it there ('ray job submit'), "
-            "not through ray://"
-        )
+        what = "--engine ray keeps the run's folder on a node of the cluster"
+        raise UserError(f"{what}: start it there ('ray job submit'), not through ray://")
     ours = not ray.is_initialized()
     if ours:
         try:
@@ -186,16 +169,15 @@ def _cluster(ray: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _room(ray: Any, config: RunConfig, address: str) -> Iterator[Any]:
-    """A place for the server on this node, and one for each worker, spread over nodes."""
+    """Reserve CPUs for the server on this node, and for each worker, spread over nodes."""
     threads, workers = config.threads or 1, config.workers or 1
     bundles = [{"CPU": 1.0, f"node:{address}": 0.001}, *({"CPU": float(threads)} for _ in range(workers))]
     group = ray.util.placement_group(bundles, strategy="SPREAD")
     try:
         if not group.wait(PLACING_SECONDS):
-            raise UserError(
-                f"Ray found no room within {PLACING_SECONDS:g} s for a server (1 CPU, on this node) and {workers} "
-                f"workers of {threads} CPU: ask for fewer --workers or --threads, or see 'ray status'"
-            )
+            wanted = f"a server (1 CPU, on this node) and {workers} workers of {threads} CPU"
+            what = f"Ray found no room within {PLACING_SECONDS:g} s for {wanted}"
+            raise UserError(f"{what}: ask for fewer --workers or --threads, or see 'ray status'")
         yield group
     finally:
         ray.util.remove_placement_group(group)
@@ -213,9 +195,8 @@ class RayActors:
         lives = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
         server_class = ray.remote(**lives, max_concurrency=3)(ServerActor)
         worker_class = ray.remote(**lives, max_concurrency=2)(WorkerActor)
-        self.server = server_class.options(num_cpus=1, scheduling_strategy=place(group, 0)).remote(
-            to_dict(config), f"{address}:0", self._token, tls
-        )
+        server_options = server_class.options(num_cpus=1, scheduling_strategy=place(group, 0))
+        self.server = server_options.remote(to_dict(config), f"{address}:0", self._token, tls)
         threads = config.threads or 1
         self.workers = [
             worker_class.options(num_cpus=threads, scheduling_strategy=place(group, 1 + worker)).remote(self._token)
@@ -225,7 +206,7 @@ class RayActors:
         self._works: dict[Any, int] = {}
 
     def start(self) -> None:
-        """Wait until the server listens, then let everybody work."""
+        """Wait until the server listens, then start all workers."""
         deadline = time.monotonic() + START_SECONDS
         address = None
         while address is None:
@@ -236,33 +217,31 @@ class RayActors:
             address = self._look()
         config, threads = self._config, self._config.threads or 1
         for worker, actor in enumerate(self.workers):
-            work = actor.work.remote(address, self._tls, config.data_dir, threads, worker)
-            self._works[work] = worker
+            self._works[actor.work.remote(address, self._tls, config.data_dir, threads, worker)] = worker
 
     def follow(self) -> dict[str, Any]:
-        """Until the server says that the run has ended; shows what it tells on the way."""
-        told = False
+        """Show the server's rows until the run has ended. Return the server's answer."""
+        stopping = False
         with stop_signals(self._console.report) as reasons:
             while not self._has_ended():
-                if reasons and not told:
-                    told = self._stop(reasons[0])
+                if reasons and not stopping:
+                    stopping = self._stop(reasons[0])
                 self._look()
                 self._hear_workers()
         self._look()
         try:
             answer: dict[str, Any] = self._ray.get(self._ended)
         except self._ray.exceptions.RayError as error:
-            raise RunFailed(
-                f"the server's actor died {MAX_RESTARTS + 1} times or for good ({_first_line(error)}): "
-                f"'paceline resume {Path(self._config.runs) / str(self._config.name)}' goes on on one machine"
-            ) from None
+            what = f"the server's actor died {MAX_RESTARTS + 1} times or for good ({_first_line(error)})"
+            run = Path(self._config.runs) / str(self._config.name)
+            raise RunFailed(f"{what}: 'paceline resume {run}' goes on on one machine") from None
         return answer
 
     def _has_ended(self) -> bool:
         return bool(self._ray.wait([self._ended], timeout=LOOK_SECONDS)[0])
 
     def _look(self) -> str | None:
-        """Show what the server has to show; where it listens, None while it does not."""
+        """Show the server's rows. Return its address, or None if it does not listen."""
         try:
             found = self._ray.get(self.server.look.options(max_task_retries=0).remote(), timeout=5.0)
         except self._ray.exceptions.RayError:
@@ -273,7 +252,7 @@ class RayActors:
         return address
 
     def _hear_workers(self) -> None:
-        """Say of every worker that ended before training was over; when all have, so has the run."""
+        """Note each worker that ended before training was over. If the last one does, end the run."""
         if not self._works:
             return
         done, _ = self._ray.wait(list(self._works), num_returns=len(self._works), timeout=0.0)
@@ -289,7 +268,7 @@ class RayActors:
                     self._stop(ALL_GONE)
 
     def _stop(self, reason: str) -> bool:
-        """Ask the server to end the run; whether it has heard."""
+        """Ask the server to end the run. Return whether it got the message."""
         try:
             self._ray.get(self.server.stop.options(max_task_retries=0).remote(reason), timeout=5.0)
         except self._ray.exceptions.RayError:

@@ -1,4 +1,4 @@
-"""`paceline server` and `paceline worker`: a run whose workers come over the network."""
+"""`paceline server` and `paceline worker`: a run whose workers connect over the network."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Listening:
 
 
 Tell = Callable[[Listening], None]
+Outcome = tuple[RunFolder, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -57,57 +58,35 @@ class ListenOptions:
         return 1 if self.servers is None else self.servers
 
 
-def serve(
-    config: RunConfig, entrance: ListenOptions, console: Console, tell: Tell | None = None
-) -> tuple[RunFolder, dict[str, Any]]:
-    """Serve a new run to workers that come over the network; `tell` is called once they can connect."""
+def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tell | None = None) -> Outcome:
+    """Serve a new run to workers that connect over the network. `tell` is called when they can connect."""
     config = resolve(config)
     refuse_simulated(config)
-    require_star(config)
-    require_cuttable(config, entrance.num_servers)
-    if tell is not None:
-        refuse_restarts(config)
+    require_star(config, may_restart=tell is None)
+    require_cuttable(config, options.num_servers)
     config, location = resolve_dataset(config)
     folder = RunFolder.create(config)
     with holding(folder):
-        return folder, _keep_serving(_ServeOrder(config, folder, location, entrance, console, tell, resume=False))
+        return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, resume=False))
 
 
 def serve_again(
-    path: Path,
-    entrance: ListenOptions,
-    console: Console,
-    upkeep: dict[str, Any] | None = None,
-    tell: Tell | None = None,
-) -> tuple[RunFolder, dict[str, Any]]:
-    """Resume serving a run at the address where it was served before; its workers reconnect by themselves.
-
-    `upkeep` are settings about the run's files that change from here on.
-    """
+    path: Path, options: ListenOptions, console: Console, upkeep: dict[str, Any] | None = None, tell: Tell | None = None
+) -> Outcome:
+    """Resume serving a run at its address of before, with new settings `upkeep` about its files. Workers reconnect."""
     folder = RunFolder.open(path)
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
     folder.require_unfinished()
-    require_star(config)
-    if tell is not None:
-        refuse_restarts(config)
-    if entrance.listen is None:
-        entrance = dataclasses.replace(entrance, listen=_address_before(folder))
-    if entrance.servers is None:
-        entrance = dataclasses.replace(entrance, servers=1 + len(folder.served().get("shards", ())))
-    require_cuttable(config, entrance.num_servers)
+    require_star(config, may_restart=tell is None)
+    if options.listen is None:
+        options = dataclasses.replace(options, listen=_address_before(folder))
+    if options.servers is None:
+        options = dataclasses.replace(options, servers=1 + len(folder.served().get("shards", ())))
+    require_cuttable(config, options.num_servers)
     with folder.locked():
-        order = _ServeOrder(config, folder, locate_data(config), entrance, console, tell, resume=True)
+        order = _ServeOrder(config, folder, locate_data(config), options, console, tell, resume=True)
         return folder, _keep_serving(order)
-
-
-def refuse_restarts(config: RunConfig) -> None:
-    """Refuse `--restart` if this process also starts the workers: a restart would replace it."""
-    if config.restart:
-        raise UserError(
-            f"--restart {config.restart} is for 'paceline server' and for runs on one machine: leave it out here, and "
-            "go on with 'paceline resume'; under --engine ray the server is started again anyway"
-        )
 
 
 def _address_before(folder: RunFolder) -> str:
@@ -117,22 +96,28 @@ def _address_before(folder: RunFolder) -> str:
     return str(before["address"])
 
 
-def require_star(config: RunConfig) -> None:
+def require_star(config: RunConfig, may_restart: bool) -> None:
+    """Raise UserError unless a server can serve this run to other machines.
+
+    `--restart` is refused if this process also starts the workers: a restart would replace it.
+    """
     require_feature(config, Feature.SERVER)
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: workers that come over the network compute on CPUs; leave it out")
     if config.faults is not None:
         raise UserError(f"--faults {config.faults}: processes of other machines are not ours to kill; leave it out")
+    if config.restart and not may_restart:
+        what = f"--restart {config.restart} is for 'paceline server' and for runs on one machine"
+        instead = "leave it out here, and go on with 'paceline resume'"
+        raise UserError(f"{what}: {instead}; under --engine ray the server is started again anyway")
 
 
 @dataclass(frozen=True)
 class _ServeOrder:
-    """One run to be served, and how."""
-
     config: RunConfig
     folder: RunFolder
     location: Location | None
-    entrance: ListenOptions
+    options: ListenOptions
     console: Console
     tell: Tell | None
     resume: bool
@@ -146,10 +131,10 @@ def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
     from paceline.runtimes.local.restart import keep_going
 
     def live(again: bool) -> None:
-        door = order.entrance
-        door = dataclasses.replace(door, listen=_address_before(folder)) if again else door
+        listen = _address_before(folder) if again else order.options.listen
+        options = dataclasses.replace(order.options, listen=listen)
         with console:
-            _serve(dataclasses.replace(order, entrance=door, tell=None, resume=order.resume or again))
+            _serve(dataclasses.replace(order, options=options, tell=None, resume=order.resume or again))
 
     def lost(what: str) -> ServerLost | None:
         return ServerLost(what, folder.resume_hint(config)) if folder.has_log else None
@@ -171,32 +156,34 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
 
     keep_freed_memory()
     raise_file_limit()
-    config, folder, location, entrance = order.config, order.folder, order.location, order.entrance
+    config, folder, location, options = order.config, order.folder, order.location, order.options
     console, tell, resume = order.console, order.tell, order.resume
-    token = _token(entrance, parse_address(entrance.listen or LOOPBACK)[0], folder, console)
-    tls = _tls(entrance, folder, console)
-    listener = Listener(entrance.listen or LOOPBACK, token, tls)
+    address = options.listen or LOOPBACK
+    token, tls = _token(options, parse_address(address)[0], folder, console), _tls(options, folder, console)
+    listener = Listener(address, token, tls)
     dataset = load(location, report=console.report) if location is not None else None
     line = ForegroundChannel(console.report)
-    facts = {**provenance(config, location), "servers": entrance.num_servers}
-    with ShardProcesses(entrance.num_servers - 1, entrance.elsewhere, listener, token, tls) as retinue:
-        peers = retinue.make_peers()
+    facts = {**provenance(config, location), "servers": options.num_servers}
+    with ShardProcesses(options.num_servers - 1, options.elsewhere, listener, token, tls) as shards:
+        peers = shards.make_peers()
         host = make_host(config, dataset, folder, console.report, peers, facts, resume)
         assert host.work is not None
         if not resume:
             for warning in startup_warnings(config, location, host.work.skew):
                 console.note(warning)
-        service = retinue.service(host, peers, line, console, entrance.wait)
-        known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **retinue.known}
+        service = shards.service(host, peers, line, console, options.wait)
+        known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **shards.known}
         write_atomically(folder.server_file, json.dumps(known).encode())
-        console.note(_where(listener.address))
+        host_name, port = parse_address(listener.address)
+        how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
+        console.note(f"serving at {listener.address}{how}")
         with stop_signals(console.report, line.stop):
             if tell is not None:
                 tell(Listening(listener.address, line.stop))
             with torch.inference_mode():
                 service.run()
             result = host.finish()
-        retinue.end()
+        shards.end()
         service.observers.end()
     host.close()
     listener.close()
@@ -204,26 +191,19 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     return result
 
 
-def _where(address: str) -> str:
-    host, port = parse_address(address)
-    return f"serving at {address}" + (f": workers connect to port {port} of this machine" if host in ANYWHERE else "")
-
-
-def _tls(entrance: ListenOptions, folder: RunFolder, console: Console) -> Tls | None:
-    if not entrance.tls:
+def _tls(options: ListenOptions, folder: RunFolder, console: Console) -> Tls | None:
+    if not options.tls:
         return None
-    if entrance.certificate is not None and entrance.key is not None:
-        files = Path(entrance.certificate), Path(entrance.key)
-    else:
-        files = make_certificate(folder.path / "tls")
+    cert, key = options.certificate, options.key
+    files = (Path(cert), Path(key)) if cert is not None and key is not None else make_certificate(folder.path / "tls")
     tls = server_tls(*files)
     console.note(f"TLS: workers may check --fingerprint {tls.fingerprint}")
     return tls
 
 
-def _token(entrance: ListenOptions, host: str, folder: RunFolder, console: Console) -> bytes:
+def _token(options: ListenOptions, host: str, folder: RunFolder, console: Console) -> bytes:
     """The given token, else the run's earlier one, else none on loopback and a new one on other interfaces."""
-    given = _read_token(entrance.token_file)
+    given = _read_token(options.token_file)
     if given is not None:
         return given
     if folder.token_file.exists():
@@ -237,22 +217,22 @@ def _token(entrance: ListenOptions, host: str, folder: RunFolder, console: Conso
     return token
 
 
-def join_server(visitor: ConnectOptions, console: Console) -> bool:
-    """Work for a server until its run is over; False if the server is gone before that."""
-    parse_address(visitor.connect)
-    token = token_of(visitor)
-    if visitor.threads is not None and visitor.threads < 1:
-        raise UserError(f"--threads {visitor.threads}: a worker needs at least one")
-    if visitor.overlap < 0:
-        raise UserError(f"--overlap {visitor.overlap}: write how many further workers this process is, 0 or more")
-    _require_device(visitor.device)
+def join_server(options: ConnectOptions, console: Console) -> bool:
+    """Work for a server until its run is over. Return False if the server is gone before that."""
+    parse_address(options.connect)
+    token = token_of(options)
+    if options.threads is not None and options.threads < 1:
+        raise UserError(f"--threads {options.threads}: a worker needs at least one")
+    if options.overlap < 0:
+        raise UserError(f"--overlap {options.overlap}: write how many further workers this process is, 0 or more")
+    _require_device(options.device)
     from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
 
-    connection = ServerAddress(visitor.connect, token, tls_of(visitor), visitor.patience)
-    options = WorkerOptions(visitor.data_dir, visitor.threads, visitor.worker, visitor.overlap, visitor.device)
-    ended = work(connection, options, _load, console.note)
+    server = ServerAddress(options.connect, token, tls_of(options), options.patience)
+    own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
+    ended = work(server, own, _load, console.note)
     if not ended:
-        console.note(f"the server at {visitor.connect} is gone and did not come back within {visitor.patience:g} s")
+        console.note(f"the server at {options.connect} is gone and did not come back within {options.patience:g} s")
     return ended
 
 
@@ -269,10 +249,10 @@ def _require_device(device: str) -> None:
         raise UserError(f"--device {device}: this machine has {found} CUDA devices that torch can use")
 
 
-def join_as_shard(visitor: ConnectOptions, listen: str | None, once: bool, console: Console) -> bool:
-    """Serve a part of a run until it is over; False if its first server is gone before that."""
-    token = token_of(visitor)
-    return serve_part(visitor.connect, listen, token, tls_of(visitor), visitor.patience, once, console)
+def join_as_shard(options: ConnectOptions, listen: str | None, once: bool, console: Console) -> bool:
+    """Serve a part of a run until it is over. Return False if its first server is gone before that."""
+    token = token_of(options)
+    return serve_part(options.connect, listen, token, tls_of(options), options.patience, once, console)
 
 
 def _load(config: RunConfig) -> Dataset | None:

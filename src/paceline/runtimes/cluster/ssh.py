@@ -1,4 +1,4 @@
-"""Hosts over ssh: looks at all of them at once, starts their workers, passes on what they say, and sees them end."""
+"""Hosts over ssh: probe all of them at once, start their workers, forward their output, and end them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runtimes.cluster import host_probe
 from paceline.runtimes.cluster.hosts_file import (
@@ -31,6 +32,7 @@ PROBE_SECONDS = CONNECT_SECONDS + 20.0
 GRACE_SECONDS = 5.0
 TETHER_SECONDS = 8.0
 Note = Callable[[str], None]
+Endpoint = tuple[str | None, int]
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,13 @@ class CheckedHost:
     threads: int
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """What came of looking at a host: what it has, or why nothing is known."""
-
-    found: dict[str, Any] | None
-    failure: str | None
-
-
-def look_at(
-    hosts: list[HostLine], questions: list[dict[str, Any]], seconds: float = PROBE_SECONDS
-) -> list[ProbeResult]:
-    """Ask every host its question, all at once."""
+def look_at(hosts: list[HostLine], questions: list[dict[str, Any]]) -> list[dict[str, Any] | str]:
+    """Probe every host, all at once. Return for each what it has, or why the probe failed."""
     source = Path(host_probe.__file__).read_text(encoding="utf-8")
-    started = [_start_probe(host, asked) for host, asked in zip(hosts, questions, strict=True)]
-    deadline = time.monotonic() + seconds
+    started = [_start_probe(host, question) for host, question in zip(hosts, questions, strict=True)]
+    deadline = time.monotonic() + PROBE_SECONDS
     try:
-        return [_hear(host, probe, source, deadline) for host, probe in zip(hosts, started, strict=True)]
+        return [_read_probe(host, probe, source, deadline) for host, probe in zip(hosts, started, strict=True)]
     finally:
         for probe in started:
             if probe is not None and probe.poll() is None:
@@ -66,31 +58,36 @@ def look_at(
                 probe.communicate()
 
 
-def _start_probe(host: HostLine, asked: dict[str, Any]) -> subprocess.Popen[str] | None:
-    pipe = subprocess.PIPE
-    command = remote_command(host, ["-", json.dumps(asked)])
+def _start(host: HostLine, arguments: list[str], stderr: int) -> subprocess.Popen[str]:
+    """Start Python on a host, in a new session: Ctrl-C is for the server, which ends workers when all is saved."""
+    command, pipe = remote_command(host, arguments), subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, errors="replace", start_new_session=True
+    )
+
+
+def _start_probe(host: HostLine, question: dict[str, Any]) -> subprocess.Popen[str] | None:
     with contextlib.suppress(FileNotFoundError):
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        return _start(host, ["-", json.dumps(question)], subprocess.PIPE)
     return None
 
 
-def _hear(host: HostLine, probe: subprocess.Popen[str] | None, source: str, deadline: float) -> ProbeResult:
+def _read_probe(
+    host: HostLine, probe: subprocess.Popen[str] | None, source: str, deadline: float
+) -> dict[str, Any] | str:
     if probe is None:
-        return ProbeResult(None, "there is no ssh on this machine: install an OpenSSH client")
+        return "there is no ssh on this machine: install an OpenSSH client"
     try:
-        said, complained = probe.communicate(source, timeout=max(0.1, deadline - time.monotonic()))
+        output, errors = probe.communicate(source, timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return ProbeResult(None, f"it did not answer within {PROBE_SECONDS:g} s: is it half-dead, or very busy?")
-    for line in said.splitlines():
+        return f"it did not answer within {PROBE_SECONDS:g} s: is it half-dead, or very busy?"
+    for line in output.splitlines():
         if line.startswith(host_probe.MARK):
-            return ProbeResult(json.loads(line[len(host_probe.MARK) :]), None)
-    return ProbeResult(None, why_ssh_failed(host, probe.returncode, complained))
+            return dict(json.loads(line.removeprefix(host_probe.MARK)))
+    return why_ssh_failed(host, probe.returncode, errors)
 
 
-def question(
-    host: HostLine, wanted: Requirements, data_dir: str | None, listen: tuple[str | None, int]
-) -> dict[str, Any]:
-    """What a host is asked; `listen` is where this machine listens meanwhile, its address None for whence ssh came."""
+def _question(host: HostLine, wanted: Requirements, data_dir: str | None, listen: Endpoint) -> dict[str, Any]:
     address, port = listen
     data = {"name": wanted.data["name"], "data_dir": host.data_dir or data_dir} if wanted.data is not None else None
     task = wanted.task["file"] if wanted.task is not None else None
@@ -98,21 +95,17 @@ def question(
 
 
 def check_hosts(
-    hosts: list[HostLine],
-    wanted: Requirements,
-    data_dir: str | None,
-    threads: int | None,
-    listen: tuple[str | None, int],
-    note: Note,
+    hosts: list[HostLine], wanted: Requirements, config: RunConfig, threads: int | None, listen: Endpoint, note: Note
 ) -> tuple[list[CheckedHost], list[str]]:
-    """Those that can take part, and one line for each that cannot."""
+    """Return the hosts that can take part, and one line for each that cannot.
+
+    `listen` is where this machine listens meanwhile. Its address is None for the one that ssh came from.
+    """
     ready, failures = [], []
-    for host, looked in zip(
-        hosts, look_at(hosts, [question(host, wanted, data_dir, listen) for host in hosts]), strict=True
-    ):
-        found = looked.found
-        why = looked.failure if found is None else lack(host, found, wanted) or unreached(found)
-        if found is None or why is not None:
+    questions = [_question(host, wanted, config.data_dir, listen) for host in hosts]
+    for host, found in zip(hosts, look_at(hosts, questions), strict=True):
+        why = found if isinstance(found, str) else lack(host, found, wanted) or unreached(found)
+        if isinstance(found, str) or why is not None:
             failures.append(f"{host.target}: {why}")
             continue
         each = threads_of(host, threads, found["cores"])
@@ -123,22 +116,20 @@ def check_hosts(
 
 
 def settle(ready: list[CheckedHost], failures: list[str], skip_failed: bool, note: Note) -> list[CheckedHost]:
-    """Every host that fails is a line; one is enough to start nothing, unless those may be left out."""
+    """Show every failure. Raise UserError if there is one, unless failed hosts may be skipped."""
     for failure in failures:
         note(failure)
     if not ready:
         raise UserError("none of the hosts can take part: see the lines above")
     if failures and not skip_failed:
         some = "1 host" if len(failures) == 1 else f"{len(failures)} hosts"
-        raise UserError(
-            f"{some} of {len(ready) + len(failures)} cannot take part (see above), nothing was started: mend, or leave "
-            "out with --skip-failed"
-        )
+        what = f"{some} of {len(ready) + len(failures)} cannot take part (see above), nothing was started"
+        raise UserError(f"{what}: mend, or leave out with --skip-failed")
     return ready
 
 
 class RemoteWorkers:
-    """The workers of all hosts, each at the end of a pipe whose closing ends it."""
+    """The workers of all hosts. Each ends if its standard input is closed."""
 
     def __init__(self, note: Note) -> None:
         self._note = note
@@ -148,23 +139,15 @@ class RemoteWorkers:
     def start(
         self, ready: list[CheckedHost], token: str, data_dir: str | None, more: list[str], all_gone: Callable[[], None]
     ) -> None:
-        """Start all workers, numbered in the order of the hosts; the token goes over standard input.
+        """Start all workers, numbered in the order of the hosts. The token goes over standard input.
 
-        `all_gone` is called when everybody has ended and somebody not because training was over.
+        `all_gone` is called when all workers have ended and at least one of them failed.
         """
         places = [place for place in ready for _ in range(place.host.workers)]
         for worker, place in enumerate(places):
             host = place.host
             arguments = worker_arguments(host, place.address, worker, place.threads, data_dir, more)
-            process = subprocess.Popen(
-                remote_command(host, arguments),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C is for the server first: it lets workers go when all is saved
-            )
+            process = _start(host, arguments, subprocess.STDOUT)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(f"{token}\n")
@@ -180,19 +163,18 @@ class RemoteWorkers:
         assert process.stdout is not None
         for line in process.stdout:
             self._note(f"[{name}] {line.rstrip()}")
-        code = process.wait()
-        if code:
+        if code := process.wait():
             how = "the connection was lost" if code == 255 else f"exit code {code}"
             self._note(f"[{name}] ended ({how})")
 
     def _watch(self, all_gone: Callable[[], None]) -> None:
-        codes = [process.wait() for _, process in self._processes]
-        if any(codes):
+        if any([process.wait() for _, process in self._processes]):
             all_gone()
 
     def close(self, grace: float = GRACE_SECONDS) -> None:
-        """See everybody end: by itself within `grace`, else because its pipe closes, else with its ssh."""
-        for seconds, action in ((grace, _let_go), (TETHER_SECONDS, _terminate), (1.0, _kill)):
+        """Wait `grace` seconds for the workers to end, then close their pipes, then end their ssh."""
+        steps = ((grace, _let_go), (TETHER_SECONDS, subprocess.Popen.terminate), (1.0, subprocess.Popen.kill))
+        for seconds, action in steps:
             if self._ended_within(seconds):
                 break
             for _, process in self._processes:
@@ -217,11 +199,3 @@ def _let_go(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-
-
-def _terminate(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    process.kill()

@@ -1,7 +1,6 @@
 """A worker on any machine: it connects to a server, gets its settings from it, and works until training is over.
 
 With `overlap` one process is several workers that take turns: while one waits for its reply, the next computes.
-If a connection breaks, the worker reconnects; if the server was restarted, the worker joins again.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
-KNOCKING_SECONDS = 30.0
-"""How long to try at first: the server may be starting at the same time, or evaluating its model."""
+JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
-Errand: TypeAlias = Callable[[], None]
-Errands: TypeAlias = "queue.SimpleQueue[Errand | None]"
+BlockingCall: TypeAlias = Callable[[], None]
+Calls: TypeAlias = "queue.SimpleQueue[BlockingCall | None]"
+Turns: TypeAlias = "queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]]"
 
 
 @dataclass(frozen=True)
@@ -79,52 +78,46 @@ def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Cal
     context = WorkerContext(options, load, say)
     with contextlib.ExitStack() as stack:
         slots = [PipelineSlot(stack, connection, context, number) for number in range(options.overlap + 1)]
-        if len(slots) == 1:
-            _go_alone(slots[0])
-        else:
+        if len(slots) > 1:
             _take_turns(slots, stack)
-    return all(slot.was_told for slot in slots)
-
-
-def _go_alone(slot: PipelineSlot) -> None:
-    errand: Errand | None = slot.greet
-    while errand is not None:
-        errand()
-        errand = slot.advance()
+        else:
+            call: BlockingCall | None = slots[0].greet
+            while call is not None:
+                call()
+                call = slots[0].advance()
+    return all(slot.has_finished for slot in slots)
 
 
 def _take_turns(slots: list[PipelineSlot], stack: contextlib.ExitStack) -> None:
     """Compute for the worker whose reply came first. Each worker has a thread that makes its blocking calls."""
-    turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]] = queue.SimpleQueue()
-    errands = {slot: stack.enter_context(_runner(slot, turns)) for slot in slots}
+    turns: Turns = queue.SimpleQueue()
+    calls = {slot: stack.enter_context(_caller(slot, turns)) for slot in slots}
     for slot in slots:
-        errands[slot].put(slot.greet)
+        calls[slot].put(slot.greet)
     left = len(slots)
     while left:
         slot, failure = turns.get()
         if failure is not None:
             raise failure
-        errand = slot.advance()
-        if errand is not None:
-            errands[slot].put(errand)
+        call = slot.advance()
+        if call is not None:
+            calls[slot].put(call)
         else:
             left -= 1
 
 
 @contextlib.contextmanager
-def _runner(
-    slot: PipelineSlot, turns: queue.SimpleQueue[tuple[PipelineSlot, BaseException | None]]
-) -> Iterator[Errands]:
+def _caller(slot: PipelineSlot, turns: Turns) -> Iterator[Calls]:
     """Start a thread that makes one blocking call after another, and queues the worker and any failure after each.
 
     One queue in each direction only: for steps of milliseconds, each further lock between two threads costs time.
     """
-    errands: Errands = queue.SimpleQueue()
+    calls: Calls = queue.SimpleQueue()
 
     def run() -> None:
-        for errand in iter(errands.get, None):
+        for call in iter(calls.get, None):
             try:
-                errand()
+                call()
             except BaseException as failure:
                 turns.put((slot, failure))
             else:
@@ -133,9 +126,9 @@ def _runner(
     thread = threading.Thread(target=run, name="paceline-lane", daemon=True)
     thread.start()
     try:
-        yield errands
+        yield calls
     finally:
-        errands.put(None)
+        calls.put(None)
         thread.join()
 
 
@@ -143,96 +136,80 @@ class WorkerContext:
     """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
     def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
-        self.options, self._load, self._say = options, load, say
+        self.options, self._load, self.say = options, load, say
+        self._threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
     def apply(self, client: ShardedClient, number: int) -> dict[str, Any]:
         """Ask to join, as worker `number` of this process."""
         wanted = None if self.options.worker is None else self.options.worker + number
-        words = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
-        return client.apply({**words, "place": own_place(self._threads)}, KNOCKING_SECONDS)
-
-    @property
-    def _threads(self) -> int:
-        return self.options.threads or cores()
+        facts = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
+        return client.apply({**facts, "place": own_place(self._threads)}, JOIN_SECONDS)
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """Return the server's settings with this machine's own in their place, and the data."""
-        options = self.options
-        config = replace(config, data_dir=options.data_dir, threads=self._threads)
-        config = replace(config, device=options.device.partition(":")[0])
+        device = self.options.device.partition(":")[0]
+        config = replace(config, data_dir=self.options.data_dir, threads=self._threads, device=device)
         if self._loaded is None or self._loaded[0] != config:
             self._loaded = config, self._load(config)
         return self._loaded
-
-    def say(self, worker: int, config: RunConfig) -> None:
-        """Tell the user which worker this is."""
-        what = config.model if config.task is None else config.task
-        where = f"{config.threads} threads" if config.device == "cpu" else config.device
-        self._say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {where}")
-
-    def say_again(self) -> None:
-        """Tell the user that the server does not know this worker any more."""
-        self._say("the server was restarted or took this worker for lost: joining again")
 
 
 class PipelineSlot:
     """One worker of this process: its transport, its loop, and its next blocking call."""
 
-    def __init__(
-        self, stack: contextlib.ExitStack, connection: ServerAddress, context: WorkerContext, number: int
-    ) -> None:
+    def __init__(self, stack: contextlib.ExitStack, server: ServerAddress, context: WorkerContext, number: int) -> None:
         self._context = context
-        self.was_told = False  # whether the server said that training is over
-        self._transport = stack.enter_context(contextlib.closing(connection.open()))
+        self.has_finished = False  # whether the server said that training is over
+        self._transport = stack.enter_context(contextlib.closing(server.open()))
         self._begin(context.apply(self._transport, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """Start a new incarnation: build everything but the data."""
         config, dataset = self._context.prepare(from_dict(welcome["config"]))
-        worker = int(welcome["worker"])
-        device = prepare_device(config)
+        worker, device = int(welcome["worker"]), prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
         instance = make_worker(config, task, division, join, pinned_memory if staged else None, staged)
         self._loop = WorkerLoop(instance, config)
-        self._context.say(worker, config)
+        what, device_name = config.task or config.model, f"{config.threads} threads" if not staged else config.device
+        self._context.say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {device_name}")
         self._identity = identity_of(task)
         self._reply: Reply | None = None
         self._push: tuple[Push, Timing] | None = None
         self._welcome: dict[str, Any] | None = None
 
-    def advance(self) -> Errand | None:
+    def advance(self) -> BlockingCall | None:
         """Process the result of the last blocking call. Return the next call to make, or None when finished."""
         if self._welcome is not None:
-            self._context.say_again()
+            self._context.say("the server was restarted or took this worker for lost: joining again")
             self._begin(self._welcome)
             return self.greet
         if self._reply is None or self._reply.finished:
-            self.was_told = self._reply is not None
+            self.has_finished = self._reply is not None
             return None
         self._push = self._loop.step(self._reply)
         return self.exchange
 
     def greet(self) -> None:
         """Blocking call: join, and wait at the start barrier."""
-        with self._being_forgotten():
+        with self._keeping_welcome():
             instance = self._loop.instance
             self._reply = self._transport.hello(instance.join, instance.memory, self._identity)
 
     def exchange(self) -> None:
         """Blocking call: send the push and wait for its reply."""
         assert self._push is not None
-        with self._being_forgotten():
+        with self._keeping_welcome():
             self._reply = self._transport.exchange(*self._push)
             self._loop.timer.arrived()
 
     @contextlib.contextmanager
-    def _being_forgotten(self) -> Iterator[None]:
+    def _keeping_welcome(self) -> Iterator[None]:
         """If the server does not know this worker any more, keep its new welcome for `advance`."""
         try:
             yield
-        except UnknownWorker as forgotten:
-            self._welcome = forgotten.welcome
+        except UnknownWorker as unknown:
+            self._welcome = unknown.welcome

@@ -1,7 +1,4 @@
-"""Inject a table of faults into real processes: kill, pause, slow, start and drain workers, by the run's clock.
-
-The supervisor calls it from its own loop and says which process is which worker.
-"""
+"""Inject a table of faults into the processes of a run: kill, pause, slow, start and drain workers."""
 
 from __future__ import annotations
 
@@ -29,35 +26,28 @@ def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault
     faults = read_faults(Path(config.faults), max_workers_of(config))
     ring = on_ring(config)
     for fault in faults:
-        why = _impossible(fault, script) or (_impossible_in_ring(fault) if ring else None)
+        why = _impossible(fault, script, ring)
         if why is not None:
             raise UserError(f"{config.faults}: {fault.kind} at {fault.at:g} s: {why}")
     return faults
 
 
-def _impossible(fault: Fault, script: bool) -> str | None:
+def _impossible(fault: Fault, script: bool, ring: bool) -> str | None:
     """Why a fault cannot be injected into processes and what to do instead, or None if it can."""
-    if fault.kind not in ("crash", "pause", "slow", "join", "drain"):
-        return f"processes of one machine cannot have the fault '{fault.kind}'; try it in 'paceline simulate'"
-    if fault.kind == "slow" and fault.factor < 1:
-        return f"a process cannot be made faster (factor {fault.factor:g}); try it in 'paceline simulate'"
-    if fault.noticed_after:
-        return "a killed process is noticed at once; leave noticed_after out, or try it in 'paceline simulate'"
-    if script and fault.kind == "join":
-        return "a script cannot join in the middle of a run; leave it out"
-    if script and fault.restart_after is not None:
-        return "a script cannot come back in the middle of its run; leave restart_after out"
-    return None
-
-
-def _impossible_in_ring(fault: Fault) -> str | None:
-    if fault.kind in ("join", "drain"):
-        return "no worker can join or leave a ring; leave it out, or choose --strategy sync"
-    if fault.restart_after is not None:
-        return "no worker can return to a ring; leave restart_after out, or choose --strategy sync"
-    if fault.kind == "crash" and fault.worker == 0:
-        return "worker 0 of a ring keeps the run's folder; kill another, or choose --strategy sync"
-    return None
+    kind, returns, simulate = fault.kind, fault.restart_after is not None, "try it in 'paceline simulate'"
+    known, sync = kind in ("crash", "pause", "slow", "join", "drain"), "or choose --strategy sync"
+    kills_host = kind == "crash" and fault.worker == 0
+    reasons = (
+        (not known, f"processes of one machine cannot have the fault '{kind}'; {simulate}"),
+        (kind == "slow" and fault.factor < 1, f"a process cannot be made faster (factor {fault.factor:g}); {simulate}"),
+        (fault.noticed_after, f"a killed process is noticed at once; leave noticed_after out, or {simulate}"),
+        (script and kind == "join", "a script cannot join in the middle of a run; leave it out"),
+        (script and returns, "a script cannot come back in the middle of its run; leave restart_after out"),
+        (ring and kind in ("join", "drain"), f"no worker can join or leave a ring; leave it out, {sync}"),
+        (ring and returns, f"no worker can return to a ring; leave restart_after out, {sync}"),
+        (ring and kills_host, f"worker 0 of a ring keeps the run's folder; kill another, {sync}"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 @dataclass(frozen=True)
@@ -125,10 +115,9 @@ class FaultInjector:
 
     def ended(self, pid: int) -> tuple[str, ...]:
         """Note that a process ended. If a fault killed it, return words for it, and restart it if the table asks."""
-        for worker, its in list(self._pids.items()):
-            if its == pid:
-                del self._pids[worker]
-                self._stopped.pop(worker, None)
+        for worker in [worker for worker, own in self._pids.items() if own == pid]:
+            del self._pids[worker]
+            self._stopped.pop(worker, None)
         if pid not in self._killed:
             return ()
         fault, when = self._killed.pop(pid)
@@ -194,9 +183,7 @@ class FaultInjector:
             self._signal(self._stopped[worker], signal.SIGCONT)
             del self._stopped[worker]
         for worker in workers & self._pids.keys() - self._stopped.keys():
-            self._stopped[worker] = self._pids[
-                worker
-            ]  # noted first, so that `close` continues it even after an interrupt here
+            self._stopped[worker] = self._pids[worker]  # first, so that `close` continues it after an interrupt here
             self._signal(self._pids[worker], signal.SIGSTOP)
 
     def _signal(self, pid: int, number: int) -> None:

@@ -1,11 +1,9 @@
-"""A process that imports torch once and forks all others, so that ten start about as fast as one.
-
-It dies with the command that started it, and every process it forked dies with it.
-"""
+"""A process that imports torch once and forks all others, so that ten start about as fast as one."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -15,7 +13,6 @@ import socket
 import subprocess
 import sys
 import traceback
-from types import TracebackType
 from typing import Any
 
 from paceline.errors import PacelineError
@@ -31,7 +28,7 @@ ROLES = {
     "ring worker": "paceline.runtimes.ring.local_process:worker",
 }
 PRELOADED = ("paceline.runtimes.server.service", "paceline.runtimes.local.worker_process", "paceline.tasks.supervised")
-_CLEAR = "nobody"
+_CLEAR = "clear"
 _LARGEST = 1 << 20
 
 
@@ -40,15 +37,22 @@ def request(role: str, spec: dict[str, Any]) -> bytes:
     return json.dumps({"role": role, "spec": spec, "path": sys.path}).encode()
 
 
+def receive_row(line: socket.socket, flags: int = 0) -> dict[str, Any] | None:
+    """Return the next JSON message on a socket, or None if its other end is gone."""
+    packet = b""
+    with contextlib.suppress(ConnectionResetError):
+        packet = line.recv(_LARGEST, flags)
+    return dict(json.loads(packet)) if packet else None
+
+
 class ForkServer:
-    """The supervisor's handle: send requests, receive notices."""
+    """The supervisor's handle: send requests, receive notices. The fork server and its children die with it."""
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ}
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        search_path = os.pathsep.join(path for path in sys.path if path)
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": search_path}
         command = [sys.executable, "-m", "paceline.runtimes.local.fork_server", str(theirs.fileno())]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         # Ctrl-C reaches the whole process group: block it in the child until the child ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
@@ -57,14 +61,7 @@ class ForkServer:
 
     def notice(self) -> dict[str, Any] | None:
         """Return the next notice, or None if the fork server is gone."""
-        try:
-            packet = self.socket.recv(_LARGEST)
-        except ConnectionResetError:
-            return None
-        if not packet:
-            return None
-        notice: dict[str, Any] = json.loads(packet)
-        return notice
+        return receive_row(self.socket)
 
     def clear(self) -> bool:
         """Kill all forked processes and skip their notices. Return False if the fork server itself is gone."""
@@ -86,9 +83,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -101,18 +96,16 @@ def main(fd: int) -> None:
     supervisor.set_inheritable(False)
     for module in PRELOADED:
         importlib.import_module(module)
-    import gc
-
     gc.collect()
     gc.freeze()
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    os.set_blocking(reader, False)
+    for end in (reader, writer):
+        os.set_blocking(end, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     selector = selectors.DefaultSelector()
-    selector.register(supervisor, selectors.EVENT_READ)
-    selector.register(reader, selectors.EVENT_READ)
+    for source in (supervisor, reader):
+        selector.register(source, selectors.EVENT_READ)
     children: set[int] = set()
     server_pid: int | None = None
     while True:

@@ -1,7 +1,4 @@
-"""All workers and the server in one process: `classic`, and workers that share one GPU.
-
-Several workers compute in turn, each on the weights it was last sent, so pushes are as stale as with processes.
-"""
+"""All workers and the server in one process: `classic`, and workers that share one GPU."""
 
 from __future__ import annotations
 
@@ -62,17 +59,16 @@ def train_in_process(
 def run_inline(
     host: Host, replies: deque[Reply], instances: Iterable[LocalWorker], stopped: Callable[[], str | None]
 ) -> None:
-    """Let the workers compute in turn until training is over; the host's runtime appends its replies to `replies`.
+    """Let the workers compute in turn until training is over, or until `stopped` returns a reason.
 
-    If `stopped` returns a reason, end early.
+    The host's runtime appends its replies to `replies`. Pushes are as stale as with processes.
     """
     loops = {instance.join.worker: WorkerLoop(instance, host.config) for instance in instances}
     for worker, loop in loops.items():
         host.memories[worker] = loop.instance.memory
         host.handle(loop.instance.join)
     while replies:
-        reason = stopped()
-        if reason is not None:
+        if (reason := stopped()) is not None:
             host.stop(reason)
         host.check_time_limit()
         reply = replies.popleft()

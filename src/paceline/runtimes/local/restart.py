@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from paceline.errors import ChildFailed, PacelineError, ServerLost
@@ -23,12 +24,9 @@ def keep_going(
     Yield the reason of each restart. `lost` makes the error for a lost server, or None if there is nothing to resume.
     """
     for restart in range(restarts + 1):
-        status, said = _in_a_child(lambda: live(restart > 0))  # noqa: B023  # the child ends before the next one starts
+        status, complaint = _in_a_child(partial(live, restart > 0))
         if status == 0:
             return
-        complaint: dict[str, Any] = (
-            json.loads(said) if said else {"lost": f"the server process ended ({describe_end(status)})"}
-        )
         if complaint["lost"] is None:
             raise ChildFailed(complaint["text"], complaint["code"])
         error = lost(complaint["lost"])
@@ -39,11 +37,18 @@ def keep_going(
         yield error.what
 
 
-def _in_a_child(do: Callable[[], object]) -> tuple[int, bytes]:
-    """Run `do` in a child process. Return its wait status, and its error as JSON if it raised a PacelineError."""
+def _in_a_child(do: Callable[[], object]) -> tuple[int, dict[str, Any]]:
+    """Run `do` in a child process, which gets every Ctrl-C and SIGTERM. Return its wait status and its error."""
     reader, writer = os.pipe()
     parent = os.getpid()
-    with _passing_on_signals() as children:
+    children: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+
+    with handle_signals(forward):
         child = os.fork()
         if child == 0:
             os.close(reader)
@@ -53,7 +58,7 @@ def _in_a_child(do: Callable[[], object]) -> tuple[int, bytes]:
         with os.fdopen(reader, "rb") as pipe:
             said = pipe.read()
         _, status = os.waitpid(child, 0)
-    return status, said
+    return status, json.loads(said) if said else {"lost": f"the server process ended ({describe_end(status)})"}
 
 
 def _be(do: Callable[[], object], writer: int, parent: int) -> None:
@@ -78,17 +83,3 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-@contextlib.contextmanager
-def _passing_on_signals() -> Iterator[list[int]]:
-    """Forward Ctrl-C and SIGTERM to the child."""
-    children: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
-
-    with handle_signals(pass_on):
-        yield children

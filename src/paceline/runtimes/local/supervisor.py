@@ -1,7 +1,4 @@
-"""The supervisor of a run on one machine: start the server and n workers, watch them until the run ends.
-
-It does not import torch: while the fork server does, this process decodes the data.
-"""
+"""The supervisor of a run on one machine: start the server and n workers, watch them, import no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +22,7 @@ from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, require_survivors
 from paceline.runtimes.local.fault_injection import FaultInjector
-from paceline.runtimes.local.fork_server import ForkServer, request
+from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
 from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
@@ -62,12 +59,7 @@ class Supervisor:
     """Starts the processes of one run and watches them until it ends."""
 
     def __init__(
-        self,
-        forks: ForkServer,
-        config: RunConfig,
-        folder: RunFolder,
-        processes: ProcessPlan,
-        report: Callable[[dict[str, Any]], None],
+        self, forks: ForkServer, config: RunConfig, folder: RunFolder, processes: ProcessPlan, report: Report
     ) -> None:
         self._forks, self._config, self._folder, self._report = forks, config, folder, report
         self._processes = processes
@@ -83,26 +75,25 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
-        server_fds = [self._server_end.fileno(), *self._processes.fds]
         own = {"name": "server", "incarnation": self._processes.incarnation}
-        asked = request(self._processes.server_role, {**self._common, **own})
-        self._send(self._forks.socket, asked, server_fds)
-        self._server_end.close()
+        self._start_process(self._processes.server_role, own, self._server_end)
         for worker in self._incarnations:
             self._start_worker(worker)
         for fault in self._processes.faults:
             if fault.kind == "join":  # the server waits for it even if no worker is left
-                self._send(self._control, json.dumps({"kind": "expected", "worker": fault.worker}).encode())
+                self._order({"kind": "expected", "worker": fault.worker})
 
     def _start_worker(self, worker: int) -> None:
         server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {"name": f"worker {worker}", "worker": worker, "incarnation": self._incarnations[worker]}
-        worker_fds = [worker_side.fileno(), *self._processes.fds]
-        asked = request(self._processes.worker_role, {**self._common, **own})
-        self._send(self._forks.socket, asked, worker_fds)
-        self._send(self._control, json.dumps({"kind": "worker", **own}).encode(), [server_side.fileno()])
+        self._start_process(self._processes.worker_role, own, worker_side)
+        self._order({"kind": "worker", **own}, [server_side.fileno()])
         server_side.close()
-        worker_side.close()
+
+    def _start_process(self, role: str, own: dict[str, Any], end: socket.socket) -> None:
+        """Ask the fork server for a process that gets `end`, which this process closes."""
+        self._send(self._forks.socket, request(role, {**self._common, **own}), [end.fileno(), *self._processes.fds])
+        end.close()
 
     def _restart(self, worker: int) -> None:
         """Start a new incarnation of a worker, or a new worker."""
@@ -116,8 +107,10 @@ class Supervisor:
     def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:
         """Report a fault here and to the server, which then waits for a worker that will return."""
         self._report({"kind": "note", "text": text})
-        order = {"kind": "fault", "fault": asdict(fault), "returns": returns}
-        self._send(self._control, json.dumps(order).encode())
+        self._order({"kind": "fault", "fault": asdict(fault), "returns": returns})
+
+    def _order(self, order: dict[str, Any], fds: list[int] | None = None) -> None:
+        self._send(self._control, json.dumps(order).encode(), fds)
 
     def _send(self, line: socket.socket, packet: bytes, fds: list[int] | None = None) -> None:
         """Send without blocking. While the socket is full, read incoming messages, so that no deadlock can occur."""
@@ -150,17 +143,12 @@ class Supervisor:
                     self._hear_forks()
 
     def _hear_server(self, flags: int = 0) -> None:
-        try:
-            packet = self._control.recv(1 << 20, flags)
-        except ConnectionResetError:
-            packet = b""
-        if not packet:
+        row = receive_row(self._control, flags)
+        if row is None:
             self._server_is_silent = True  # the fork server will report how it ended
-            return
-        row = json.loads(packet)
-        if row["kind"] == "failed":
+        elif row["kind"] == "failed":
             raise ChildFailed(row["text"], row["code"])
-        if row["kind"] == "finished":
+        elif row["kind"] == "finished":
             self._finished = True
         elif row["kind"] == "clock":
             self._injector.set_clock(row["now"], row["runs"])
@@ -221,7 +209,7 @@ class Supervisor:
                 raise KeyboardInterrupt
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._report({"kind": "stopping", "reason": reason})
-            self._send(self._control, json.dumps({"kind": "stop", "reason": reason}).encode())
+            self._order({"kind": "stop", "reason": reason})
 
         with handle_signals(stop):
             yield
@@ -241,22 +229,16 @@ def train_on_processes(
     skew = divide_work(shared.dataset.train_labels, config).skew if shared is not None else None
     for line in startup_warnings(config, location, skew):
         report({"kind": "note", "text": line})
-    data = {"dataset": shared.spec() if shared is not None else None}
-    spec = {**data, "facts": provenance(config, location), "resume": incarnation > 0}
-    processes = ProcessPlan(spec, shared.fds if shared is not None else [], incarnation, faults=faults)
-    if on_ring(config):
-        processes = processes.in_ring()
-    result = run_local(config, folder, forks, processes, report)
+    dataset, fds = (shared.spec(), shared.fds) if shared is not None else (None, [])
+    spec = {"dataset": dataset, "facts": provenance(config, location), "resume": incarnation > 0}
+    processes = ProcessPlan(spec, fds, incarnation, faults=faults)
+    result = run_local(config, folder, forks, processes.in_ring() if on_ring(config) else processes, report)
     require_survivors(result, folder)
     return result
 
 
 def run_local(
-    config: RunConfig,
-    folder: RunFolder,
-    forks: ForkServer,
-    processes: ProcessPlan,
-    report: Callable[[dict[str, Any]], None],
+    config: RunConfig, folder: RunFolder, forks: ForkServer, processes: ProcessPlan, report: Report
 ) -> dict[str, Any]:
     """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
     for restart in range(1, config.restart + 2):
@@ -270,8 +252,8 @@ def run_local(
                 raise
             processes = processes.again(*next_incarnation(folder.arrivals_file, config))
             where = "its newest checkpoint" + (" and its log" if config.recovery == "log" else "")
-            text = f"{lost.what}: going on from {where} (restart {restart} of {config.restart})"
-            report({"kind": "note", "text": text})
+            what = f"{lost.what}: going on from {where}"
+            report({"kind": "note", "text": f"{what} (restart {restart} of {config.restart})"})
     result = folder.result()
     if result is None:
         raise UserError(f"{folder.path} holds no result although its server finished: was it removed?")

@@ -1,7 +1,4 @@
-"""Take over a script's model, data, optimizer and schedule.
-
-The optimizer's settings become the server's, and its `step()` becomes a push: the script's own lines do not change.
-"""
+"""Take over a script's model, data, optimizer and schedule: the optimizer's `step()` becomes a push."""
 
 from __future__ import annotations
 
@@ -41,29 +38,28 @@ class UserObjects:
     def parameters(self) -> set[int]:
         """The ids of the parameters that the optimizer steps."""
         assert self.optimizer is not None
-        return {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return _parameters_of(self.optimizer)
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> UserObjects:
     """Sort the objects into model, data, optimizer and schedule. Raise UserError if they do not fit together."""
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"session.prepare({type(model).__name__}, ...): the first thing is the model, a torch.nn.Module"
-        )
+        raise UserError(f"session.prepare({type(model).__name__}, ...): the first thing is the model, an nn.Module")
     optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
     schedules = [thing for thing in things if isinstance(thing, SCHEDULES)]
     data = [thing for thing in things if not isinstance(thing, (Optimizer, *SCHEDULES))]
     if len(data) != 1 or len(optimizers) > 1:
-        found = f"{len(data)} data sets or loaders and {len(optimizers)} optimizers"
-        raise UserError(
-            f"session.prepare(...) was given {found}: give what you train on, once, and at most one optimizer"
-        )
+        what = f"session.prepare(...) was given {len(data)} data sets or loaders and {len(optimizers)} optimizers"
+        raise UserError(f"{what}: give what you train on, once, and at most one optimizer")
     optimizer = optimizers[0] if optimizers else None
-    for schedule in schedules:
-        if schedule.optimizer is not optimizer:
-            raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one given")
-    if optimizer is not None:
-        _require_of_model(optimizer, model)
+    if any(schedule.optimizer is not optimizer for schedule in schedules):
+        raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one given")
+    if optimizer is not None and not _parameters_of(optimizer) <= {id(parameter) for parameter in model.parameters()}:
+        raise UserError("session.prepare(...): the optimizer has parameters that the model has not: give the model's")
     return _with_data(model, data[0], batch_size, optimizer)
 
 
@@ -74,43 +70,28 @@ def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: O
         _require_indexable(data)
         return UserObjects(model, data, batch_size or DEFAULT_BATCH, None, optimizer, loops=False)
     if batch_size is not None and batch_size != data.batch_size:
-        raise UserError(
-            f"session.prepare(...): batch_size={batch_size}, and the loader has {data.batch_size}: leave it out"
-        )
+        what = f"session.prepare(...): batch_size={batch_size}, and the loader has {data.batch_size}"
+        raise UserError(f"{what}: leave it out")
     if data.batch_size is None:
-        raise UserError(
-            "session.prepare(...): this loader has a batch sampler of its own, but Paceline assigns batches itself; "
-            "give the data set with batch_size=N"
-        )
+        what = "session.prepare(...): this loader has a batch sampler of its own, but Paceline assigns batches itself"
+        raise UserError(f"{what}; give the data set with batch_size=N")
     _require_indexable(data.dataset)
     return UserObjects(model, data.dataset, data.batch_size, data.collate_fn, optimizer, loops=True)
 
 
 def _require_indexable(data: Any) -> None:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        raise UserError(
-            f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed; Paceline assigns "
-            "samples by number: give a map-style data set, tensors, or a DataLoader over one"
-        )
-
-
-def _require_of_model(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UserError if the optimizer has parameters that the model does not have."""
-    known = {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(
-            "session.prepare(...): the optimizer has parameters that the model has not; give the model's own"
-        )
+        what = f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed"
+        why = "Paceline assigns samples by number"
+        raise UserError(f"{what}; {why}: give a map-style data set, tensors, or a DataLoader over one")
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, Any]:
     """Convert a torch optimizer to the settings of a run."""
     name = type(optimizer).__name__
     if name not in KINDS:
-        raise UserError(
-            f"optimizer {name}: the server has {', '.join(KINDS)}; use one of them, or leave it out of "
-            "session.prepare(...), call session.step(loss) and give --optimizer lars"
-        )
+        instead = "leave it out of session.prepare(...), call session.step(loss) and give --optimizer lars"
+        raise UserError(f"optimizer {name}: the server has {', '.join(KINDS)}; use one of them, or {instead}")
     for setting, wanted in FIXED.items():
         for group in optimizer.param_groups:
             if group.get(setting, wanted) != wanted:
@@ -118,11 +99,8 @@ def settings_of(optimizer: Optimizer) -> dict[str, Any]:
     decays = {float(group["weight_decay"]) for group in optimizer.param_groups} - {0.0}
     if len(decays) > 1:
         raise UserError(f"optimizer {name}: weight decays {sorted(decays)}; the server has one, or none, a parameter")
-    settings = {
-        "optimizer": KINDS[name],
-        "lr": lr_of(optimizer, "initial_lr"),
-        "weight_decay": max(decays, default=0.0),
-    }
+    lr, decay = lr_of(optimizer, "initial_lr"), max(decays, default=0.0)
+    settings = {"optimizer": KINDS[name], "lr": lr, "weight_decay": decay}
     for setting in ("momentum", "nesterov", "betas"):
         values = [group[setting] for group in optimizer.param_groups if setting in group]
         if any(value != values[0] for value in values):
@@ -149,9 +127,8 @@ def decay_of(optimizer: Optimizer) -> Callable[[str, nn.Parameter], bool]:
 def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: frozenset[str]) -> None:
     """Raise UserError if the command line and the script disagree."""
     for name, value in settings.items():
-        asked = getattr(config, name)
-        if name in typed and asked != value:
-            flag = f"--{name.replace('_', '-')} {asked}"
+        if name in typed and getattr(config, name) != value:
+            flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
             raise UserError(f"{flag}, and the script itself says {value}: leave out one of the two")
 
 

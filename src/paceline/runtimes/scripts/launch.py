@@ -1,4 +1,4 @@
-"""`paceline run`: several processes of one user script, and a server that learns the model from them."""
+"""`paceline run`: several processes of one user script, and a server that gets the model from them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
 
 
 def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
-    """Start the script again where it was first started; its server goes on from the newest checkpoint.
-
-    What was pushed since is lost, and counted: only the script itself could compute it again.
-    """
+    """Start the script again in its folder. The server resumes from the newest checkpoint; later pushes are lost."""
     folder.require_unfinished()
     call = ScriptCall.load(folder)
     if call.changed:

@@ -31,27 +31,17 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     typed = frozenset(spec.get("typed", ()))
     session.inherited = session.WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder)
     seed_generators(initial_seed(config))
-    if spec.get("replay"):
-        return _run_again(spec)
     if "cwd" in spec:
         os.chdir(spec["cwd"])
-    return _run(spec["script"])
-
-
-def _run(command: list[str]) -> int:
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).resolve().parent))
-    runpy.run_path(command[0], run_name="__main__")
-    return 0
-
-
-def _run_again(spec: dict[str, Any]) -> int:
-    """Run the script again for a replay, in its original folder. If the run lost this worker, end silently."""
-    os.chdir(spec["cwd"])
+    sys.argv = spec["script"]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     try:
-        return _run(spec["script"])
-    except RunFailed:
-        return 0
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except PacelineError as error:
+        if not spec.get("replay"):
+            raise
+        if isinstance(error, RunFailed):  # the recorded run lost this worker
+            return 0
         print(f"{spec['name']}: {error}", file=sys.stderr)
         return error.exit_code
+    return 0

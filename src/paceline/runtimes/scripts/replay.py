@@ -1,7 +1,4 @@
-"""Conducts the replay of a user's script: starts the server and the scripts it asks for, and hears the outcome.
-
-It imports no torch; everything it starts ends with it.
-"""
+"""Replay a user's script: start the server and the scripts that it asks for, and receive the outcome, without torch."""
 
 from __future__ import annotations
 
@@ -15,18 +12,16 @@ from paceline.config import to_dict
 from paceline.errors import ChildFailed, RunFailed
 from paceline.interfaces import Report
 from paceline.runs.recording import Recording, ScriptCall
-from paceline.runtimes.local.fork_server import ForkServer, request
+from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.supervisor import ENDING_SECONDS
-
-_LARGEST = 1 << 20
 
 
 def replay_script(recording: Recording, call: ScriptCall, report: Report) -> dict[str, Any]:
-    """Start the script again on as many workers, let the server hold each push until its turn; the outcome."""
+    """Run the script again on as many workers, with pushes applied in the recorded order. Return the outcome."""
     with ForkServer() as forks:
-        conductor = ReplayProcesses(forks, recording, call, report)
-        conductor.start()
-        return conductor.follow()
+        processes = ReplayProcesses(forks, recording, call, report)
+        processes.start()
+        return processes.follow()
 
 
 class ReplayProcesses:
@@ -43,13 +38,13 @@ class ReplayProcesses:
         self._outcome: dict[str, Any] | None = None
 
     def start(self) -> None:
-        """The server first; it asks for the scripts."""
-        asked = request("replay server", {**self._spec, "name": "server"})
-        socket.send_fds(self._forks.socket, [asked], [self._server_end.fileno()])
+        """Start the server, which then asks for the scripts."""
+        packet = request("replay server", {**self._spec, "name": "server"})
+        socket.send_fds(self._forks.socket, [packet], [self._server_end.fileno()])
         self._server_end.close()
 
     def follow(self) -> dict[str, Any]:
-        """Until the server has told the outcome; the scripts are given a moment to end."""
+        """Wait for the server's outcome, then a few seconds for the scripts to end."""
         while self._outcome is None:
             readable, _, _ = select.select([self._forks.socket, self._control], [], [])
             if self._control in readable:  # first: what the server said before it ended
@@ -63,13 +58,9 @@ class ReplayProcesses:
         return self._outcome
 
     def _hear_server(self) -> None:
-        try:
-            packet = self._control.recv(_LARGEST)
-        except ConnectionResetError:
-            packet = b""
-        if not packet:
+        row = receive_row(self._control)
+        if row is None:
             raise RunFailed("the server of the replay was lost: see the lines above; the run itself is as it was")
-        row = json.loads(packet)
         match row["kind"]:
             case "failed":
                 raise ChildFailed(row["text"], row["code"])

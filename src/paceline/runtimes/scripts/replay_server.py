@@ -1,10 +1,8 @@
-"""The server of a script's replay: takes each push when the log says that it was applied, however early it comes.
-
-It writes nothing into the run folder except, if asked, the weights of one update; the outcome goes to the parent.
-"""
+"""The server of a script's replay: it applies pushes in the order of the log, and sends the outcome to its parent."""
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,27 +39,25 @@ class ScriptWorker:
         self._patience = patience
 
     def load_state(self, local_state: Tensor) -> None:
-        """A script's replay begins with the run, never at a checkpoint."""
+        """Never called: a script's replay begins with the run, not at a checkpoint."""
         raise AssertionError("a script keeps its own state to itself")
 
     def push(self) -> Push | None:
-        """The push that the script sends next; None if it has ended."""
+        """Receive the script's next push, or None if it has ended."""
         self.pending = None
         message = receive(self.peer, self._patience, "a push")
         return message if isinstance(message, Push) else None
 
 
 def receive(peer: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | None:
-    """A worker's next hello or push; None if it is gone. Figures and learning rates are skipped: the log has them."""
+    """Receive a worker's next hello or push, or None if it is gone; skip logged metrics and learning rates."""
     peer.connection.settimeout(patience)
     try:
         while isinstance(message := peer.receive(), ReportedFigures | SetLrFactor):
             pass
     except TimeoutError:
-        raise RunFailed(
-            f"worker {peer.worker} was silent for {patience:.0f} s, but the log has {what} of it: the script waits "
-            "for something, or does other work than in the run"
-        ) from None
+        silence = f"worker {peer.worker} was silent for {patience:.0f} s, but the log has {what} of it"
+        raise RunFailed(f"{silence}: the script waits for something, or does other work than in the run") from None
     except ProtocolError as error:
         raise RunFailed(f"{error}: the script does other work than in the run") from None
     return message
@@ -71,10 +67,9 @@ class ScriptWorkers:
     """The scripts of a replay, by worker."""
 
     def __init__(self, control: SupervisorChannel, records: list[Record]) -> None:
-        self._control = control
-        self._doors: dict[int, SharedMemoryPeer] = {}
+        self._control, self._patience = control, patience(records)
+        self._peers: dict[int, SharedMemoryPeer] = {}
         self._hellos: dict[int, Hello] = {}
-        self._patience = patience(records)
         first: dict[int, int] = {}
         for record in records:
             if record.kind == "join":
@@ -84,17 +79,17 @@ class ScriptWorkers:
         for _ in first:
             order, fds = self._control.receive()
             peer = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
-            self._doors[peer.worker] = peer
+            self._peers[peer.worker] = peer
 
     def hello(self, join: Join) -> Hello:
-        """The hello of a worker that joins; received once."""
+        """The hello of a worker that joins. It is received once."""
         worker = join.worker
-        if worker not in self._doors:
+        if worker not in self._peers:
             raise RunFailed(
                 f"worker {worker} joins again in the log: a script cannot come back in the middle of its run"
             )
         if worker not in self._hellos:
-            message = receive(self._doors[worker], START_SECONDS, "the hello")
+            message = receive(self._peers[worker], START_SECONDS, "the hello")
             if not isinstance(message, Hello):
                 raise RunFailed(f"worker {worker} ended before session.prepare(...): in the run it went on")
             self._hellos[worker] = message
@@ -104,24 +99,21 @@ class ScriptWorkers:
         """The worker that joins as it did in the run."""
         hello = self.hello(join)
         if hello.join.quota != join.quota:
-            raise RunFailed(
-                f"worker {join.worker} has work for {hello.join.quota} pushes, in the run for {join.quota}: "
-                "the script brings other data"
-            )
+            what = f"worker {join.worker} has work for {hello.join.quota} pushes, in the run for {join.quota}"
+            raise RunFailed(f"{what}: the script brings other data")
         if hello.join.threads != join.threads:
             text = f"worker {join.worker} uses {hello.join.threads} threads, in the run {join.threads}"
             self._control.send({"kind": "note", "text": text})
-        return ScriptWorker(join, self._doors[join.worker], self._patience)
+        return ScriptWorker(join, self._peers[join.worker], self._patience)
 
     def answer(self, reply: Reply) -> None:
         """Send a reply whose weights lie in the worker's memory."""
-        self._doors[reply.worker].answer(reply)
+        self._peers[reply.worker].answer(reply)
 
     def hang_up(self, worker: int) -> None:
         """Disconnect a worker that the run lost, or that left."""
         self._hellos.pop(worker, None)
-        peer = self._doors.pop(worker, None)
-        if peer is not None:
+        if (peer := self._peers.pop(worker, None)) is not None:
             peer.connection.close()
 
 
@@ -142,12 +134,12 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         output = Path(spec["output"]) if spec["output"] is not None else None
         recording = open_recording(Path(spec["folder"]), spec["until"], output)
         records = recording.log.effective_records
-        starters = _starters(records)
+        before_push = itertools.takewhile(lambda record: record.kind != "push", records)
+        joins = [record.message for record in before_push if isinstance(record.message, Join)]
         scripts = ScriptWorkers(control, records)
-        if not starters:
+        if not joins:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
-        first = scripts.hello(starters[0])
-        _, model, server = learn(recording.config, first, len(starters), recording.folder)
+        _, model, server = learn(recording.config, scripts.hello(joins[0]), len(joins), recording.folder)
         again = Replay(server, scripts.instance, send=scripts.answer, compare_with=checkpoints_by_record(recording))
 
         def passed(record: Record) -> None:
@@ -159,16 +151,3 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         control.send({"kind": "replayed", "outcome": outcome})
 
     return reporting(serve, fds[0])
-
-
-def _starters(records: list[Record]) -> list[Join]:
-    """The joins before the first push, in worker order."""
-    starters: list[Join] = []
-    for record in records:
-        if record.kind == "push":
-            break
-        if record.kind == "join":
-            message = record.message
-            assert isinstance(message, Join)
-            starters.append(message)
-    return starters

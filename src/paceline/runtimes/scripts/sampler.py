@@ -31,8 +31,7 @@ class BatchConsumer(Protocol):
 class AddressedBatches:
     """This worker's batches. Tensor data sets are indexed as whole tensors, without per-item Python.
 
-    With `in_epochs`, each iteration is one pass over this worker's data. If gradients are accumulated, a batch comes in
-    several `parts`.
+    With `in_epochs`, each iteration is one pass over this worker's data. Accumulated batches come in `parts`.
     """
 
     def __init__(
@@ -64,10 +63,9 @@ class AddressedBatches:
                 self._session.next_part()
                 yield self._fetch(part)
             if not self._session.stepped:
-                raise UserError(
-                    "a batch was taken but session.step() was not called: call it (or the step() of the optimizer you "
-                    "passed) once for every batch; to step after several, session.prepare(..., accumulate=N)"
-                )
+                call = "call it (or the step() of the optimizer you passed) once for every batch"
+                several = "to step after several, session.prepare(..., accumulate=N)"
+                raise UserError(f"a batch was taken but session.step() was not called: {call}; {several}")
 
     def _fetch(self, indices: np.ndarray[Any, Any]) -> Any:
         if self._collate in (None, default_collate):

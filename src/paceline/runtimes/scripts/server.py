@@ -32,7 +32,7 @@ Introductions = list[tuple[SharedMemoryPeer, Hello]]
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
-    """Wait until the scripts have said what they train, then serve the run until the last of them has left."""
+    """Wait for the first message of every script, then serve the run until the last script has left."""
     config = from_dict(spec["config"])
 
     def serve(control: SupervisorChannel) -> None:
@@ -45,7 +45,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         if not spec.get("resume"):
             folder.update_config(resolved)
         peers: Peers[SharedMemoryPeer] = Peers()
-        host = _make_host(spec, server, model, resolved, folder, control, peers)
+        rebuilt = None
+        if spec.get("resume"):
+            skipping = dataclasses.replace(resolved, recovery="checkpoint")
+            rebuilt = rebuild(server, _no_worker, model, skipping, folder, control.send)
+        now = rebuilt.now if rebuilt is not None else 0.0
+        host = Host(server, model, None, resolved, folder, control.send, peers, now, spec["facts"])
+        if rebuilt is not None:
+            host.resume_from(rebuilt)
         service = Service(host, peers, control, expected, patient=True)
         for peer, _ in introductions:
             service.admit(peer)
@@ -61,26 +68,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     return reporting(serve, fds[0])
 
 
-def _make_host(
-    spec: dict[str, Any],
-    server: Server,
-    model: ScriptModel,
-    config: RunConfig,
-    folder: RunFolder,
-    control: SupervisorChannel,
-    peers: Peers[SharedMemoryPeer],
-) -> Host:
-    """The host of a new run, or of one that resumes from its newest checkpoint."""
-    if not spec.get("resume"):
-        return Host(server, model, None, config, folder, control.send, peers, 0.0, spec["facts"])
-    skipping = dataclasses.replace(config, recovery="checkpoint")
-    rebuilt = rebuild(server, _no_seat, model, skipping, folder, control.send)
-    host = Host(server, model, None, config, folder, control.send, peers, rebuilt.now, spec["facts"])
-    host.resume_from(rebuilt)
-    return host
-
-
-def _no_seat(join: Join) -> LocalWorker:
+def _no_worker(join: Join) -> LocalWorker:
     raise AssertionError("only a script computes its pushes")
 
 
@@ -90,7 +78,7 @@ def _expected(first: Hello) -> dict[str, Any]:
 
 
 def _gather(control: SupervisorChannel, num_workers: int) -> Introductions:
-    """Wait for the hello of every script, in worker order; scripts that end before it are left out."""
+    """Wait for the hello of every script. Return them in worker order, without scripts that ended before."""
     selector = selectors.DefaultSelector()
     selector.register(control.connection, selectors.EVENT_READ)
     pending: set[int] = set(range(num_workers))
@@ -120,10 +108,8 @@ def _gather(control: SupervisorChannel, num_workers: int) -> Introductions:
     return sorted(found, key=lambda pair: pair[0].worker)
 
 
-def learn(
-    config: RunConfig, first: Hello, num_workers: int, folder: RunFolder
-) -> tuple[RunConfig, ScriptModel, Server]:
-    """Make the server from the first worker's weights; the budget follows from its data and the number of workers."""
+def learn(config: RunConfig, first: Hello, workers: int, folder: RunFolder) -> tuple[RunConfig, ScriptModel, Server]:
+    """Make the server from the first worker's weights. Its data and the number of workers give the budget."""
     facts = first.facts
     config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
     model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_frozen(folder.frozen_file))
@@ -131,12 +117,10 @@ def learn(
     size = int(facts["num_samples"])
     own = config.epoch_mode == "own"
     passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
-    budget = Budget(passes * (num_workers if own else 1), size, steps=config.steps, per_worker=own)
-    server = Server(
-        first.slot.weights.clone(),
+    budget = Budget(passes * (workers if own else 1), size, steps=config.steps, per_worker=own)
+    rule, policy, training = (
         make_rule(config, model.layout),
         make_policy(config),
         Training(budget, make_schedule(config)),
-        Roster(config.workers or 1),
     )
-    return config, model, server
+    return config, model, Server(first.slot.weights.clone(), rule, policy, training, Roster(config.workers or 1))

@@ -1,7 +1,4 @@
-"""Your own training loop on many workers: `with paceline.join() as session`, started by `paceline run -n 4 script.py`.
-
-Started by plain `python script.py`, the same loop trains alone, with the server in the same process.
-"""
+"""A user's own training loop: `with paceline.join() as session`, on many workers (`paceline run`) or alone."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,16 +24,7 @@ from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
 from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
-from paceline.runtimes.scripts.adopt import (
-    SCHEDULES,
-    UserObjects,
-    decay_of,
-    lr_of,
-    require_agreement,
-    settings_of,
-    sort_out,
-    take_over,
-)
+from paceline.runtimes.scripts import adopt
 from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
@@ -93,37 +80,24 @@ class BoundModel:
 class Session:
     """One worker's share of a run, driven by the user's own loop."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        worker: int,
-        incarnation: int,
-        transport: ScriptTransport,
-        typed: frozenset[str] = frozenset(),
-        folder: Path | None = None,
-    ) -> None:
-        self.config, self.worker = config, worker
-        self.num_workers = config.workers or 1
-        self.finished = False
-        self.stepped = True
-        self._incarnation, self._transport = incarnation, transport
-        self._typed, self._folder = typed, folder
+    def __init__(self, env: WorkerEnv) -> None:
+        self.config, self.worker, self.num_workers = env.config, env.worker, env.config.workers or 1
+        self.finished, self.stepped = False, True
+        self._incarnation, self._transport = env.incarnation, env.transport
+        self._typed, self._folder = env.typed, env.folder
         self._bound: BoundModel | None = None
-        self._handed: UserObjects | None = None
+        self._handed: adopt.UserObjects | None = None
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
         self._loss = math.nan
-        self._factor = 1.0 if not incarnation else math.nan  # NaN: an earlier incarnation may have set another factor
-        self._timer = StepTimer(config, worker)
-        self._began = 0.0, 0.0
-        """When the step began: by the clock, and by the time that this process has computed."""
+        self._factor = 1.0 if not env.incarnation else math.nan  # an earlier incarnation may have set another factor
+        self._timer = StepTimer(env.config, env.worker)
+        self._began = 0.0, 0.0  # when the step began: by the clock, and by the CPU time of this process
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._transport.close()
 
     def prepare(
@@ -136,61 +110,52 @@ class Session:
     ) -> tuple[Any, ...]:
         """Bind the model to memory shared with the server, and give this worker its batches.
 
-        `things` are the data (a data set, tensors, or the loader you had), and if you like your optimizer, whose
-        settings become the run's and whose `step()` then pushes, and its schedule. They come back in the same order,
-        the data as an iterable of batches that ends when training is over; with `epochs`, which a loader needs, each
-        pass over it is one epoch. With `accumulate`, so many of its batches make one step.
-
-        All workers start from worker 0's weights.
+        `things` are the data (a data set, tensors, or your loader) and, optionally, your optimizer and its schedule.
+        The optimizer's settings become the run's, and its `step()` pushes. They come back in the same order, the data
+        as an iterable of batches that ends when training is over. With `epochs`, which a loader needs, each pass over
+        it is one epoch. `accumulate` batches make one step. All workers start from worker 0's weights.
         """
         if self._bound is not None:
             raise UserError("session.prepare(...) was called twice: a session trains one model")
-        handed = self._handed = sort_out(model, things, batch_size)
-        self._refuse_misfits(handed, epochs, accumulate)
-        self.config, settings = self._settle(handed, epochs, accumulate)
+        handed = self._handed = adopt.sort_out(model, things, batch_size)
+        settings = self._settings(handed, epochs, accumulate)
+        self.config = dataclasses.replace(self.config, batch_size=handed.batch_size * accumulate, **settings)
         length = num_samples(handed.data) if isinstance(handed.data, Mapping) else len(handed.data)
         work = divide_work(class_labels(targets_of(handed.data), length, self.config), self.config)
         self._join(handed, work, settings)
         batches = work.batches(self.worker, self.config)
-        dealt = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
+        loader = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
         if handed.optimizer is not None:
-            take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
-        return model, *(thing if isinstance(thing, (Optimizer, *SCHEDULES)) else dealt for thing in things)
+            adopt.take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
+        return model, *(thing if isinstance(thing, (Optimizer, *adopt.SCHEDULES)) else loader for thing in things)
 
-    def _refuse_misfits(self, handed: UserObjects, epochs: float | None, accumulate: int) -> None:
+    def _settings(self, handed: adopt.UserObjects, epochs: float | None, accumulate: int) -> dict[str, Any]:
+        """Return the settings that the script decides. Raise UserError if they do not fit."""
         if handed.loops and epochs is None:
-            raise UserError(
-                "session.prepare(..., loader): say how many passes your loop makes over it, as in epochs=10; workers "
-                "share them"
-            )
+            passes = "say how many passes your loop makes over it, as in epochs=10; workers share them"
+            raise UserError(f"session.prepare(..., loader): {passes}")
         if accumulate < 1 or (epochs is not None and not epochs > 0):
             raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
-
-    def _settle(self, handed: UserObjects, epochs: float | None, accumulate: int) -> tuple[RunConfig, dict[str, Any]]:
-        """Return the run's config with the script's settings, and those settings alone."""
-        settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
+        settings: dict[str, Any] = adopt.settings_of(handed.optimizer) if handed.optimizer is not None else {}
         if epochs is not None:
             settings |= {"epochs": float(epochs), "epoch_mode": "own"}
-        require_agreement(settings, self.config, self._typed)
-        size = handed.batch_size * accumulate
-        return dataclasses.replace(self.config, batch_size=size, **settings), settings
+        adopt.require_agreement(settings, self.config, self._typed)
+        return settings
 
-    def _join(self, handed: UserObjects, work: WorkAssignment, settings: dict[str, Any]) -> None:
+    def _join(self, handed: adopt.UserObjects, work: WorkAssignment, settings: dict[str, Any]) -> None:
         """Bind the model and join the run."""
-        optimizer = handed.optimizer
-        decay = decay_of(optimizer) if optimizer is not None else None
-        flat = FlatModule(
-            handed.model, decay, (lambda p: id(p) in handed.parameters) if optimizer is not None else None
-        )
+        if handed.optimizer is not None:
+            decays = adopt.decay_of(handed.optimizer)
+            flat = FlatModule(handed.model, decays, lambda parameter: id(parameter) in handed.parameters)
+        else:
+            flat = FlatModule(handed.model)
         bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
         if isinstance(self._transport, InProcessClient):
             self._transport.start(self.config, flat.layout, bound.slot, work.budget)
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
-        sources, names = (
-            flat.sources(),
-            [part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)],
-        )
+        sources = flat.sources()
+        own_names = {part.name: part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)}
         facts = {
             "layout": flat.layout.to_rows(),
             "state_layout": flat.state_layout.to_rows(),
@@ -198,7 +163,7 @@ class Session:
             "shard_samples": len(work.shards[self.worker]),
             "batch_size": self.config.batch_size,
             "settings": settings,
-            "sources": None if sources == {name: name for name in names} else sources,
+            "sources": None if sources == own_names else sources,
         }
         join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
         self._take(self._transport.hello(join, bound.slot, facts))
@@ -242,10 +207,8 @@ class Session:
     def _require_batch(self) -> None:
         """Raise UserError unless this is the only step for the current batch, and all its parts were taken."""
         if self.stepped:
-            raise UserError(
-                "session.step() was called twice for one batch, or before the first: call it once for each batch of "
-                "the loader that session.prepare(...) returned"
-            )
+            what = "session.step() was called twice for one batch, or before the first"
+            raise UserError(f"{what}: call it once for each batch of the loader that session.prepare(...) returned")
         if self.finished:
             raise UserError("session.step() after training was over: leave the loop when the batches end")
         if self._parts_left:
@@ -259,7 +222,7 @@ class Session:
         optimizer = self._handed.optimizer if self._handed is not None else None
         if optimizer is None or self.worker != 0:
             return
-        factor = lr_of(optimizer) / (self.config.lr or 1.0)
+        factor = adopt.lr_of(optimizer) / (self.config.lr or 1.0)
         if factor != self._factor:
             self._factor = factor
             self._transport.set_rate(SetLrFactor(self.worker, factor))
@@ -296,12 +259,11 @@ class Session:
 def join(config: RunConfig | None = None) -> Session:
     """Join the run that `paceline run` started. Without one, start a run of one worker with `config`'s settings."""
     if inherited is not None:
-        known = inherited.config, inherited.worker, inherited.incarnation, inherited.transport
-        return Session(*known, inherited.typed, inherited.folder)
-    asked = config if config is not None else RunConfig(strategy=CLASSIC)
-    typed = frozenset(given(asked, SCRIPT_MAY_DECIDE))
-    alone = resolve(dataclasses.replace(asked, task=asked.task or SCRIPT))
+        return Session(inherited)
+    config = config if config is not None else RunConfig(strategy=CLASSIC)
+    typed = frozenset(given(config, SCRIPT_MAY_DECIDE))
+    alone = resolve(dataclasses.replace(config, task=config.task or SCRIPT))
     require_own_loop(alone)
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
-    return Session(alone, 0, 0, InProcessClient(), typed)
+    return Session(WorkerEnv(alone, 0, 0, InProcessClient(), typed))
