@@ -112,7 +112,7 @@ def test_checkpoints_are_copied_into_the_same_memory_and_stay_what_they_were(rec
     run = record(strategy="async", workers=2)
     run.join_all()
     run.push_at_random(1)
-    run.host._checkpoints._make_room(run.host.memories)
+    run.host._checkpoints.is_ready(run.config.checkpoint_every, run.host.memories)  # makes the buffers
     run.host._checkpoints.writer.wait()
     room = run.host._checkpoints._room._free[run.server.weights.shape, torch.float32]
     places = {tensor.data_ptr() for tensor in room}
