@@ -79,7 +79,7 @@ class ForesightCached(StatelessHooks):
 
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
-        state["numbers"][worker] = 0.0
+        state["numbers"][worker].zero_()  # an assignment would synchronise a GPU
 
     def expire(self, state: State, worker: int) -> None:
         forget(state, worker)
