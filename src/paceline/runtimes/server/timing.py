@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline.system.cpu import cores
 from paceline.transports.protocol import Timing
 
 KEPT, RECENT, WARM_UP = 2000, 33, 10  # steps of one worker: kept, used for medians, left out at the start
@@ -57,7 +57,7 @@ class TimingCollector:
     def __init__(self) -> None:
         self._workers: defaultdict[int, RecentSteps] = defaultdict(RecentSteps)
         self._began = self._scoring = 0.0
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = cores()
 
     def add(self, worker: int, timing: Timing, steps: int = 1) -> None:
         """Record the time that a push of `steps` local steps took."""
