@@ -21,6 +21,7 @@ from paceline.randomness import mix64
 from paceline.settings.imports import make_own
 from paceline.settings.preprocessing import PADDING, ways_of
 from paceline.settings.stopping import require_measured
+from paceline.system.subnormals import flush_subnormals
 from paceline.tasks.nested import num_samples, tensors_of
 from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import SupervisedTask
@@ -29,7 +30,11 @@ _INITIAL = 0x1417
 
 
 def prepare_device(config: RunConfig) -> torch.device:
-    """Set the threads and, on a GPU, kernels that sum in a fixed order, so that a run can be replayed there too."""
+    """Set the threads, flush subnormal floats, and on a GPU choose kernels that sum in a fixed order.
+
+    So a run can be replayed with equal bits.
+    """
+    flush_subnormals()
     torch.set_num_threads(config.threads or 1)
     if config.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

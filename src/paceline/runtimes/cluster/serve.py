@@ -152,9 +152,11 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     from paceline.runtimes.server.process import make_host
     from paceline.runtimes.server.remote_service import ForegroundChannel
     from paceline.system.memory import keep_freed_memory, raise_file_limit
+    from paceline.system.subnormals import flush_subnormals
     from paceline.transports.listener import Listener
 
     keep_freed_memory()
+    flush_subnormals()
     raise_file_limit()
     config, folder, location, options = order.config, order.folder, order.location, order.options
     console, tell, resume = order.console, order.tell, order.resume

@@ -159,6 +159,9 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         for fd in ours:
             os.close(fd)
         sys.path[:] = request["path"]
+        from paceline.system.subnormals import flush_subnormals  # torch is loaded in a forked process only
+
+        flush_subnormals()
         module, _, name = ROLES[request["role"]].partition(":")
         code = getattr(importlib.import_module(module), name)(request["spec"], fds)
     except PacelineError as error:

@@ -30,6 +30,7 @@ from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
 from paceline.settings.resolve import require_own_loop, resolve
 from paceline.settings.strategies import CLASSIC
+from paceline.system.subnormals import flush_subnormals
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_frozen
@@ -260,6 +261,7 @@ def join(config: RunConfig | None = None) -> Session:
     """Join the run that `paceline run` started. Without one, start a run of one worker with `config`'s settings."""
     if inherited is not None:
         return Session(inherited)
+    flush_subnormals()
     config = config if config is not None else RunConfig(strategy=CLASSIC)
     typed = frozenset(given(config, SCRIPT_MAY_DECIDE))
     alone = resolve(dataclasses.replace(config, task=config.task or SCRIPT))

@@ -129,10 +129,12 @@ def serve_part(
     from paceline.runtimes.sharded.channel import ShardChannel
     from paceline.runtimes.sharded.shard import ShardService
     from paceline.system.memory import keep_freed_memory, raise_file_limit
+    from paceline.system.subnormals import flush_subnormals
     from paceline.transports.listener import Listener
     from paceline.transports.tcp_client import TcpClient
 
     keep_freed_memory()
+    flush_subnormals()
     raise_file_limit()
     with contextlib.closing(Listener(listen, token, own)) as listener:
         fields = {"shard": True, "version": package_version("paceline"), "pid": os.getpid()}

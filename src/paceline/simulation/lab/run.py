@@ -23,6 +23,7 @@ from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import BATCHED
 from paceline.simulation.lab.packing import available_memory, group_rows, memory_of, split_to_fit
 from paceline.simulation.lab.trace_pool import traced
+from paceline.system.subnormals import flush_subnormals
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def run_rows(
 ) -> Iterator[LabResult]:
     """Train all configs, batch by batch in turns, and yield each result as soon as its run ends."""
     check_rows(configs)
+    flush_subnormals()
     spent = spent or LabTimes()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of 10-bit mantissas, sums in full

@@ -24,6 +24,7 @@ from paceline.studies.landscape.losses import Losses
 from paceline.studies.landscape.paths import RunSnapshots, TrainingPath, read_path
 from paceline.studies.landscape.plane import Plane, nearest_plane
 from paceline.system.cpu import cores
+from paceline.system.subnormals import flush_subnormals
 
 SCHEMA = 1
 SHOWN_SHARES = 10
@@ -69,6 +70,7 @@ class Landscape:
 def survey(runs: list[RunSnapshots], view: LandscapeView, console: Console) -> Landscape:
     """Read the snapshots, find their plane, and evaluate the loss on it and along the paths."""
     require_device(RunConfig(device=view.device))
+    flush_subnormals()
     torch.set_num_threads(cores())
     try:
         config = runs[0].config
