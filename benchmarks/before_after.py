@@ -1,6 +1,7 @@
 """Samples per second of this checkout beside another one, in interleaved pairs: what a refactoring must not slow down.
 
 python benchmarks/before_after.py OTHER/src [--pairs N] [--only NAME]
+python benchmarks/before_after.py OTHER/src --flags "--strategy async --workers 15 --steps 9000"
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the src folder of the other checkout")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--only", choices=ROWS, metavar="NAME", help=", ".join(ROWS))
+    parser.add_argument("--flags", help="measure one run with these flags of 'paceline train' instead")
     options = parser.parse_args()
     here = Path(__file__).resolve().parents[1] / "src"
     print("| row | before, samples/s | after, samples/s | after / before |\n|---|---|---|---|")
-    for name in [options.only] if options.only else ROWS:
+    rows = {options.flags: options.flags} if options.flags else ROWS
+    for name in [options.only] if options.only else rows:
         found = []
         for number in range(options.pairs):
             order = (options.before, here) if number % 2 == 0 else (here, options.before)
-            rates = {source: rate(source, ROWS[name]) for source in order}
+            rates = {source: rate(source, rows[name]) for source in order}
             found.append((rates[options.before], rates[here]))
         before, after = (statistics.median(side) for side in zip(*found, strict=True))
         ratios = sorted(now / then for then, now in found)
