@@ -52,7 +52,7 @@ def order_of(loader: DataLoader[Any]) -> LoaderOrder:
     if isinstance(loader.dataset, IterableDataset):
         what = f"{wanted}: {type(loader.dataset).__name__} is a stream, but Paceline assigns samples by number"
         raise UserError(f"{what}; give a DataLoader over a map-style data set")
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
     if batches is None:
         raise UserError(f"{wanted}: batch_size=None leaves it to the data set to make batches: give batch_size=N")
     plain = type(batches) is BatchSampler  # a subclass may make its batches in another way

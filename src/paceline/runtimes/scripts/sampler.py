@@ -95,23 +95,22 @@ def share_data(handed: UserObjects, config: RunConfig, worker: int, accumulate: 
     """Divide the data of a loop over the workers, and return the share of one."""
     if handed.order is not None and handed.order.initialises and worker == 0:
         warnings.warn("worker_init_fn is not called: items are loaded in the process of the loop", stacklevel=3)
+    full = split_of(config).kind == "full"
     if handed.order is not None and not handed.order.shuffles:
         drawn = DrawnBatches(handed.order, handed.num_samples, config, worker, accumulate)
-        quota = max(1, round(config.epochs * drawn.per_epoch))
-        full = split_of(config).kind == "full"
-        sizes = drawn.batch_size * accumulate, drawn.epoch_samples, quota, drawn.samples_before(quota)
+        steps = max(1, round(config.epochs * drawn.per_epoch))
+        sizes = drawn.batch_size * accumulate, drawn.epoch_samples, steps, drawn.samples_before(steps)
         return LoopShare(drawn, *sizes, skew=0.0, order=None if full else drawn.checksum)
-    divided = replace(config, batch_size=handed.batch_size * accumulate)
+    config = replace(config, batch_size=handed.batch_size * accumulate)
     labels = class_labels(targets_of(handed), handed.num_samples, config)
     drops = handed.order is not None and handed.order.drop_last
-    work = divide_work(labels, divided, handed.batch_size if drops else 1)
-    passes = [work.batches(each_worker, divided) for each_worker in range(config.workers or 1)]
-    full = split_of(config).kind == "full"
-    epoch_samples = passes[worker].num_samples if full else sum(one.num_samples for one in passes)
-    quota = work.quotas[worker]
-    samples = passes[worker].samples_before(quota) if quota is not None else 0
-    batches = ShuffledBatches(passes[worker], handed.batch_size)
-    return LoopShare(batches, divided.batch_size, epoch_samples, quota, samples, work.skew)
+    work = divide_work(labels, config, handed.batch_size if drops else 1)
+    shards = [work.batches(number, config) for number in range(config.workers or 1)]
+    own, quota = shards[worker], work.quotas[worker]
+    epoch_samples = own.num_samples if full else sum(shard.num_samples for shard in shards)
+    samples = own.samples_before(quota) if quota is not None else 0
+    batches = ShuffledBatches(own, handed.batch_size)
+    return LoopShare(batches, config.batch_size, epoch_samples, quota, samples, work.skew)
 
 
 class AddressedBatches:
@@ -188,7 +187,10 @@ class AddressedBatches:
         for hook in self._hooks:
             hook.remove()
         scaled = [parameter for parameter in self._parameters if parameter.requires_grad and factor != 1.0]
-        self._hooks = [parameter.register_hook(lambda gradient: gradient * factor) for parameter in scaled]
+        self._hooks = [
+            parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+            for parameter in scaled
+        ]
 
 
 def fetcher(handed: UserObjects) -> Callable[[NDArray[np.int64]], Any]:
