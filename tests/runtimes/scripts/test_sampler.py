@@ -146,6 +146,12 @@ class Endless(Sampler[int]):
             yield 0
 
 
+class EndlessBatches(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield [0, 1]
+
+
 class Stream(IterableDataset[Tensor]):
     def __len__(self) -> int:
         return 8
@@ -179,6 +185,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "Paceline divides them itself",
     ),
     "an endless sampler": (lambda: DataLoader(NUMBERS, 8, sampler=Endless()), "went on after 10,000 draws"),
+    "endless batches": (lambda: DataLoader(NUMBERS, batch_sampler=EndlessBatches()), "went on after 10,000 draws"),
+    "an empty batch": (lambda: DataLoader(NUMBERS, batch_sampler=[[1], []]), "list made an empty batch"),
     "too many draws": (
         lambda: DataLoader(NUMBERS, 8, sampler=RandomSampler(NUMBERS, True, 10**10)),
         "RandomSampler draws 10,000,000,000 times in a pass, and 100,000,000 is the most",

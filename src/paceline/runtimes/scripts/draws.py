@@ -136,49 +136,49 @@ class DrawnBatches:
 
     def _draw(self, number: int) -> DrawnPass:
         order, sampler = self._order, self._order.sampler
-        limit = _limit(order)
         generators = [g for thing in (sampler, getattr(sampler, "sampler", None)) for g in _generators(thing)]
         key = mix64(self._seed, _PURPOSE, number, *((self._worker,) if self._full else ()))
         with _seeded(key, generators):
             try:
-                numbers, bounds = _numbers(order, itertools.islice(iter(sampler), limit + 1))
+                drawn = _drawn_pass(order)
             except TypeError as error:
                 raise UserError(f"{order.name} must yield sample numbers, or lists of them: {error}") from error
-        if (len(numbers) if order.batch_size else len(bounds) - 1) > limit:
-            raise UserError(f"{order.name} went on after {limit:,} draws of a pass, which is the most: {_SHORTER}")
-        wrong = numbers[(numbers < 0) | (numbers >= self._dataset_size)]
+        wrong = drawn.numbers[(drawn.numbers < 0) | (drawn.numbers >= self._dataset_size)]
         if len(wrong):
             raise UserError(f"{order.name} drew sample {wrong[0]} of {self._dataset_size}: draw 0 or more, and less")
-        return DrawnPass(numbers, bounds)
+        return drawn
 
 
-_SHORTER = "let __len__ say how often it draws, and draw less in a pass, for more epochs"
-
-
-def _limit(order: LoaderOrder) -> int:
-    """The most that a sampler may draw in a pass: its length, if it has one."""
+def _drawn_pass(order: LoaderOrder) -> DrawnPass:
+    """Draw a pass. Raise UserError if it has no end that can be waited for."""
     try:
         length = len(order.sampler)
     except (TypeError, NotImplementedError):
-        return MAX_DRAWS_UNSIZED
-    if length > MAX_DRAWS:
+        length = None
+    most = MAX_DRAWS_UNSIZED if length is None else MAX_DRAWS
+    shorter = "let __len__ say how often it draws, and draw less in a pass, for more epochs"
+    if length is not None and length > most:
         what = f"session.prepare(..., loader): its {order.name} draws {length:,} times in a pass"
-        raise UserError(f"{what}, and {MAX_DRAWS:,} is the most: {_SHORTER}")
-    return length
+        raise UserError(f"{what}, and {most:,} is the most: {shorter}")
+    limit = most if length is None else length
+    drawn, sizes = itertools.islice(iter(order.sampler), limit + 1), []
 
+    def each_number() -> Iterator[int]:
+        for batch in drawn:
+            sizes.append(len(batch))
+            yield from map(operator.index, batch)
 
-def _numbers(order: LoaderOrder, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sample numbers of a draw, and the bounds of its batches."""
+    found = map(operator.index, drawn) if order.batch_size is not None else each_number()
+    numbers = np.fromiter(itertools.islice(found, most + 1), np.int64)
+    if len(numbers) > most or (len(numbers) if order.batch_size is not None else len(sizes)) > limit:
+        raise UserError(f"{order.name} went on after {limit:,} draws of a pass, which is the most: {shorter}")
     if order.batch_size is None:
-        batches = [np.fromiter(map(operator.index, batch), np.int64) for batch in drawn]
-        sizes = [len(batch) for batch in batches]
         if 0 in sizes:
             raise UserError(f"{order.name} made an empty batch: let each hold a sample")
-        return np.concatenate([np.empty(0, np.int64), *batches]), np.cumsum([0, *sizes])
-    numbers = np.fromiter(map(operator.index, drawn), np.int64)
+        return DrawnPass(numbers, np.cumsum([0, *sizes]))
     whole, rest = divmod(len(numbers), order.batch_size)
     num_batches = whole + (rest > 0 and not order.drop_last)
-    return numbers, np.minimum(np.arange(num_batches + 1) * order.batch_size, len(numbers))
+    return DrawnPass(numbers, np.minimum(np.arange(num_batches + 1) * order.batch_size, len(numbers)))
 
 
 def _generators(thing: Any) -> list[torch.Generator]:

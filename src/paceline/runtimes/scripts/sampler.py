@@ -152,6 +152,8 @@ class AddressedBatches:
                 self._scale_gradients(1.0)
 
     def _iterate(self) -> Iterator[Any]:
+        if self._session.finished:
+            return
         last = self._begin_pass() if self._in_epochs else None
         while not self._session.finished and (last is None or self._session.batch_number < last):
             number = self._session.batch_number
@@ -173,7 +175,7 @@ class AddressedBatches:
         """Begin the next pass, or the same one again if it had no step. Return the number of the step after it."""
         number, per_epoch = self._session.batch_number, self._batches.per_epoch
         left = self._passes * per_epoch - number
-        if left > 0 and number > self._begun_at and not self._session.finished:
+        if left > 0 and number > self._begun_at:
             what = f"the loop left the loader after {per_epoch - left} of the {per_epoch} steps of a pass"
             shorter = "for shorter passes, give the loader sampler=RandomSampler(dataset, num_samples=N)"
             raise UserError(f"{what}, and began another: workers share whole passes; {shorter}")
@@ -201,7 +203,7 @@ def fetcher(handed: UserObjects) -> Callable[[NDArray[np.int64]], Any]:
         return lambda rows: each(lambda tensor: _select(tensor, rows), dataset)
     if collate is default_collate and type(dataset) is TensorDataset:  # a subclass may return other samples
         return lambda rows: [_select(tensor, rows) for tensor in dataset.tensors]
-    if many is not None:
+    if many:
         return lambda rows: collate(many(rows.tolist()))
     return lambda rows: collate([dataset[number] for number in rows.tolist()])
 
