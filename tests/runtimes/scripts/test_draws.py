@@ -38,8 +38,8 @@ def drawn(loader: DataLoader[Any], worker: int, workers: int = 3, accumulate: in
 
 
 def one_pass(batches: DrawnBatches, number: int) -> list[list[int]]:
-    batches.begin_pass(number)
     steps = range(number * batches.per_epoch, (number + 1) * batches.per_epoch)
+    batches.begin_pass(number, steps[0])
     return [part.tolist() for step in steps for part in batches.parts(step)]
 
 
@@ -79,8 +79,16 @@ def test_a_resumed_loop_finds_the_same_batches(name: str) -> None:
     went_on, resumed = drawn(LOADERS[name](), 1), drawn(LOADERS[name](), 1)
     for number in range(2):
         one_pass(went_on, number)
-        resumed.begin_pass(number)
+        resumed.begin_pass(number, 2 * resumed.per_epoch)
     assert one_pass(went_on, 2) == one_pass(resumed, 2)
+
+
+def test_batches_of_a_dropped_push_come_again_in_the_next_pass() -> None:
+    share = drawn(LOADERS["subset"](), 1)
+    first, second = one_pass(share, 0), one_pass(drawn(LOADERS["subset"](), 1), 1)
+    last = share.per_epoch - 1
+    share.begin_pass(1, last)
+    assert [part.tolist() for number in (last, last + 1) for part in share.parts(number)] == [first[-1], second[0]]
 
 
 def test_under_full_each_worker_draws_all() -> None:
@@ -93,7 +101,7 @@ def test_under_full_each_worker_draws_all() -> None:
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
 def test_samples_are_counted_by_steps(accumulate: int) -> None:
     share = drawn(DataLoader(DATA, 8), 1, workers=2, accumulate=accumulate)  # 6 batches, the last of 4
-    share.begin_pass(0)
+    share.begin_pass(0, 0)
     sizes = [sum(map(len, share.parts(step))) for step in range(share.per_epoch)]
     assert [share.samples_before(step) for step in range(share.per_epoch + 1)] == np.cumsum([0, *sizes]).tolist()
     assert (share.per_epoch, sum(sizes)) == (-(-6 // accumulate), share.num_samples)

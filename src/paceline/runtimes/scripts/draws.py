@@ -102,8 +102,9 @@ class DrawnBatches:
         self._order, self._dataset_size, self._accumulate = order, dataset_size, accumulate
         self._full, workers = split_of(config).kind == "full", config.workers or 1
         self._seed, self._worker = config.seed, worker
-        first = self._drawn = self._draw(0)
-        self._pass, self._num_batches = 0, len(first)
+        first = self._draw(0)
+        self._passes: dict[int, DrawnPass] = {}
+        self._num_batches = len(first)
         if len(first) < (1 if self._full else workers):
             what = f"session.prepare(..., loader): its {order.name} makes {len(first)} batches for {workers} workers"
             raise UserError(f"{what}: use smaller batches, fewer workers or more data")
@@ -116,18 +117,23 @@ class DrawnBatches:
         self.batch_size = order.batch_size or max(1, round(self.epoch_samples / len(first)))
         self.checksum = zlib.crc32(first.bounds.tobytes(), zlib.crc32(first.numbers.tobytes()))
 
-    def begin_pass(self, number: int) -> None:
-        """Draw pass `number`."""
-        self._drawn, self._pass = self._draw(number), number
-        found, expected = len(self._drawn), self._num_batches
+    def begin_pass(self, number: int, step: int) -> None:
+        """Draw pass `number`, and forget those before `step`, which comes next.
+
+        That may be a step of an earlier pass: the batches of a dropped push are given out again.
+        """
+        self._passes = {one: drawn for one, drawn in self._passes.items() if one >= step // self.per_epoch}
+        drawn = self._passes[number] = self._draw(number)
+        found, expected = len(drawn), self._num_batches
         if found != expected:
             what = f"{self._order.name} made {found} batches for pass {number + 1}, and {expected} for the first"
             raise UserError(f"{what}: workers share passes in advance, so let it make as many for each")
 
     def parts(self, number: int) -> list[NDArray[np.int64]]:
         """Return the batches that make step `number`, counted from the start of training."""
-        first = (number - self._pass * self.per_epoch) * self._accumulate
-        return [self._drawn.batch(place) for place in self._own[first : first + self._accumulate]]
+        number_of_pass, place = divmod(number, self.per_epoch)
+        own = self._own[place * self._accumulate : (place + 1) * self._accumulate]
+        return [self._passes[number_of_pass].batch(batch) for batch in own]
 
     def samples_before(self, number: int) -> int:
         """Return the number of samples in steps 0 to `number` - 1; of whole batches, by the sizes of the first draw."""

@@ -46,7 +46,7 @@ class StepBatches(Protocol):
     @property
     def per_epoch(self) -> int: ...
 
-    def begin_pass(self, number: int) -> None: ...
+    def begin_pass(self, number: int, step: int) -> None: ...
 
     def parts(self, number: int) -> list[NDArray[np.int64]]: ...
 
@@ -58,7 +58,7 @@ class ShuffledBatches:
         self._batches, self._size = batches, size
         self.per_epoch = batches.per_epoch
 
-    def begin_pass(self, number: int) -> None:
+    def begin_pass(self, number: int, step: int) -> None:
         """Do nothing: each batch is known by its number."""
 
     def parts(self, number: int) -> list[NDArray[np.int64]]:
@@ -181,7 +181,7 @@ class AddressedBatches:
             raise UserError(f"{what}, and began another: workers share whole passes; {shorter}")
         self._passes += left <= 0
         self._begun_at = number
-        self._batches.begin_pass(self._passes - 1)
+        self._batches.begin_pass(self._passes - 1, self._session.batch_number)
         return self._passes * per_epoch
 
     def _scale_gradients(self, factor: float) -> None:

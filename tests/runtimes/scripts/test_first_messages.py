@@ -30,7 +30,12 @@ LAYOUT = pack([("weight", (1, 1), True)])
 def hello(loader: DataLoader[Any], config: RunConfig, worker: int) -> Hello:
     """A worker's first message about its share of the data."""
     share = share_data(sort_out(nn.Linear(1, 1), (loader,), None), config, worker, 1)
-    sizes = {"num_samples": share.epoch_samples, "quota_samples": share.quota_samples, "order": share.order}
+    sizes = {
+        "num_samples": share.epoch_samples,
+        "quota_samples": share.quota_samples,
+        "order": share.order,
+        "skew": share.skew,
+    }
     facts = {"layout": LAYOUT.to_rows(), "state_layout": [], "sources": None, "settings": {}, "batch_size": 8, **sizes}
     return Hello(Join(worker, 0, share.quota), SharedBuffers.create(BufferSizes(LAYOUT.size, 0)), facts)
 
