@@ -13,6 +13,19 @@ from paceline.errors import UserError
 sizes = st.integers(1, 60).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
 
 
+@pytest.mark.parametrize(
+    ("multiple_of", "sizes"), [(1, [6, 6, 6, 5]), (2, [6, 6, 6, 4]), (3, [6, 6, 6, 3]), (6, [6, 6, 6])]
+)
+def test_an_epoch_leaves_out_what_makes_no_multiple(multiple_of: int, sizes: list[int]) -> None:
+    batches = Batches(np.arange(23, dtype=np.int64), 6, 1, 2, multiple_of=multiple_of)
+    assert batches.per_epoch == len(sizes) and batches.num_samples == sum(sizes)
+    for epoch in range(3):
+        numbers = range(epoch * len(sizes), (epoch + 1) * len(sizes))
+        parts = [batches.indices(number) for number in numbers]
+        assert [len(part) for part in parts] == sizes and len(np.unique(np.concatenate(parts))) == sum(sizes)
+    assert batches.samples_before(2 * len(sizes) + 1) == 2 * sum(sizes) + 6
+
+
 @given(sizes=sizes, seed=st.integers(0, 1000), worker=st.integers(0, 50), order=st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_any_order_of_asking_and_whole_epochs(sizes: tuple[int, int], seed: int, worker: int, order: object) -> None:

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +170,25 @@ def test_data_that_does_not_fit_together_is_one_clear_line() -> None:
         SupervisedTask(Two(), F.cross_entropy, ({"left": torch.ones(3, 2)}, torch.zeros(2)))
     with pytest.raises(UserError, match="no tensor"):
         SupervisedTask(Two(), F.cross_entropy, ({}, None))
+
+
+class Shifted(dict[str, Tensor]):
+    def __getitem__(self, key: str) -> Tensor:
+        return super().__getitem__(key) + 1000
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((torch.ones(3, 2), np.ones((3, 3))), "ndarray among the tensors, which has no rows"),
+        ({"left": torch.ones(3, 2), "right": [1, 2, 3]}, "int among the tensors"),
+        (Shifted(left=torch.ones(3, 2), right=torch.ones(3, 3)), "Shifted has a __getitem__ of its own"),
+    ],
+)
+def test_data_that_batches_would_not_be_taken_from_is_refused(inputs: Any, message: str) -> None:
+    """An array would go whole into every batch, and a dict's own indexing would not be called."""
+    with pytest.raises(UserError, match=message):
+        SupervisedTask(Two(), F.cross_entropy, (inputs, torch.zeros(3)))
 
 
 def test_goals_are_read_as_they_are_written() -> None:

@@ -176,7 +176,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "groups with learning rates",
     ),
     "a stream": (lambda m, d: (m, iter(d)), "cannot be indexed"),
-    "a batch sampler": (lambda m, d: (m, DataLoader(d, batch_size=None)), "batch sampler of its own"),
+    "batches of the data set": (lambda m, d: (m, DataLoader(d, batch_size=None)), "batch_size=None"),
 }
 
 

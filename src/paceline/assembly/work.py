@@ -28,6 +28,7 @@ class WorkAssignment:
     budget: Budget
     skew: float  # the mean distance of the workers' label histograms from that of all data, from 0 to almost 1
     labels: np.ndarray[Any, Any]  # the labels of the samples to train on
+    multiple_of: int = 1  # a worker's pass has a multiple of this many samples
     _parts: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
 
     def batches(self, worker: int, config: RunConfig, assignment: DataAssignment | None = None) -> Batches:
@@ -36,7 +37,8 @@ class WorkAssignment:
         A worker that joins late has no shard before that: it warms up on the shard of another worker.
         """
         if assignment is None:
-            return Batches(self.shards[worker % len(self.shards)], config.batch_size, config.seed, worker)
+            shard = self.shards[worker % len(self.shards)]
+            return Batches(shard, config.batch_size, config.seed, worker, multiple_of=self.multiple_of)
         part = self.parts(len(assignment.members), config)[assignment.members.index(worker)]
         return Batches(self.train[part], config.batch_size, config.seed, worker, assignment.generation)
 
@@ -57,8 +59,8 @@ def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarra
     return hold_out(labels, config.validation, config.seed)
 
 
-def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignment:
-    """Split the train set over the workers, and set the budget."""
+def divide_work(labels: np.ndarray[Any, Any], config: RunConfig, multiple_of: int = 1) -> WorkAssignment:
+    """Split the train set over the workers, and set the budget. A worker's pass is a multiple of `multiple_of`."""
     workers, places = config.workers or 1, max_workers_of(config)
     train, validation = held_out(labels, config)
     if config.batch_size > len(train):
@@ -72,7 +74,8 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignme
         )
     parts = partition(labels[train], workers, split_of(config), config.seed, config.shard_weights)
     shards = [train[part] for part in parts]
-    work = [Batches(shard, config.batch_size, config.seed, worker) for worker, shard in enumerate(shards)]
+    size, seed = config.batch_size, config.seed
+    work = [Batches(shard, size, seed, worker, 0, multiple_of) for worker, shard in enumerate(shards)]
     if config.epoch_mode == "own":
         counts = [max(1, round(config.epochs * batches.per_epoch)) for batches in work]
         if on_ring(config):  # no worker leaves a ring early: one with fewer batches goes on into its next epoch
@@ -83,7 +86,8 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig) -> WorkAssignme
     else:
         quotas = [None] * places
         budget = Budget(max(1, round(config.epochs * len(train))), len(train), steps=config.steps)
-    found = WorkAssignment(shards, validation, train, quotas, budget, skew_of(labels, train, shards), labels[train])
+    skew = skew_of(labels, train, shards)
+    found = WorkAssignment(shards, validation, train, quotas, budget, skew, labels[train], multiple_of)
     if config.max_workers is not None:
         _require_parts(found, config)
     return found

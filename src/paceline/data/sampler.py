@@ -10,15 +10,27 @@ from paceline.randomness import rng
 
 
 class Batches:
-    """The endless batches of one worker's shard: a new permutation per epoch, whose last batch may be short."""
+    """The endless batches of one worker's shard: a new permutation per epoch, whose last batch may be short.
 
-    def __init__(self, shard: NDArray[np.int64], batch_size: int, seed: int, worker: int, generation: int = 0) -> None:
+    An epoch has a multiple of `multiple_of` samples: the rest of its permutation is left out.
+    """
+
+    def __init__(
+        self,
+        shard: NDArray[np.int64],
+        batch_size: int,
+        seed: int,
+        worker: int,
+        generation: int = 0,
+        multiple_of: int = 1,
+    ) -> None:
         if not 1 <= batch_size <= len(shard):
             raise UserError(
                 f"batch size {batch_size} was asked for, but worker {worker} has {len(shard)} samples: "
                 + ("choose at least 1" if batch_size < 1 else "use smaller batches, fewer workers or more data")
             )
-        self.num_samples, self.per_epoch = len(shard), -(-len(shard) // batch_size)
+        self.num_samples = len(shard) // multiple_of * multiple_of
+        self.per_epoch = -(-self.num_samples // batch_size)
         self._shard = np.asarray(shard, dtype=np.int64)
         self._batch_size, self._seed, self._worker = batch_size, seed, worker
         self.generation = generation
@@ -34,7 +46,7 @@ class Batches:
             self._order = rng(self._seed, "batches", self._worker, epoch, *generation).permutation(self._shard)
             self._epoch = epoch
         start = place * self._batch_size
-        return self._order[start : start + self._batch_size].copy()
+        return self._order[start : min(start + self._batch_size, self.num_samples)].copy()
 
     def samples_before(self, number: int) -> int:
         """Return the number of samples in batches 0 to `number` - 1."""

@@ -48,7 +48,8 @@ def num_samples(data: Structure) -> int:
 
 
 def require_samples(part: str, inputs: Structure, targets: Structure) -> None:
-    """Raise UserError unless every tensor of a data set has one row per sample."""
+    """Raise UserError unless a data set holds tensors alone, each with one row per sample."""
+    _require_tensors(part, (inputs, targets))
     counts = [len(tensor) if tensor.dim() else 0 for tensor in tensors_of(inputs)]
     if not counts:
         raise UserError(f"{part} data: the inputs hold no tensor; give a tensor, or a tuple or dict of tensors")
@@ -59,6 +60,18 @@ def require_samples(part: str, inputs: Structure, targets: Structure) -> None:
         if not tensor.dim() or len(tensor) != counts[0]:
             count = len(tensor) if tensor.dim() else 0
             raise UserError(f"{part} data: {counts[0]} inputs but {count} targets; give one target per input")
+
+
+def _require_tensors(part: str, data: Structure) -> None:
+    """Raise UserError if a batch could not be taken from all of a structure, or would not be what indexing returns."""
+    if isinstance(data, dict) and type(data).__getitem__ is not dict.__getitem__:
+        what = f"{part} data: {type(data).__name__} has a __getitem__ of its own, which would not be called"
+        raise UserError(f"{what}; give a plain dict of tensors")
+    if isinstance(data, Mapping | tuple | list):
+        for one in data.values() if isinstance(data, Mapping) else data:
+            _require_tensors(part, one)
+    elif data is not None and not isinstance(data, Tensor):
+        raise UserError(f"{part} data: {type(data).__name__} among the tensors, which has no rows; give tensors alone")
 
 
 def device_of(data: Structure) -> torch.device:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.runtimes.scripts.draws import LoaderOrder, order_of
+from paceline.tasks.nested import num_samples, require_samples
 
 KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}  # the torch optimizers that the server has too
 FIXED = {"dampening": 0, "maximize": False, "amsgrad": False, "eps": 1e-8}
@@ -32,7 +34,13 @@ class UserObjects:
     batch_size: int
     collate: Callable[[list[Any]], Any] | None
     optimizer: Optimizer | None
-    loops: bool  # whether the data came as a loader, which a script iterates once per epoch
+    order: LoaderOrder | None  # of a loader, which a script iterates once per epoch; None: the data came without one
+    columns: bool  # whether the data is a dict of tensors with a row per sample, not a collection of samples
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the data."""
+        return num_samples(self.data) if self.columns else len(self.data)
 
     @property
     def parameters(self) -> set[int]:
@@ -67,23 +75,31 @@ def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: O
     if not isinstance(data, DataLoader):
         if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
             data = TensorDataset(*data)
-        _require_indexable(data)
-        return UserObjects(model, data, batch_size or DEFAULT_BATCH, None, optimizer, loops=False)
-    if batch_size is not None and batch_size != data.batch_size:
-        what = f"session.prepare(...): batch_size={batch_size}, and the loader has {data.batch_size}"
-        raise UserError(f"{what}: leave it out")
-    if data.batch_size is None:
-        what = "session.prepare(...): this loader has a batch sampler of its own, but Paceline assigns batches itself"
-        raise UserError(f"{what}; give the data set with batch_size=N")
-    _require_indexable(data.dataset)
-    return UserObjects(model, data.dataset, data.batch_size, data.collate_fn, optimizer, loops=True)
+        if isinstance(data, Mapping) and type(data) is not dict:
+            what = f"session.prepare(...): {type(data).__name__} is a mapping, but not a plain dict"
+            raise UserError(f"{what}: give dict(data) if its tensors have a row per sample, else a DataLoader over it")
+        size = DEFAULT_BATCH if batch_size is None else batch_size
+        return UserObjects(model, data, size, None, optimizer, None, _are_columns(data))
+    order = order_of(data)
+    if batch_size is not None and batch_size != order.batch_size:
+        found = order.batch_size or f"{order.name}, which makes batches itself"
+        raise UserError(f"session.prepare(...): batch_size={batch_size}, and the loader has {found}: leave it out")
+    if _are_columns(data.dataset):
+        what = "session.prepare(...): a DataLoader over a dict of tensors looks for samples 0, 1, ... among its keys"
+        raise UserError(f"{what}: give the dict itself, with batch_size=N")
+    return UserObjects(model, data.dataset, order.batch_size or 0, data.collate_fn, optimizer, order, columns=False)
 
 
-def _require_indexable(data: Any) -> None:
+def _are_columns(data: Any) -> bool:
+    """Whether data is a plain dict of tensors with a row per sample. Raise UserError if it has no numbered samples."""
+    if type(data) is dict and any(isinstance(key, str) for key in data):
+        require_samples("session.prepare(...): training", data, None)
+        return True
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         what = f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed"
         why = "Paceline assigns samples by number"
         raise UserError(f"{what}; {why}: give a map-style data set, tensors, or a DataLoader over one")
+    return False
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         scripts = ScriptWorkers(control, records)
         if not joins:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
-        _, model, server = learn(recording.config, scripts.hello(joins[0]), len(joins), recording.folder)
+        _, model, server = learn(recording.config, [scripts.hello(join) for join in joins], recording.folder)
         again = Replay(server, scripts.instance, send=scripts.answer, compare_with=checkpoints_by_record(recording))
 
         def passed(record: Record) -> None:

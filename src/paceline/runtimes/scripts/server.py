@@ -14,12 +14,13 @@ from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Join
-from paceline.core.schedules import Budget, Training
+from paceline.core.schedules import Training
 from paceline.core.server import Roster, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
+from paceline.runtimes.scripts.sampler import loop_budget
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers
@@ -39,9 +40,9 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         introductions = _gather(control, config.workers or 1)
         first = introductions[0][1]
         expected = _expected(first)
-        num_fitting = sum(_expected(hello) == expected for _, hello in introductions)
+        fitting = [hello for _, hello in introductions if _expected(hello) == expected]
         folder = RunFolder(Path(spec["folder"]))
-        resolved, model, server = learn(config, first, num_fitting, folder)
+        resolved, model, server = learn(config, fitting, folder)
         if not spec.get("resume"):
             folder.update_config(resolved)
         peers: Peers[SharedMemoryPeer] = Peers()
@@ -74,7 +75,7 @@ def _no_worker(join: Join) -> LocalWorker:
 
 def _expected(first: Hello) -> dict[str, Any]:
     """The facts in which all scripts must agree with the first."""
-    return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples")}
+    return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples", "order")}
 
 
 def _gather(control: SupervisorChannel, num_workers: int) -> Introductions:
@@ -108,16 +109,14 @@ def _gather(control: SupervisorChannel, num_workers: int) -> Introductions:
     return sorted(found, key=lambda pair: pair[0].worker)
 
 
-def learn(config: RunConfig, first: Hello, workers: int, folder: RunFolder) -> tuple[RunConfig, ScriptModel, Server]:
-    """Make the server from the first worker's weights. Its data and the number of workers give the budget."""
-    facts = first.facts
+def learn(config: RunConfig, hellos: list[Hello], folder: RunFolder) -> tuple[RunConfig, ScriptModel, Server]:
+    """Make the server from the first worker's weights. The quotas of all workers give the budget."""
+    first, facts = hellos[0], hellos[0].facts
     config = dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
     model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_frozen(folder.frozen_file))
     torch.set_num_threads(server_threads(config, model.layout))
-    size = int(facts["num_samples"])
-    own = config.epoch_mode == "own"
-    passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
-    budget = Budget(passes * (workers if own else 1), size, steps=config.steps, per_worker=own)
+    quota_samples = sum(int(hello.facts["quota_samples"]) for hello in hellos)
+    budget = loop_budget(config, int(facts["num_samples"]), quota_samples)
     rule, policy, training = (
         make_rule(config, model.layout),
         make_policy(config),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.assembly.task import class_labels, seed_generators
-from paceline.assembly.work import WorkAssignment, divide_work
+from paceline.assembly.task import seed_generators
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join, Push, Reply, SetLrFactor
@@ -25,14 +23,13 @@ from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
 from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
 from paceline.runtimes.scripts import adopt
-from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
+from paceline.runtimes.scripts.sampler import AddressedBatches, LoopShare, share_data
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
 from paceline.settings.resolve import require_own_loop, resolve
 from paceline.settings.strategies import CLASSIC
 from paceline.system.subnormals import flush_subnormals
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.nested import num_samples
 from paceline.tasks.script_model import save_frozen
 from paceline.transports.protocol import ScriptTransport
 from paceline.transports.shared_memory import SharedBuffers
@@ -90,6 +87,7 @@ class Session:
         self._handed: adopt.UserObjects | None = None
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
+        self._weight = 1.0  # of the current batch among those of its step
         self._loss = math.nan
         self._factor = 1.0 if not env.incarnation else math.nan  # an earlier incarnation may have set another factor
         self._timer = StepTimer(env.config, env.worker)
@@ -120,19 +118,18 @@ class Session:
             raise UserError("session.prepare(...) was called twice: a session trains one model")
         handed = self._handed = adopt.sort_out(model, things, batch_size)
         settings = self._settings(handed, epochs, accumulate)
-        self.config = dataclasses.replace(self.config, batch_size=handed.batch_size * accumulate, **settings)
-        length = num_samples(handed.data) if isinstance(handed.data, Mapping) else len(handed.data)
-        work = divide_work(class_labels(targets_of(handed.data), length, self.config), self.config)
+        config = dataclasses.replace(self.config, **settings)
+        work = share_data(handed, config, self.worker, accumulate)
+        self.config = dataclasses.replace(config, batch_size=work.batch_size)
         self._join(handed, work, settings)
-        batches = work.batches(self.worker, self.config)
-        loader = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
+        loader = AddressedBatches(self, handed, work.batches, epochs is not None, accumulate)
         if handed.optimizer is not None:
             adopt.take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
         return model, *(thing if isinstance(thing, (Optimizer, *adopt.SCHEDULES)) else loader for thing in things)
 
     def _settings(self, handed: adopt.UserObjects, epochs: float | None, accumulate: int) -> dict[str, Any]:
         """Return the settings that the script decides. Raise UserError if they do not fit."""
-        if handed.loops and epochs is None:
+        if handed.order is not None and epochs is None:
             passes = "say how many passes your loop makes over it, as in epochs=10; workers share them"
             raise UserError(f"session.prepare(..., loader): {passes}")
         if accumulate < 1 or (epochs is not None and not epochs > 0):
@@ -143,7 +140,7 @@ class Session:
         adopt.require_agreement(settings, self.config, self._typed)
         return settings
 
-    def _join(self, handed: adopt.UserObjects, work: WorkAssignment, settings: dict[str, Any]) -> None:
+    def _join(self, handed: adopt.UserObjects, work: LoopShare, settings: dict[str, Any]) -> None:
         """Bind the model and join the run."""
         if handed.optimizer is not None:
             decays = adopt.decay_of(handed.optimizer)
@@ -152,7 +149,7 @@ class Session:
             flat = FlatModule(handed.model)
         bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
         if isinstance(self._transport, InProcessClient):
-            self._transport.start(self.config, flat.layout, bound.slot, work.budget)
+            self._transport.start(self.config, flat.layout, bound.slot, work.budget(self.config))
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
         sources = flat.sources()
@@ -160,13 +157,14 @@ class Session:
         facts = {
             "layout": flat.layout.to_rows(),
             "state_layout": flat.state_layout.to_rows(),
-            "num_samples": len(work.train),
-            "shard_samples": len(work.shards[self.worker]),
+            "num_samples": work.epoch_samples,
+            "quota_samples": work.quota_samples,
+            "order": work.order,
             "batch_size": self.config.batch_size,
             "settings": settings,
             "sources": None if sources == own_names else sources,
         }
-        join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
+        join = Join(self.worker, self._incarnation, work.quota, torch.get_num_threads())
         self._take(self._transport.hello(join, bound.slot, facts))
         self._timer.restart()
         self._began = time.perf_counter(), time.process_time()
@@ -181,7 +179,7 @@ class Session:
 
     def backward(self, loss: Tensor) -> None:
         """Call `loss.backward()`, and show the loss in the run's progress."""
-        value = float(loss.detach())
+        value = float(loss.detach()) * self._weight
         self._loss = value if math.isnan(self._loss) else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -246,9 +244,10 @@ class Session:
         assert self._handed is not None
         address_dropout(self._handed.model, key)
 
-    def next_part(self) -> None:
-        """Count a part of the batch as taken."""
+    def next_part(self, weight: float) -> None:
+        """Count a part of the batch as taken. Its gradient counts `weight` times."""
         self._parts_left -= 1
+        self._weight = weight
 
     @property
     def batch_number(self) -> int:
