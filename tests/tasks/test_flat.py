@@ -225,3 +225,11 @@ def test_a_saved_model_gives_the_outputs_that_evaluate_scored() -> None:
     assert int((outputs.argmax(1) == data[1]).sum()) == scores.correct
     assert torch.equal(weights, task.initial())
     assert torch.equal(state, statistics), "evaluation must not touch the running statistics"
+
+
+def test_a_saved_model_does_not_depend_on_how_many_batches_this_process_has_seen() -> None:
+    task = SupervisedTask(Normed(), F.cross_entropy, (torch.randn(4, 3), torch.randint(0, 2, (4,))))
+    before = task.state_dict(task.initial(), None)
+    task.model(torch.randn(4, 3))
+    after = task.state_dict(task.initial(), None)
+    assert torch.equal(after["norm.num_batches_tracked"], before["norm.num_batches_tracked"])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.tasks import norm_statistics
 from paceline.tasks.norm_statistics import norm_layers, reestimate
+from paceline.tasks.supervised import SupervisedTask
 
 
 class Noisy(nn.Module):
@@ -90,3 +93,79 @@ def test_a_layer_used_twice_in_one_call_counts_both() -> None:
 
 def test_layers_without_running_statistics_are_not_touched() -> None:
     assert not norm_layers(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3)))
+
+
+class Convolved(nn.Module):
+    """Two convolutions with norms, and a buffer that is no statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one = nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16)
+        self.second, self.two = nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
+        self.register_buffer("scale", torch.full((3,), 0.1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.two(self.second(F.relu(self.one(self.first(images)))))
+        return hidden.mean((2, 3)) * self.scale[0]
+
+
+def convolved_task() -> SupervisedTask:
+    torch.manual_seed(3)
+    data = torch.randn(700, 2, 9, 9) * 2 + 1, torch.randint(0, 8, (700,))
+    return SupervisedTask(Convolved(), F.cross_entropy, data)
+
+
+def test_an_estimate_is_a_function_of_weights_and_seed_on_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for number, threads in ((1, 1), (3, 1), (3, 2)):
+        monkeypatch.setattr(norm_statistics, "cores", lambda number=number: number)
+        task, before = convolved_task(), torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            found.append(task.estimated(task.initial(), torch.zeros(task.state_size)))
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_an_estimate_describes_the_activations_of_the_whole_train_set() -> None:
+    task = convolved_task()
+    weights, state = task.initial(), torch.zeros(task.state_size)
+    task.flat.state_layout.views(state)["scale"].fill_(0.7)
+    with torch.inference_mode():  # as in the server
+        views = task.flat.state_layout.views(task.estimated(weights, state))
+    hidden = task.model.first(task.train[0]).detach()
+    torch.testing.assert_close(views["one.running_mean"], hidden.mean((0, 2, 3)), rtol=0.05, atol=0.02)
+    torch.testing.assert_close(views["one.running_var"], hidden.var((0, 2, 3)), rtol=0.05, atol=0.02)
+    normed = F.relu(F.batch_norm(hidden, views["one.running_mean"], views["one.running_var"]))
+    expected = task.model.second(normed).detach()
+    torch.testing.assert_close(views["two.running_mean"], expected.mean((0, 2, 3)), rtol=0.05, atol=0.02)
+    assert views["scale"].tolist() == pytest.approx([0.7] * 3)
+    assert not task.flat.state_layout.views(state)["one.running_var"].any()  # what was given is left as it was
+
+
+def test_an_estimate_leaves_the_model_as_it_was() -> None:
+    task = convolved_task()
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    task.estimated(task.initial() * 2, torch.zeros(task.state_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in task.model.state_dict().items())
+    assert all(module.training for module in task.model.modules())
+
+
+def test_a_model_that_cannot_be_copied_is_estimated_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_statistics, "cores", lambda: 3)
+    task, odd = convolved_task(), convolved_task()
+    odd.model.handle = (number for number in range(3))  # a generator cannot be copied
+    states = [one.estimated(one.initial(), torch.zeros(one.state_size)) for one in (task, odd)]
+    assert torch.equal(*states)
+
+
+def test_the_same_weights_are_estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = convolved_task()
+    weights, state = task.initial(), torch.zeros(task.state_size)
+    live = [task.estimated(one, state) for one in (weights, weights * 2)]
+    monkeypatch.setattr(task._statistics, "_estimate", lambda *_: pytest.fail("estimated again"))
+    assert torch.equal(task.estimated(weights.clone(), state), live[0])
+    assert torch.equal(task.estimated(weights * 2, state), live[1])

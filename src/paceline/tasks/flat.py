@@ -31,6 +31,7 @@ class FlatModule:
         if not self._parameters:
             raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
         self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self._counts = {name: b.clone() for name, b in module.named_buffers() if not b.is_floating_point()}
         self.layout: Layout = pack(
             [(name, tuple(p.shape), decay is None or decay(name, p)) for name, p in self._parameters.items()]
         )
@@ -94,9 +95,12 @@ class FlatModule:
         return named
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
-        """Return a state dict for plain `load_state_dict`: copies, with the trained tensors from flat memory."""
+        """Return a state dict for plain `load_state_dict`: copies, with the trained tensors from flat memory.
+
+        Integer buffers (how many batches a norm has seen) are those of the start: each worker counts its own.
+        """
         flat, plain, sources = self.tensors(weights, state), self.module.state_dict(), self.sources()
-        merged = {name: flat.get(sources.get(name, ""), tensor) for name, tensor in plain.items()}
+        merged = {name: flat.get(sources.get(name, ""), self._counts.get(name, t)) for name, t in plain.items()}
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in merged.items()}
 
     def sources(self) -> dict[str, str]:
