@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.reports.console import closing_lines
 from paceline.runs.compare_replay import compare
 from paceline.runs.recording import open_recording
 from paceline.runs.result import shared_state
@@ -18,7 +20,7 @@ from paceline.tasks.script_model import ScriptModel
 from tests.support.recorded_runs import Record, RecordedRun, Small, small_task
 
 
-def finished(run: RecordedRun) -> dict[str, object]:
+def finished(run: RecordedRun) -> dict[str, Any]:
     run.push_at_random(10_000)
     result = run.host.finish()
     run.close()
@@ -132,6 +134,8 @@ def test_the_result_has_the_scores_of_both_weights_and_names_its_own(record: Rec
             right = int((model.eval()(inputs).argmax(1) == targets).sum())
             assert result[f"{prefix}{part}_accuracy"] == round(100.0 * right / len(targets), 4)
     assert result["test_loss"] != result["live_test_loss"]
+    live = f"test accuracy {result['live_test_accuracy']:.2f} %, test loss {result['live_test_loss']:.4f}"
+    assert f"scored and saved: the averaged weights (live weights: {live})" in closing_lines(result, None, "here")
     assert "live_train_loss" not in result
 
 
@@ -140,6 +144,7 @@ def test_a_run_with_live_weights_alone_says_so(record: Record) -> None:
     run.join_all()
     result = finished(run)
     assert result["weights"] == "live"
+    assert "scored and saved: the live weights" in closing_lines(result, None, "here")
     assert not [name for name in result if name.startswith("live_")]
 
 

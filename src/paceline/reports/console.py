@@ -150,8 +150,10 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
             lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
         for name, value in (result.get(f"{which}_metrics") or {}).items():
             lines.append(f"{which.capitalize()} {name}: {_measured(value)}")
-    if "weights" in result and result["test_loss"] is not None:
-        lines.append(_scored_weights(result))
+    for part in ("test", "validation"):
+        if "weights" in result and result[f"{part}_loss"] is not None:
+            lines.append(_scored_weights(result, part))
+            break
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
     stale = result["staleness"]
@@ -171,12 +173,13 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     return lines
 
 
-def _scored_weights(result: dict[str, Any]) -> str:
-    """Return which weights the scores belong to, and the test scores of the live ones if they are others."""
+def _scored_weights(result: dict[str, Any], part: str) -> str:
+    """Return which weights the scores belong to, and the live weights' scores on `part` if they are others."""
     if result["weights"] == "live":
         return "scored and saved: the live weights"
-    accuracy, loss = result["live_test_accuracy"], result["live_test_loss"]
-    live = [*([f"test accuracy {accuracy:.2f} %"] if accuracy is not None else []), f"test loss {loss:.4f}"]
+    accuracy, loss = result[f"live_{part}_accuracy"], result[f"live_{part}_loss"]
+    live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
+    live.append(f"{part} loss {f'{loss:.4f}' if loss is not None else 'not finite'}")
     return f"scored and saved: the averaged weights (live weights: {', '.join(live)})"
 
 
