@@ -142,5 +142,9 @@ def mixture(layout: Layout, states: list[Tensor], samples: Sequence[int] | None 
 
 
 def sharing_parameters(module: nn.Module) -> nn.Module:
-    """Copy a module for another thread: `functional_call` changes modules temporarily. Parameters are not copied."""
-    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    """Copy a module for another thread: `functional_call` changes modules temporarily. Parameters are not copied.
+
+    A deep copy of a buffer that is a view would copy all the memory it is a view of.
+    """
+    kept = {id(parameter): parameter for parameter in module.parameters()}
+    return copy.deepcopy(module, kept | {id(buffer): buffer.clone() for buffer in module.buffers()})
