@@ -113,7 +113,7 @@ class RunConfig:
     average: str | None = _strategy(
         None,
         "evaluate and save a running average of the weights: none, on, auto or a horizon in updates (default: on "
-        "for async, bounded and async-local, unless the rule is plain or plain-early)",
+        "for async, bounded and async-local, unless the rule is plain or plain-early or the loop is your own)",
     )
     local_steps: str | None = _strategy(
         None,
@@ -227,6 +227,15 @@ def max_workers_of(config: RunConfig) -> int:
 def is_simulated(config: RunConfig) -> bool:
     """Whether the run was made by `paceline simulate`, which always records its speeds."""
     return config.speeds is not None or config.like is not None
+
+
+SCRIPT = "script"
+"""The task of a user's own training loop, before a colon and the script's name."""
+
+
+def is_script(config: RunConfig) -> bool:
+    """Whether the run is a user's training script, which alone can compute its pushes."""
+    return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
 SCHEMA = 2  # version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before.

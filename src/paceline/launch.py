@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.assembly.preflight import require_device
-from paceline.config import RunConfig, is_simulated
+from paceline.config import RunConfig, is_script, is_simulated
 from paceline.data.datasets import Location, locate_data, resolve_dataset
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
-from paceline.runs.folder import RunFolder, holding, is_script
+from paceline.runs.folder import RunFolder, holding
 from paceline.settings.fault_table import Fault
 from paceline.settings.ranks import Rank, config_of
 from paceline.settings.resolve import check_names, check_processes, refuse_simulated, resolve

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UserError
-from paceline.tasks.flat import FlatModule
+from paceline.tasks.flat import FlatModule, sharing_parameters
 from paceline.tasks.supervised import SupervisedTask
 
 
@@ -225,3 +225,22 @@ def test_a_saved_model_gives_the_outputs_that_evaluate_scored() -> None:
     assert int((outputs.argmax(1) == data[1]).sum()) == scores.correct
     assert torch.equal(weights, task.initial())
     assert torch.equal(state, statistics), "evaluation must not touch the running statistics"
+
+
+def test_a_saved_model_does_not_depend_on_how_many_batches_this_process_has_seen() -> None:
+    task = SupervisedTask(Normed(), F.cross_entropy, (torch.randn(4, 3), torch.randint(0, 2, (4,))))
+    before = task.state_dict(task.initial(), None)
+    task.model(torch.randn(4, 3))
+    after = task.state_dict(task.initial(), None)
+    assert torch.equal(after["norm.num_batches_tracked"], before["norm.num_batches_tracked"])
+
+
+def test_a_copy_for_another_thread_shares_parameters_and_has_small_buffers_of_its_own() -> None:
+    flat = FlatModule(Normed())
+    flat.bind(flat.initial(), torch.zeros(flat.layout.size), torch.zeros(10_000)[: flat.state_size])
+    copied = sharing_parameters(flat.module)
+    for ours, theirs in zip(flat.module.parameters(), copied.parameters(), strict=True):
+        assert ours is theirs
+    for mine, other in zip(flat.module.buffers(), copied.buffers(), strict=True):
+        assert torch.equal(mine, other) and mine.data_ptr() != other.data_ptr()
+        assert other.untyped_storage().nbytes() < 1000

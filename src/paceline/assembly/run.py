@@ -33,8 +33,10 @@ from paceline.tasks.supervised import SupervisedTask
 
 
 def work_of(task: SupervisedTask, config: RunConfig) -> WorkAssignment:
-    """How the train set of `task` is divided."""
-    return divide_work(class_labels(task.train[1], num_samples(task.train[0]), config), config)
+    """Divide the train set of `task`, which learns what is held out of it."""
+    work = divide_work(class_labels(task.train[1], num_samples(task.train[0]), config), config)
+    task.train_on(work.train, config.seed)
+    return work
 
 
 def make_server(

@@ -34,6 +34,8 @@ class Member:
     threads: int = 0  # CPU threads it computes with, which some sums depend on; 0: unknown
     usual: float = 0.0  # running mean of the updates between a reply and its push; 0: the worker has not pushed yet
     silent: bool = False  # the worker has not pushed for much longer than usual
+    samples: int = 0  # samples of this incarnation's pushes: the weight of its running statistics
+    departed: bool = False  # the worker left before the run was over, with work left
 
     @property
     def quota_reached(self) -> bool:

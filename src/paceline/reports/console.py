@@ -150,6 +150,10 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
             lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
         for name, value in (result.get(f"{which}_metrics") or {}).items():
             lines.append(f"{which.capitalize()} {name}: {_measured(value)}")
+    for part in ("test", "validation"):
+        if "weights" in result and result[f"{part}_loss"] is not None:
+            lines.append(_scored_weights(result, part))
+            break
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
     stale = result["staleness"]
@@ -167,6 +171,16 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _scored_weights(result: dict[str, Any], part: str) -> str:
+    """Return which weights the scores belong to, and the live weights' scores on `part` if they are others."""
+    if result["weights"] == "live":
+        return "scored and saved: the live weights"
+    accuracy, loss = result[f"live_{part}_accuracy"], result[f"live_{part}_loss"]
+    live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
+    live.append(f"{part} loss {f'{loss:.4f}' if loss is not None else 'not finite'}")
+    return f"scored and saved: the averaged weights (live weights: {', '.join(live)})"
 
 
 def _measured(value: float | None) -> str:

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
 
-SCRIPT = "script"
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
@@ -182,11 +181,6 @@ def _try_lock(lock: BinaryIO, how: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def is_script(config: RunConfig) -> bool:
-    """Return whether the run was a user's training script, which alone can compute its pushes."""
-    return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
 def free_name(config: RunConfig) -> str:

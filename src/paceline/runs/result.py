@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from paceline.config import SCHEMA, RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
 from paceline.runs.folder import TIME_IS_UP, RunFolder, write_atomically
-from paceline.settings.rules import average_in_words
+from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import strategy_of
 from paceline.system.environment import environment
 
@@ -35,26 +35,49 @@ class NamedTensors(Protocol):
 
     layout: Layout
 
-    def mixture(self, states: list[Tensor]) -> Tensor | None: ...
+    def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None: ...
+
+    def estimated(self, weights: Tensor, state: Tensor) -> Tensor: ...
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]: ...
 
 
-def shared_state(server: Server, model: NamedTensors) -> Tensor | None:
-    """Average the running statistics (batch norm and the like) of all workers."""
-    return model.mixture([server.worker_states[worker] for worker in sorted(server.worker_states)])
+def shared_state(server: Server, model: NamedTensors, weights: Tensor) -> Tensor | None:
+    """The running statistics (batch norm and the like) that belong to `weights`.
+
+    One worker that computes on `weights` itself has them already. Otherwise they are estimated again, if the model's
+    code is here; buffers that are no statistics, and all buffers of a script, are the mean over the workers, weighted
+    by samples. Workers that left before the end count only if no other has pushed.
+    """
+    members, states = server.members, server.worker_states
+    there = [worker for worker in sorted(states) if not members[worker].departed] or sorted(states)
+    state = model.mixture([states[worker] for worker in there], [members[worker].samples for worker in there])
+    return state if state is None or _is_own(server, weights) else model.estimated(weights, state)
+
+
+def _is_own(server: Server, weights: Tensor) -> bool:
+    """Whether the only worker of a run, never restarted, has computed on `weights` step by step."""
+    is_live, takes_local_steps = weights is server.weights, server.inside is not None
+    alone = len(server.members) == 1 and not any(member.incarnation for member in server.members.values())
+    return alone and is_live and not takes_local_steps
+
+
+def is_averaged(server: Server) -> bool:
+    """Whether the weights that are scored and saved are a running mean of the live ones."""
+    return server.evaluated is not server.weights
 
 
 def trained_tensors(server: Server, model: NamedTensors, live: bool = False) -> dict[str, Tensor]:
     """The evaluated weights (or the live ones) by name, as `load_state_dict` takes them."""
-    return model.state_dict(server.weights if live else server.evaluated, shared_state(server, model))
+    weights = server.weights if live else server.evaluated
+    return model.state_dict(weights, shared_state(server, model, weights))
 
 
 def save_weights(folder: RunFolder, server: Server, model: NamedTensors) -> dict[str, Tensor]:
     """Write the evaluated weights, and the live ones if they are others; returns the evaluated ones by name."""
     tensors = trained_tensors(server, model)
     write_atomically(folder.weights_file, save(tensors))
-    if server.evaluated is not server.weights:
+    if is_averaged(server):
         write_atomically(folder.live_weights_file, save(trained_tensors(server, model, live=True)))
     return tensors
 
@@ -121,6 +144,7 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         **describe(scores.get("train"), "train"),
         **describe(scores.get("validation"), "validation"),
         **describe(test, "test"),
+        **_weights_rows(config, scores),
         "per_class_accuracy": list(test.per_class) if test is not None else None,
         "staleness": staleness_summary(server.staleness),
         "dropped_pushes": server.dropped,
@@ -128,6 +152,17 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         "lost_pushes": server.lost,
         "bytes_pushed": server.bytes_pushed,
         "bytes_pulled": server.bytes_pulled,
+    }
+
+
+def _weights_rows(config: RunConfig, scores: dict[str, Scores | None]) -> dict[str, Any]:
+    """Which weights the scores belong to; for averaged ones also the scores of the live weights."""
+    if average_horizon(config) is None:
+        return {"weights": "live"}
+    return {
+        "weights": "averaged",
+        **describe(scores.get("live_validation"), "live_validation"),
+        **describe(scores.get("live_test"), "live_test"),
     }
 
 

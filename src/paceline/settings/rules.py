@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.config import RunConfig, max_workers_of
+from paceline.config import RunConfig, is_script, max_workers_of
 from paceline.errors import UserError
 from paceline.settings.notation import name_and_argument, whole_number
 from paceline.settings.strategies import Feature, require_feature, strategy_of
@@ -152,10 +152,12 @@ def check_rule(config: RunConfig) -> None:
 def average_horizon(config: RunConfig) -> float | None:
     """The horizon of the running mean of weights, in updates: None without averaging, inf for a growing horizon.
 
-    `auto` averages if pushes are applied one by one, unless the rule is a published one.
+    `auto` averages if pushes are applied one by one, unless the rule is a published one or the loop is the user's own,
+    which computes its figures on the live weights.
     """
     if config.average in (None, "auto"):
-        return math.inf if strategy_of(config).is_stale and config.rule not in PUBLISHED else None
+        is_usual = strategy_of(config).is_stale and config.rule not in PUBLISHED and not is_script(config)
+        return math.inf if is_usual else None
     if config.average in ("none", "on"):
         return math.inf if config.average == "on" else None
     try:

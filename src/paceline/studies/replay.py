@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assembly.preflight import require_device
-from paceline.config import is_simulated
+from paceline.config import is_script, is_simulated
 from paceline.data.datasets import load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.folder import is_script
 from paceline.runs.recording import Recording, ScriptCall, open_recording
 from paceline.settings.strategies import in_this_process, on_ring
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class FlatModule:
         if not self._parameters:
             raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
         self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self._counts = {name: b.clone() for name, b in module.named_buffers() if not b.is_floating_point()}
         self.layout: Layout = pack(
             [(name, tuple(p.shape), decay is None or decay(name, p)) for name, p in self._parameters.items()]
         )
@@ -93,9 +95,12 @@ class FlatModule:
         return named
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
-        """Return a state dict for plain `load_state_dict`: copies, with the trained tensors from flat memory."""
+        """Return a state dict for plain `load_state_dict`: copies, with the trained tensors from flat memory.
+
+        Integer buffers (how many batches a norm has seen) are those of the start: each worker counts its own.
+        """
         flat, plain, sources = self.tensors(weights, state), self.module.state_dict(), self.sources()
-        merged = {name: flat.get(sources.get(name, ""), tensor) for name, tensor in plain.items()}
+        merged = {name: flat.get(sources.get(name, ""), self._counts.get(name, t)) for name, t in plain.items()}
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in merged.items()}
 
     def sources(self) -> dict[str, str]:
@@ -111,19 +116,35 @@ class FlatModule:
         laid_out = self.sources()
         return {name: t.detach() for name, t in self.module.state_dict().items() if name not in laid_out}
 
-    def mixture(self, states: list[Tensor]) -> Tensor | None:
-        """Combine the running statistics of all workers, or return None if the module has none."""
-        return mixture(self.state_layout, states) if states and self._buffers else None
+    def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None:
+        """Combine the running statistics of workers, or return None if the module has none."""
+        return mixture(self.state_layout, states, samples) if states and self._buffers else None
 
 
-def mixture(layout: Layout, states: list[Tensor]) -> Tensor:
-    """Combine statistics of all workers: mean of the means; mean of the variances plus variance of the means."""
-    stacked = torch.stack(states)
-    combined = stacked.mean(0)
-    spread = layout.views(stacked.var(0, correction=0))
+def mixture(layout: Layout, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor:
+    """Combine statistics of workers, weighted by their samples (default: equally).
+
+    Means are averaged; a variance is the mean of the variances plus the variance of the means.
+    """
+    if len(states) == 1:
+        return states[0].clone()
+    total, stacked = sum(samples or ()), torch.stack(states)
+    shares = [count / total for count in samples] if samples and total else [1.0 / len(states)] * len(states)
+    weights = torch.tensor(shares, dtype=stacked.dtype, device=stacked.device).unsqueeze(1)
+    combined = (weights * stacked).sum(0)
+    spread = layout.views((weights * (stacked - combined).square()).sum(0))
     for name, view in layout.views(combined).items():
         if name.endswith("running_var"):
             mean_name = name.removesuffix("running_var") + "running_mean"
             if mean_name in spread:
                 view.add_(spread[mean_name])
     return combined
+
+
+def sharing_parameters(module: nn.Module) -> nn.Module:
+    """Copy a module for another thread: `functional_call` changes modules temporarily. Parameters are not copied.
+
+    A deep copy of a buffer that is a view would copy all the memory it is a view of.
+    """
+    kept = {id(parameter): parameter for parameter in module.parameters()}
+    return copy.deepcopy(module, kept | {id(buffer): buffer.clone() for buffer in module.buffers()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,13 @@ class ScriptModel:
         self.state_layout = Layout.from_rows(state_rows)
         self._sources, self._frozen = sources, frozen or {}
 
-    def mixture(self, states: list[Tensor]) -> Tensor | None:
-        """Combine the running statistics of all workers, or return None if the model has none."""
-        return mixture(self.state_layout, states) if states and self.state_layout.parameters else None
+    def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None:
+        """Combine the running statistics of workers, or return None if the model has none."""
+        return mixture(self.state_layout, states, samples) if states and self.state_layout.parameters else None
+
+    def estimated(self, weights: Tensor, state: Tensor) -> Tensor:
+        """Return `state`: the server has no code of the model to estimate other statistics with."""
+        return state
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
         """Return copies of all tensors by name, for plain `load_state_dict`."""

@@ -70,11 +70,13 @@ class TrainingStep:
             self._captured[shapes] = CapturedStep(self._passes, self._flat, inputs, targets)
         return self._captured[shapes](inputs, targets)
 
-    def outputs(self, inputs: Structure, tensors: dict[str, Tensor] | None = None) -> Any:
-        """Return the model's outputs, computed with `tensors` in place of its own if given."""
+    def outputs(
+        self, inputs: Structure, tensors: dict[str, Tensor] | None = None, model: nn.Module | None = None
+    ) -> Any:
+        """Return the outputs of the model (or of a copy, `model`), with `tensors` in place of its own if given."""
         inputs = self._placed(inputs)
         with self._precision(inputs):
-            found = outputs_of(self._around if tensors is None else self._model, inputs, tensors)
+            found = outputs_of(self._around if tensors is None else model or self._model, inputs, tensors)
         return found.float() if isinstance(found, Tensor) and found.dtype == torch.bfloat16 else found
 
     def _precision(self, inputs: Structure) -> Any:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.data.sampler import Batches
@@ -16,6 +18,7 @@ from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.metrics import Metric, MetricPass, require_metrics
 from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
+from paceline.tasks.norm_statistics import MAX_BATCH, MAX_SAMPLES, StatisticsEstimator
 from paceline.tasks.step import StepSettings, TrainingStep
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[Structure, Structure]
 """Inputs and targets; each is a tensor, or a tuple or dict of tensors."""
+STATISTICS = 1 << 20
+"""In place of a worker's number: the order of the batches that statistics are estimated on."""
 MAX_EVALUATION_BATCH = 500
 MAX_EVALUATION_NBYTES = 16 << 20
 """Size of one evaluation batch's inputs, as floats: 27 images of 224x224."""
@@ -116,6 +121,8 @@ class SupervisedTask:
         self.local_state: State = {}
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
+        self._statistics = StatisticsEstimator(self.flat, lambda *call: self._step.outputs(*call))
+        self._trained_on: tuple[NDArray[np.int64] | None, int] = None, 0
         self.configure_step(StepSettings())
 
     def configure_step(self, settings: StepSettings) -> None:
@@ -147,6 +154,23 @@ class SupervisedTask:
     def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
         """Return the loader of one worker's shard of the train set."""
         return ArrayLoader(self.train, batches, seed, worker, self.transform, self.augment)
+
+    def train_on(self, rows: NDArray[np.int64], seed: int) -> None:
+        """Say which rows of the train set are not held out: `estimated` draws from them."""
+        self._trained_on = rows, seed
+
+    def estimated(self, weights: Tensor, state: Tensor) -> Tensor:
+        """Return `state` with the running statistics of norm layers estimated for `weights`, on training batches.
+
+        The batches are a function of the seed: a permutation of the whole train set, whoever trained on which part.
+        """
+        rows, seed = self._trained_on
+        rows = np.arange(num_samples(self.train[0])) if rows is None else rows
+        size = min(MAX_BATCH, evaluation_batch_size(self.train[0]), len(rows))
+        if not self._statistics.is_needed or size < 2:  # there is no variance of one sample
+            return state
+        loader = self.loader(Batches(rows, size, seed, STATISTICS), seed, STATISTICS)
+        return self._statistics(weights, state, loader, min(-(-MAX_SAMPLES // size), len(rows) // size))
 
     def gradient(self, batch: Batch) -> float:
         """Compute the bound gradient at the bound weights and return the loss; the batch's key seeds all randomness."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,8 +38,11 @@ class TimingModel:
         """Return the same batch for each number."""
         return self._batch
 
-    def mixture(self, states: list[Tensor]) -> Tensor | None:
+    def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None:
         return None
+
+    def estimated(self, weights: Tensor, state: Tensor) -> Tensor:
+        return state
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
         return {}

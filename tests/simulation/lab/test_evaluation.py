@@ -41,6 +41,27 @@ def test_a_fold_is_scored_where_it_was_held_out(make_dataset: Callable[..., Data
         assert (one.result["test_accuracy"] is None) == (one.config.fold is not None)
 
 
+def test_averaged_and_live_weights_are_both_scored(make_dataset: Callable[..., Dataset]) -> None:
+    dataset = make_dataset(num_train=90)
+    averaged, live = (
+        resolve(dataclasses.replace(SETTINGS, validation=0.2, average=average)) for average in ("on", "none")
+    )
+    found = {
+        one.config.average: one for one in run_rows([averaged, live], dataset, torch.device("cpu"), lambda *_: None)
+    }
+    one, task = found["on"], make_task(averaged, dataset)
+    assert task.test is not None
+    rows = torch.from_numpy(held_out(dataset.train_labels, averaged)[1])
+    for prefix, weights in (("", one.weights), ("live_", one.live)):
+        for part, scores in (
+            ("test", task.evaluate(weights, None, task.test)),
+            ("validation", task.evaluate(weights, None, task.train, rows)),
+        ):
+            assert one.result[f"{prefix}{part}_loss"] == pytest.approx(scores.loss, rel=1e-4)
+    assert one.result["weights"] == "averaged" and one.result["live_test_loss"] != one.result["test_loss"]
+    assert found["none"].result["weights"] == "live" and "live_test_loss" not in found["none"].result
+
+
 def test_a_diverged_row_has_no_figures(make_dataset: Callable[..., Dataset]) -> None:
     config = resolve(dataclasses.replace(SETTINGS, lr=1e20))
     (one,) = run_rows([config], make_dataset(), torch.device("cpu"), lambda text, share: None)

@@ -157,6 +157,7 @@ class Server:
         self.pushes, self.bytes_pushed = self.pushes + 1, self.bytes_pushed + nbytes
         member.record_push(self.version)
         member.seq, member.waiting, member.pushes = push.seq, True, member.pushes + 1
+        member.samples += push.samples
         if push.state.numel():
             self.worker_states[worker] = push.state.clone()
         if self.finished:
@@ -195,6 +196,8 @@ class Server:
             return Outcome(Disposition.REJECTED)  # an earlier incarnation
         was_started = self.started
         self.roster.pending.discard(worker)
+        if member is not None and not self.finished:
+            member.departed = not member.quota_reached
         if member is None or not member.live:
             return Outcome(Disposition.TAKEN, self._open_barrier(was_started))
         had_work = not member.inactive
@@ -251,7 +254,7 @@ class Server:
         answered = dict.fromkeys((*decision.apply, *decision.release))
         finished = [w for w in answered if (m := members[w]).draining or (m.quota is not None and m.quota_reached)]
         for worker in finished:
-            members[worker].released = members[worker].draining
+            members[worker].released = members[worker].departed = members[worker].draining
             self.roster.changed(worker)
         replies = [self._reply(worker) for worker in decision.release if worker not in finished]
         for worker in finished:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assembly.preflight import provenance
-from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
+from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
-from paceline.runs.folder import SCRIPT, RunFolder, holding, require_survivors
+from paceline.runs.folder import RunFolder, holding, require_survivors
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.assembly.task import seed_generators
-from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
+from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join, Push, Reply, SetLrFactor
 from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
-from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
+from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtimes.scripts import adopt
 from paceline.runtimes.scripts.sampler import AddressedBatches, LoopShare, share_data
 from paceline.runtimes.scripts.standalone import InProcessClient

@@ -16,7 +16,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Report, Scores
 from paceline.runs.events import EventLog
 from paceline.runs.folder import ALL_GONE, NOT_COME
-from paceline.runs.result import finite, shared_state
+from paceline.runs.result import finite, is_averaged, shared_state
 from paceline.runs.snapshots import BestWeights
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
 from paceline.system.cpu import cores
@@ -76,11 +76,16 @@ class Evaluator:
         return scores
 
     def final_scores(self, diverged: bool, stop_reason: str | None) -> dict[str, Scores | None]:
-        """Score the weights of a run that has ended, on the parts of the data that are worth the time."""
+        """Score the weights of a run that has ended, on the parts of the data that are worth the time.
+
+        If they are averaged, score the live ones too, on the test and validation data.
+        """
         scores: dict[str, Scores | None] = {}
         for which in self._final_parts(diverged, stop_reason):
             self._report({"kind": "scoring", "which": which})
             scores[which] = self._score(which)
+            if which != "train" and is_averaged(self._server):
+                scores[f"live_{which}"] = self._score(which, live=True)
         if self._best is not None and (last := scores.get("test")) is not None:
             self._best.save_if_best(self._server, last)
         return scores
@@ -98,7 +103,7 @@ class Evaluator:
                 yield "validation"
         yield last
 
-    def _score(self, which: str) -> Scores | None:
+    def _score(self, which: str, live: bool = False) -> Scores | None:
         """Score the train, validation or test data; None if there is none."""
         assert self._task is not None, "only a task with data can be scored"
         task, work = self._task, self._work
@@ -116,7 +121,8 @@ class Evaluator:
         torch.set_num_threads(cores())
         try:
             with self._timings.scoring():
-                return task.evaluate(self._server.evaluated, shared_state(self._server, task), data, indices)
+                weights = self._server.weights if live else self._server.evaluated
+                return task.evaluate(weights, shared_state(self._server, task, weights), data, indices)
         finally:
             torch.set_num_threads(before)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from paceline.assembly.work import WorkAssignment
@@ -161,23 +162,28 @@ class Host:
 
     def _evaluate(self) -> None:
         """Halt the clock, score the test data, and stop the run if it has reached its target."""
-        self.clock.halt()
-        halted = self.clock.source()
-        self._runtime.gather()
-        scores = self._evaluator.evaluate()
-        self.accounting.failure_detector.extend(self.clock.source() - halted)
-        self.clock.go()
+        with self._pausing():
+            scores = self._evaluator.evaluate()
         if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
             self.stop(self._goal.reason)
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """Halt the clock while the weights are scored or saved, and do not count that time as a worker's silence."""
+        halted = self.clock.source()
+        with self.clock.paused():
+            self._runtime.gather()
+            yield
+            self.accounting.failure_detector.extend(self.clock.source() - halted)
 
     def _keep_weights(self) -> None:
         """Take a snapshot if one is due, before any later checkpoint, so that a resumed run misses none."""
         assert self._snapshots is not None
         if self.server.finished or self._snapshots.is_due(self.server):
-            self._runtime.gather()
-        self._snapshots.take_if_due(self.server)
-        if self.server.finished:
-            self._snapshots.take_final(self.server)
+            with self._pausing():  # a snapshot of a model with norm layers computes their statistics
+                self._snapshots.take_if_due(self.server)
+                if self.server.finished:
+                    self._snapshots.take_final(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -122,3 +122,12 @@ class TrainingClock:
 
     def halt(self) -> None:
         self._seconds, self._since = self.now(), None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Halt for this block; afterwards go on if the clock was running."""
+        was_running = self._since is not None
+        self.halt()
+        yield
+        if was_running:
+            self.go()

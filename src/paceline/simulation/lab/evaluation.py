@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.assembly.work import held_out
+from paceline.core.rules.averaged import Averaged
 from paceline.interfaces import Layout, Scores
 from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.gradients import views
@@ -20,8 +21,22 @@ ALL_PARTS = ("train", "test", "validation")
 def scores_of(
     batch: RunBatch, train: Images, test: Images, parts: Sequence[str] = ALL_PARTS
 ) -> dict[int, dict[str, Scores | None]]:
-    """Return the scores of the finished runs by their index in the batch; folds are not scored on the test set."""
-    weights = torch.stack([batch.final[number][0] for number in batch.ended])
+    """Return the scores of the finished runs by their index in the batch; folds are not scored on the test set.
+
+    If the rule averages, the live weights are scored too, on the test and validation data.
+    """
+    found = _scores_of(batch, 0, train, test, parts)
+    live_parts = [part for part in parts if part != "train"]
+    if isinstance(batch.rule, Averaged) and live_parts:
+        for number, scores in _scores_of(batch, 1, train, test, live_parts).items():
+            found[number] |= {f"live_{part}": score for part, score in scores.items()}
+    return found
+
+
+def _scores_of(
+    batch: RunBatch, place_of_weights: int, train: Images, test: Images, parts: Sequence[str]
+) -> dict[int, dict[str, Scores | None]]:
+    weights = torch.stack([batch.final[number][place_of_weights] for number in batch.ended])
     configs = [batch.rows[number].config for number in batch.ended]
 
     def on(data: Images) -> tuple[Tensor, Tensor, Tensor]:

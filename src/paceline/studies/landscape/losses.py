@@ -5,7 +5,6 @@ One batched product for many vectors (simulation/lab/models.py) is 7 times slowe
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from paceline.errors import UserError
 from paceline.randomness import rng
 from paceline.system.cpu import cores
+from paceline.tasks.flat import sharing_parameters
 from paceline.tasks.nested import device_of, each, num_samples, outputs_of, rows_of
 from paceline.tasks.supervised import Pair, SupervisedTask
 
@@ -54,7 +54,7 @@ class Losses:
         self._num_threads = min(cores(), MAX_THREADS) if side_by_side and self.device.type == "cpu" else 1
         self._models: SimpleQueue[nn.Module] = SimpleQueue()
         for _ in range(self._num_threads):
-            self._models.put(_sharing_tensors(task.model) if self._num_threads > 1 else task.model)
+            self._models.put(sharing_parameters(task.model) if self._num_threads > 1 else task.model)
 
     def __call__(self, points: Iterable[Point], passed: Callable[[], None] = lambda: None) -> Tensor:
         """Return one loss per point, in double precision on the CPU, and call `passed` after each."""
@@ -103,9 +103,3 @@ class Losses:
             x, y = rows_of(self._inputs, part), rows_of(self._targets, part)
             total += self._task.loss(outputs_of(model, x, tensors), y).double() * num_samples(x)
         return total / self.num_samples
-
-
-def _sharing_tensors(model: nn.Module) -> nn.Module:
-    """Copy the modules, which functional_call changes temporarily, but share their tensors."""
-    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, kept)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_script
 from paceline.errors import UserError
 from paceline.interfaces import Layout
-from paceline.runs.folder import RunFolder, is_script
+from paceline.runs.folder import RunFolder
 from paceline.runs.snapshots import SnapshotEntry, read_index, read_snapshot
 from paceline.system.memory import require_memory
 from paceline.tasks.supervised import SupervisedTask
