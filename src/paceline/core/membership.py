@@ -34,11 +34,13 @@ class Member:
     threads: int = 0  # CPU threads it computes with, which some sums depend on; 0: unknown
     usual: float = 0.0  # running mean of the updates between a reply and its push; 0: the worker has not pushed yet
     silent: bool = False  # the worker has not pushed for much longer than usual
+    own_loop: bool = False  # its dropped pushes count towards the quota
+    dropped: int = 0  # pushes that were dropped, if they count towards the quota
 
     @property
     def quota_reached(self) -> bool:
         """Whether the worker has reached its quota."""
-        return self.quota is not None and self.accepted >= self.quota
+        return self.quota is not None and self.accepted + self.dropped >= self.quota
 
     @property
     def inactive(self) -> bool:

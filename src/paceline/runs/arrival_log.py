@@ -45,7 +45,8 @@ class Record:
         """The input itself; for every kind but a push."""
         match self.kind:
             case "join":
-                return Join(self.worker, self.incarnation, None if self.seq == _NO_QUOTA else self.seq, self.reply)
+                quota = None if self.seq == _NO_QUOTA else self.seq
+                return Join(self.worker, self.incarnation, quota, self.reply, bool(self.samples))
             case "leave":
                 return Leave(self.worker, self.incarnation)
             case "steps":
@@ -79,9 +80,9 @@ class ArrivalLog:
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
                 fields = (_PUSH, disposition, worker, incarnation, seq, reply, samples, loss, now)
-            case Join(worker, incarnation, quota, threads):
+            case Join(worker, incarnation, quota, threads, own_loop):
                 amount = _NO_QUOTA if quota is None else quota
-                fields = (_JOIN, disposition, worker, incarnation, amount, threads, 0, 0.0, now)
+                fields = (_JOIN, disposition, worker, incarnation, amount, threads, own_loop, 0.0, now)
             case Leave(worker, incarnation):
                 fields = (_LEAVE, disposition, worker, incarnation, 0, 0, 0, 0.0, now)
             case SetLocalSteps(worker, steps):

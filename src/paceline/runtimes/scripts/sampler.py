@@ -23,6 +23,9 @@ class BatchConsumer(Protocol):
     @property
     def batch_number(self) -> int: ...
 
+    @property
+    def step_number(self) -> int: ...
+
     def next_batch(self, number: int, samples: int, parts: int) -> None: ...
 
     def next_part(self) -> None: ...
@@ -54,7 +57,7 @@ class AddressedBatches:
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
         last = self._passes * self._batches.per_epoch if self._in_epochs else None
-        while not self._session.finished and (last is None or self._session.batch_number < last):
+        while not self._session.finished and (last is None or self._session.step_number < last):
             number = self._session.batch_number
             indices = self._batches.indices(number)
             parts = np.array_split(indices, self._parts)

@@ -126,7 +126,7 @@ class Session:
         batches = work.batches(self.worker, self.config)
         loader = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
         if handed.optimizer is not None:
-            adopt.take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
+            adopt.take_over(handed.optimizer, self._step_of_optimizer, begun=self.step_number > 0)
         return model, *(thing if isinstance(thing, (Optimizer, *adopt.SCHEDULES)) else loader for thing in things)
 
     def _settings(self, handed: adopt.UserObjects, epochs: float | None, accumulate: int) -> dict[str, Any]:
@@ -165,7 +165,8 @@ class Session:
             "settings": settings,
             "sources": None if sources == own_names else sources,
         }
-        join = Join(self.worker, self._incarnation, work.quotas[self.worker], torch.get_num_threads())
+        quota = work.quotas[self.worker]
+        join = Join(self.worker, self._incarnation, quota, torch.get_num_threads(), own_loop=True)
         self._take(self._transport.hello(join, bound.slot, facts))
         self._timer.restart()
         self._began = time.perf_counter(), time.process_time()
@@ -218,9 +219,9 @@ class Session:
         self.step(loss if isinstance(loss, Tensor | float) else None)
 
     def _send_rate(self) -> None:
-        """Send the learning rate if the script's schedule changed it. Worker 0's schedule counts for all."""
+        """Send the learning rate if this worker's schedule changed it."""
         optimizer = self._handed.optimizer if self._handed is not None else None
-        if optimizer is None or self.worker != 0:
+        if optimizer is None:
             return
         factor = adopt.lr_of(optimizer) / (self.config.lr or 1.0)
         if factor != self._factor:
@@ -254,6 +255,12 @@ class Session:
         """The number of the batch that this worker computes next."""
         assert self._reply is not None
         return self._reply.batch
+
+    @property
+    def step_number(self) -> int:
+        """The steps of this worker's loop so far. A push that was dropped is one too; its batch comes again."""
+        assert self._reply is not None
+        return self._reply.batch + self._reply.dropped
 
 
 def join(config: RunConfig | None = None) -> Session:
