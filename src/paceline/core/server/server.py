@@ -296,7 +296,7 @@ class Server:
         return True
 
     def _agreed_factor(self, workers: tuple[int, ...]) -> float:
-        """The learning rate factor of an update: that of its lowest-numbered worker. Remember the first disagreement."""
+        """The learning rate factor of an update: that of its lowest-numbered worker. Note the first disagreement."""
         first, *rest = sorted(workers)
         factor = self.lr_factors.get(first, 1.0)
         for other in rest if self.lr_disagreement is None else ():

@@ -25,6 +25,7 @@ from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
 from paceline.runs.folder import SCRIPT, RunFolder, write_atomically
 from paceline.runtimes.scripts import adopt
+from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, decay_of, settings_of
 from paceline.runtimes.scripts.sampler import AddressedBatches, targets_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
@@ -62,6 +63,22 @@ class BoundModel:
         shared = self.slot.weights, self.slot.update, self.slot.state
         self._own = shared if device.type == "cpu" else tuple(tensor.to(device, copy=True) for tensor in shared)
         flat.bind(*self._own)
+        places = {part.name for part in flat.layout.parameters}
+        self._parameters = {name: p for name, p in flat.module.named_parameters() if name in places}
+        self._marks: dict[str, tuple[int, int]] = {}
+
+    def _current_marks(self) -> dict[str, tuple[int, int]]:
+        """Where each parameter lies, and torch's count of the changes made to it in place."""
+        return {name: (p.data_ptr(), p._version) for name, p in self._parameters.items()}
+
+    def require_unchanged(self) -> None:
+        """Raise UserError if the script has changed the weights itself, which the server would not see."""
+        for name, mark in self._current_marks().items():
+            if mark != self._marks[name]:
+                what = f"parameter {name} was changed or moved between two steps"
+                why = "the server holds the weights, and only gradients reach it"
+                instead = "change or move the model before session.prepare(...), and use no max_norm or clamping"
+                raise UserError(f"{what}: {why}; {instead}")
 
     def collect(self) -> None:
         """After backward: copy gradient and running statistics to where the server reads them."""
@@ -75,6 +92,7 @@ class BoundModel:
         if self._own[0] is not self.slot.weights:
             self._own[0].copy_(self.slot.weights)
         self.flat.clear()
+        self._marks = self._current_marks()
 
 
 class Session:
@@ -87,6 +105,7 @@ class Session:
         self._typed, self._folder = env.typed, env.folder
         self._bound: BoundModel | None = None
         self._handed: adopt.UserObjects | None = None
+        self._optimizer: AdoptedOptimizer | None = None
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
         self._loss = math.nan
@@ -126,7 +145,8 @@ class Session:
         batches = work.batches(self.worker, self.config)
         loader = AddressedBatches(self, handed.data, batches, handed.collate, epochs is not None, accumulate)
         if handed.optimizer is not None:
-            adopt.take_over(handed.optimizer, self._step_of_optimizer, begun=self.step_number > 0)
+            self._optimizer = AdoptedOptimizer(handed.optimizer, model, begun=self.step_number > 0)
+            self._optimizer.take_over(self._step_of_optimizer)
         return model, *(thing if isinstance(thing, (Optimizer, *adopt.SCHEDULES)) else loader for thing in things)
 
     def _settings(self, handed: adopt.UserObjects, epochs: float | None, accumulate: int) -> dict[str, Any]:
@@ -136,7 +156,7 @@ class Session:
             raise UserError(f"session.prepare(..., loader): {passes}")
         if accumulate < 1 or (epochs is not None and not epochs > 0):
             raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
-        settings: dict[str, Any] = adopt.settings_of(handed.optimizer) if handed.optimizer is not None else {}
+        settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
         if epochs is not None:
             settings |= {"epochs": float(epochs), "epoch_mode": "own"}
         adopt.require_agreement(settings, self.config, self._typed)
@@ -145,8 +165,8 @@ class Session:
     def _join(self, handed: adopt.UserObjects, work: WorkAssignment, settings: dict[str, Any]) -> None:
         """Bind the model and join the run."""
         if handed.optimizer is not None:
-            decays = adopt.decay_of(handed.optimizer)
-            flat = FlatModule(handed.model, decays, lambda parameter: id(parameter) in handed.parameters)
+            decays, trained = decay_of(handed.optimizer), handed.parameters
+            flat = FlatModule(handed.model, decays, lambda parameter: id(parameter) in trained)
         else:
             flat = FlatModule(handed.model)
         bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
@@ -196,6 +216,9 @@ class Session:
         self._require_batch()
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        bound.require_unchanged()
+        if self._optimizer is not None:
+            self._optimizer.require_same()
         bound.collect()
         self._send_rate()
         seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
@@ -220,10 +243,9 @@ class Session:
 
     def _send_rate(self) -> None:
         """Send the learning rate if this worker's schedule changed it."""
-        optimizer = self._handed.optimizer if self._handed is not None else None
-        if optimizer is None:
+        if self._optimizer is None:
             return
-        factor = adopt.lr_of(optimizer) / (self.config.lr or 1.0)
+        factor = self._optimizer.lr / (self.config.lr or 1.0)
         if factor != self._factor:
             self._factor = factor
             self._transport.set_rate(SetLrFactor(self.worker, factor))

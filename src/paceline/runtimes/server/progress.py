@@ -88,7 +88,7 @@ class EventRecorder:
         self._disagreement_told = True
         used, other, (one, another) = found
         self._events.write("lr_disagreement", now, used=used, other=other, factors=[one, another])
-        what = f"in one round the learning rate of worker {used} is {one:g} times the first, that of {other} {another:g}"
+        what = f"in a round the learning rate of worker {used} is {one:g} times the first, that of {other} {another:g}"
         self._report({"kind": "note", "text": f"{what}: a round uses the value of its lowest-numbered worker"})
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
