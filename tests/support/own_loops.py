@@ -27,7 +27,7 @@ class OneServer:
         self.replies: dict[int, Reply] = {}
 
     def session(self, worker: int, incarnation: int = 0) -> Session:
-        return Session(WorkerEnv(self.config, worker, incarnation, OneServerTransport(self)))
+        return Session(WorkerEnv(self.config, worker, incarnation, OneServerTransport(self, worker)))
 
     def handle(self, message: Any) -> None:
         assert self.server is not None
@@ -39,8 +39,8 @@ class OneServer:
 class OneServerTransport(ScriptTransport):
     """Calls the server; there is no start barrier, so a worker may begin before the others have come."""
 
-    def __init__(self, one: OneServer) -> None:
-        self._one = one
+    def __init__(self, one: OneServer, worker: int) -> None:
+        self._one, self._worker = one, worker
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         one = self._one
@@ -57,6 +57,15 @@ class OneServerTransport(ScriptTransport):
 
     def set_rate(self, rate: SetLrFactor) -> None:
         self._one.handle(rate)
+
+    def read_weights(self, final: bool) -> bool | None:
+        server = self._one.server
+        assert server is not None
+        self._one.memories[self._worker].weights.copy_(server.evaluated)
+        return server.evaluated is not server.weights
+
+    def merge_statistics(self, samples: int) -> bool:
+        return True
 
     def report(self, figures: dict[str, float]) -> None:
         pass

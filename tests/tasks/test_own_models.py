@@ -17,7 +17,7 @@ import paceline
 from paceline.assembly.run import work_of
 from paceline.assembly.task import initial_seed, make_task, seed_generators
 from paceline.config import RunConfig
-from paceline.runtimes.scripts.session import BoundModel
+from paceline.runtimes.scripts.bound_model import BoundModel
 from paceline.settings.resolve import resolve
 from paceline.tasks.flat import FlatModule
 from tests.support import odd_models

@@ -64,6 +64,26 @@ class SetLrFactor(NamedTuple):
     factor: float
 
 
+class ReadWeights(NamedTuple):
+    """A user's own loop reads the weights that would be saved now, or (`final`) those that are saved at the end.
+
+    It changes nothing, and neither does `EstimatedStatistics`: they are logged for a replay to answer them in order.
+    """
+
+    worker: int
+    final: bool = False
+
+
+class EstimatedStatistics(NamedTuple):
+    """A user's own loop has estimated the running statistics that belong to the final weights.
+
+    They lie in the worker's memory. The saved ones are the mixture over all workers, weighted by `samples`.
+    """
+
+    worker: int
+    samples: int
+
+
 class Drain(NamedTuple):
     """Let `worker` finish its current push and then leave, as an operator asked."""
 
@@ -87,7 +107,8 @@ class Resume:
     lost: int = 0
 
 
-Input: TypeAlias = Join | Push | Leave | SetLocalSteps | SetLrFactor | Drain | Stop | Resume
+OwnLoopInput: TypeAlias = SetLrFactor | ReadWeights | EstimatedStatistics
+Input: TypeAlias = Join | Push | Leave | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume
 
 
 class DataAssignment(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -111,16 +111,23 @@ class FlatModule:
         laid_out = self.sources()
         return {name: t.detach() for name, t in self.module.state_dict().items() if name not in laid_out}
 
-    def mixture(self, states: list[Tensor]) -> Tensor | None:
-        """Combine the running statistics of all workers, or return None if the module has none."""
-        return mixture(self.state_layout, states) if states and self._buffers else None
+    def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None:
+        """Combine the running statistics of workers, or return None if the module has none."""
+        return mixture(self.state_layout, states, samples) if states and self._buffers else None
 
 
-def mixture(layout: Layout, states: list[Tensor]) -> Tensor:
-    """Combine statistics of all workers: mean of the means; mean of the variances plus variance of the means."""
-    stacked = torch.stack(states)
-    combined = stacked.mean(0)
-    spread = layout.views(stacked.var(0, correction=0))
+def mixture(layout: Layout, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor:
+    """Combine statistics of workers, weighted by their samples (default: equally).
+
+    Means are averaged; a variance is the mean of the variances plus the variance of the means.
+    """
+    if len(states) == 1:
+        return states[0].clone()
+    total, stacked = sum(samples or ()), torch.stack(states)
+    shares = [count / total for count in samples] if samples and total else [1.0 / len(states)] * len(states)
+    weights = torch.tensor(shares, dtype=stacked.dtype, device=stacked.device).unsqueeze(1)
+    combined = (weights * stacked).sum(0)
+    spread = layout.views((weights * (stacked - combined).square()).sum(0))
     for name, view in layout.views(combined).items():
         if name.endswith("running_var"):
             mean_name = name.removesuffix("running_var") + "running_mean"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,20 @@ class ScriptModel:
         self.layout = Layout.from_rows(layout_rows)
         self.state_layout = Layout.from_rows(state_rows)
         self._sources, self._frozen = sources, frozen or {}
+        self._estimated: tuple[Tensor, Tensor] | None = None  # weights, and the statistics that belong to them
 
-    def mixture(self, states: list[Tensor]) -> Tensor | None:
-        """Combine the running statistics of all workers, or return None if the model has none."""
-        return mixture(self.state_layout, states) if states and self.state_layout.parameters else None
+    def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None:
+        """Combine the running statistics of workers, or return None if the model has none."""
+        return mixture(self.state_layout, states, samples) if states and self.state_layout.parameters else None
+
+    def set_statistics(self, weights: Tensor, state: Tensor) -> None:
+        """From now on `state`, which workers have estimated for these `weights`, is saved with them."""
+        self._estimated = weights, state
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
         """Return copies of all tensors by name, for plain `load_state_dict`."""
+        if self._estimated is not None and self._estimated[0] is weights:
+            state = self._estimated[1]
         flat = self.layout.views(weights)
         if state is not None:
             flat |= self.state_layout.views(state)

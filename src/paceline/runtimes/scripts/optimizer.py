@@ -124,17 +124,18 @@ class AdoptedOptimizer:
         read, load = optimizer.state_dict, optimizer.load_state_dict
         where = "the optimizer's state is in the server: its checkpoints and 'paceline resume' keep it"
 
-        def state_dict() -> dict[str, Any]:
+        def read_state() -> dict[str, Any]:
             if self._pushed:
                 raise UserError(f"{self._name}.state_dict() after session.prepare(...): {where}; leave it out")
             return read()
 
-        def load_state_dict(state: dict[str, Any]) -> None:
-            if self._pushed or state.get("state"):
+        def load_state(state_dict: dict[str, Any]) -> None:
+            if self._pushed or state_dict.get("state"):
                 raise UserError(f"{self._name}.load_state_dict(...) after session.prepare(...): {where}; leave it out")
-            load(state)
+            load(state_dict)
 
-        optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
+        optimizer.state_dict = read_state  # type: ignore[method-assign]
+        optimizer.load_state_dict = load_state  # type: ignore[method-assign,assignment]
 
     def require_same(self) -> None:
         """Raise UserError if plain torch would make another step now than the server."""
