@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,19 @@ def test_each_worker_follows_its_own_schedule(tmp_path: Path) -> None:
     for worker in (0, 0, 0, 1, 0, 1):
         loops[worker].step()
     assert applied == [(0, 0.25), (0, 0.125), (0, 0.0625), (1, 0.25), (0, 0.03125), (1, 0.125)]
+
+
+def test_a_pass_has_as_many_steps_as_the_loader_says_though_some_are_dropped(tmp_path: Path) -> None:
+    """The schedule has one value for each step of a pass; a dropped step has used one up."""
+    one = OneServer(tmp_path, strategy="async", workers=2, rule="ringmaster:1", average="none")
+    loops = [Loop(one, worker) for worker in range(2)]
+    loops[1].step()
+    seen = []
+    for x, y in loops[0].batches:
+        seen.append(x)
+        loss_of(loops[0].model, x, y).backward()
+        loops[0].optimizer.step()
+        loops[0].scheduler.step()
+    assert len(seen) == 4 == loops[0].session.step_number and loops[0].session.batch_number == 3
+    assert [torch.equal(one, other) for one, other in pairwise(seen)] == [True, False, False], "the batch came again"
+    assert one.server is not None and one.server.dropped == 1

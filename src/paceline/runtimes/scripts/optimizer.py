@@ -135,7 +135,7 @@ class AdoptedOptimizer:
             load(state_dict)
 
         optimizer.state_dict = read_state  # type: ignore[method-assign]
-        optimizer.load_state_dict = load_state  # type: ignore[method-assign,assignment]
+        optimizer.load_state_dict = load_state  # type: ignore[method-assign]
 
     def require_same(self) -> None:
         """Raise UserError if plain torch would make another step now than the server."""
