@@ -8,7 +8,8 @@ from collections import deque
 import pytest
 import torch
 
-from paceline.core.messages import Disposition, Join, Push, Reply, SetLrFactor, Stop
+from paceline.core.messages import Disposition, EstimatedStatistics, Join, Push, ReadWeights, Reply, SetLrFactor, Stop
+from paceline.core.server import server_facts
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import newest_checkpoint, write_checkpoint
@@ -239,6 +240,23 @@ def test_messages_keep_their_meaning_in_the_log(record: Record) -> None:
     assert (push.worker, push.incarnation, push.seq, push.reply, push.samples) == (1, 0, 0, 0, 4)
     assert not isinstance(push, Push)
     assert [record.now for record in records] == sorted(record.now for record in records)
+
+
+def test_what_an_own_loop_reads_and_estimates_is_logged_and_changes_nothing(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(3)
+    before = server_facts(run.server)
+    inputs = [ReadWeights(1), ReadWeights(0, final=True), EstimatedStatistics(1, 27)]
+    for message in inputs:
+        run.host.handle(message)
+    assert server_facts(run.server) == before
+    run.run_to_the_end()
+    records = arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0]
+    assert [one.message for one in records if one.kind in ("read", "statistics")] == inputs
+    replay = run.replay()
+    replay.feed(records)
+    assert_same(replay.server, run.server)
 
 
 def test_scripts_whose_schedules_disagree_are_told_so_once(record: Record) -> None:

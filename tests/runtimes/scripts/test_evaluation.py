@@ -13,8 +13,9 @@ from torch.optim.swa_utils import update_bn
 
 import paceline
 from paceline.config import RunConfig
-from paceline.runtimes.scripts.bound_model import KEPT_INPUTS
+from paceline.runtimes.scripts.bound_model import KEPT_INPUTS, BoundModel
 from paceline.runtimes.scripts.session import Session
+from paceline.tasks.flat import FlatModule
 from tests.support.own_loops import OneServer
 
 BATCH = 8
@@ -171,6 +172,58 @@ def test_norm_layers_that_are_not_trained_keep_their_statistics() -> None:
     with loop.session.eval_weights() as model:
         model.train()
         assert not loop.model.norm.running_mean.any()
+
+
+class Box:
+    """A batch that is no tensor and no mapping."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Boxed(Net):
+    def forward(self, box: Box, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(box.x, scale)
+
+
+def test_inputs_of_any_kind_are_kept_as_the_model_got_them() -> None:
+    session = paceline.join(RunConfig(strategy="classic", lr=0.1, average="on"))
+    model, batches = session.prepare(Boxed(), data(40), batch_size=BATCH)
+    for x, y in batches:
+        nn.functional.cross_entropy(model(Box(x)), y).backward()
+        session.step()
+    trained = copies(model)
+    session.finish()
+    assert not torch.equal(model.norm.running_var, trained["norm.running_var"])
+
+
+def test_a_model_in_another_memory_is_evaluated_there_and_restored() -> None:
+    """A GPU's memory is not the server's; here a second memory of the CPU stands for it."""
+
+    class Elsewhere:
+        type = "elsewhere"
+
+    def copied(self: Tensor, device: Any, copy: bool) -> Tensor:
+        return self.clone()
+
+    model, bound = net(), BoundModel.__new__(BoundModel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", copied)
+        bound.__init__(FlatModule(model), Elsewhere())  # type: ignore[arg-type,misc]
+    bound.renew()
+    before = copies(model)
+    with bound.restored():
+        bound.slot.weights.fill_(2.0)
+        bound.load_weights()
+        assert bool((model.first.weight == 2.0).all())
+        model.norm.running_mean.fill_(3.0)  # type: ignore[union-attr]
+        bound.send_state()
+        assert bool((bound.flat.state_layout.views(bound.slot.state)["norm.running_mean"] == 3.0).all())
+        bound.slot.state.fill_(4.0)
+        bound.load_state()
+        assert bool((model.norm.running_var == 4.0).all())
+    assert_same(copies(model), before)
+    bound.require_unchanged()
 
 
 def test_other_workers_have_moved_the_weights_that_a_worker_evaluates(tmp_path: Path) -> None:

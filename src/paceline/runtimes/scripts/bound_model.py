@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.core.buffers import BufferSizes
 from paceline.errors import UserError
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.nested import each
 from paceline.tasks.norm_statistics import norm_layers, reestimate
 from paceline.transports.shared_memory import SharedBuffers
 
@@ -28,7 +27,7 @@ class RecentInputs:
     def __init__(self, model: nn.Module) -> None:
         self.records = False  # only between a batch and its step
         self._model = model
-        self._inputs: deque[tuple[Any, Any]] = deque(maxlen=KEPT_INPUTS)
+        self._inputs: deque[tuple[list[Any], dict[str, Any]]] = deque(maxlen=KEPT_INPUTS)
         self._layers: list[_NormBase] = []  # that followed the data in the newest of them
         self._autocast: tuple[str, torch.dtype, bool] | None = None
         if any(isinstance(part, _NormBase) and part.running_mean is not None for part in model.modules()):
@@ -41,7 +40,8 @@ class RecentInputs:
         if self._layers:
             kind = next(model.parameters()).device.type
             self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-            self._inputs.append((each(Tensor.detach, arguments), each(Tensor.detach, named)))
+            kept = [_detached(value) for value in arguments], {name: _detached(value) for name, value in named.items()}
+            self._inputs.append(kept)
 
     def estimate(self) -> bool:
         """Replace the model's running statistics by those of its current weights; False if no inputs are known."""
@@ -51,6 +51,11 @@ class RecentInputs:
         with torch.autocast(kind, dtype, enabled):
             reestimate(self._model, self._layers, self._inputs, lambda inputs: self._model(*inputs[0], **inputs[1]))
         return True
+
+
+def _detached(value: Any) -> Any:
+    """An argument without its graph; anything but a tensor stays what the model expects."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class BoundModel:
