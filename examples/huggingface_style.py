@@ -82,6 +82,7 @@ for _epoch in range(EPOCHS):
         scheduler.step()
         optimizer.zero_grad()
 
+session.finish()
 model.eval()
 with torch.no_grad():
     loss = model(**collate(counting(100, seed=2))).loss.item()

@@ -20,6 +20,7 @@ with paceline.join() as session:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         session.step(loss)
+    session.finish()  # the model now holds the weights that are saved
     accuracy = (model(inputs[5000:]).argmax(1) == targets[5000:]).float().mean().item()
     if session.worker == 0:
         session.report(test_accuracy=100 * accuracy)

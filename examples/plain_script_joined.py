@@ -32,6 +32,7 @@ for _epoch in range(EPOCHS):
         optimizer.step()
     scheduler.step()
 
+session.finish()
 model.eval()
 with torch.no_grad():
     right = sum(int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in DataLoader(test, batch_size=500))

@@ -23,12 +23,13 @@ MakeDataset = Callable[..., Dataset]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Before each test, since a run in this process sets its own count."""
+def plain_arithmetic() -> None:
+    """One thread, and subnormal floats (hypothesis draws them), before each test: a run in this process sets both."""
     if "torch" in sys.modules:
         import torch
 
         torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")

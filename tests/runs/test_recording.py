@@ -52,7 +52,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a config in no alphabet": (lambda c: c.replace(c[20:36], b"\xff" * 16, 1), "belongs to another config"),
     "damage in the middle": (lambda c: c[:300] + bytes([c[300] ^ 1]) + c[301:], "is damaged at byte"),
     "a hole": (lambda c: c[:300] + c[310:], "is damaged at byte"),
-    "an unknown kind": (lambda c: with_field(c, 0, 9), "a record of unknown kind 9 at byte"),
+    "an unknown kind": (lambda c: with_field(c, 0, 99), "a record of unknown kind 99 at byte"),
     "an unknown verdict": (lambda c: with_field(c, 1, 77), "a record of unknown verdict 77 at byte"),
     "an unknown worker": (lambda c: with_field(c, 2, 5), "names worker 5 at byte"),
 }

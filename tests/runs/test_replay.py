@@ -8,7 +8,8 @@ from collections import deque
 import pytest
 import torch
 
-from paceline.core.messages import Disposition, Join, Push, Reply, SetLrFactor, Stop
+from paceline.core.messages import Disposition, EstimatedStatistics, Join, Push, ReadWeights, Reply, SetLrFactor, Stop
+from paceline.core.server import server_facts
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import newest_checkpoint, write_checkpoint
@@ -241,6 +242,36 @@ def test_messages_keep_their_meaning_in_the_log(record: Record) -> None:
     assert [record.now for record in records] == sorted(record.now for record in records)
 
 
+def test_what_an_own_loop_reads_and_estimates_is_logged_and_changes_nothing(record: Record) -> None:
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push_at_random(3)
+    before = server_facts(run.server)
+    inputs = [ReadWeights(1), ReadWeights(0, final=True), EstimatedStatistics(1, 27)]
+    for message in inputs:
+        run.host.handle(message)
+    assert server_facts(run.server) == before
+    run.run_to_the_end()
+    records = arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0]
+    assert [one.message for one in records if one.kind in ("read", "statistics")] == inputs
+    replay = run.replay()
+    replay.feed(records)
+    assert_same(replay.server, run.server)
+
+
+def test_scripts_whose_schedules_disagree_are_told_so_once(record: Record) -> None:
+    run = record(strategy="sync", workers=2)
+    run.join_all()
+    run.host.handle(SetLrFactor(1, 0.5))
+    run.run_to_the_end()
+    notes = [row["text"] for row in run.rows if row["kind"] == "note"]
+    assert [text for text in notes if "learning rate of worker 0 is 1 times the first, that of 1 0.5" in text] == notes
+    assert len(notes) == 1 and "lr_disagreement" in run.folder.events_file.read_text()
+    replay = run.replay()
+    replay.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0])
+    assert_same(replay.server, run.server)
+
+
 def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoint(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()
@@ -260,6 +291,6 @@ def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoin
     checkpoint, _ = newest_checkpoint(run.folder.checkpoints)
     assert checkpoint is not None
     tail = run.replay(checkpoint=checkpoint)
-    assert tail.server.lr_factor == 0.1 / 3
+    assert tail.server.lr_factors == {0: 0.1 / 3}
     tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, checkpoint.log_offset)[0])
     assert_same(tail.server, run.server)

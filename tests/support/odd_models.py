@@ -84,9 +84,22 @@ class Buffered(nn.Module):
         return self.output(self.norm(self.embedding(ids).mean(1)) * self.scale + self.shift)
 
 
+class FrozenHalf(Frozen):
+    """The frozen part is bf16, as a large pretrained one may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden.bfloat16()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mean = self.embedding(ids).mean(1)[:, self.order]
+        return self.output(torch.tanh(self.hidden(mean.bfloat16()).float()))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "tied": (Tied, Tied),
     "frozen": (Frozen, Frozen),
+    "frozen_half": (FrozenHalf, FrozenHalf),
     "unused": (Unused, Unused),
     "sparse": (Sparse, Dense),
     "buffered": (Buffered, Buffered),
@@ -111,6 +124,10 @@ def tied() -> SupervisedTask:
 
 def frozen() -> SupervisedTask:
     return task_of(Frozen())
+
+
+def frozen_half() -> SupervisedTask:
+    return task_of(FrozenHalf())
 
 
 def unused() -> SupervisedTask:

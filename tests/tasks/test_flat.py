@@ -156,13 +156,24 @@ def test_a_sparse_embedding_gives_the_gradient_of_a_dense_one() -> None:
     torch.testing.assert_close(flat.layout.views(gradient)["weight"], dense.weight.grad)
 
 
-def test_weights_of_lower_or_higher_precision_become_float32_masters() -> None:
-    for kind in (torch.float64, torch.bfloat16):
-        flat = FlatModule(nn.Linear(3, 2).to(kind))
-        assert flat.initial().dtype == torch.float32
-        _, gradient, _ = bound(flat)
-        backward(flat, flat.module(torch.ones(1, 3)).sum())
-        assert flat.layout.views(gradient)["weight"].tolist() == [[1.0] * 3] * 2
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.float16])
+def test_weights_that_are_trained_must_be_float32_and_are_not_converted(kind: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).to(kind))
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(UserError, match=rf"parameter 1.weight is {name}, .*: call model.float\(\) before"):
+        FlatModule(model)
+    assert model[1].weight.dtype == kind
+
+
+def test_a_frozen_part_and_a_buffer_keep_their_type() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False))
+    model.register_buffer("constant", torch.tensor([1.0 + 1e-12], dtype=torch.float64))
+    flat = FlatModule(model)
+    weights, _, _ = bound(flat)
+    saved = flat.state_dict(weights, None)
+    kinds = [saved[name].dtype for name in ("0.weight", "1.weight", "constant")]
+    assert kinds == [torch.float32, torch.bfloat16, torch.float64]
+    assert saved["constant"].item() == 1.0 + 1e-12 and not flat.state_size
 
 
 def test_running_statistics_ride_in_the_bound_state() -> None:

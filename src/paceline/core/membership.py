@@ -36,11 +36,13 @@ class Member:
     silent: bool = False  # the worker has not pushed for much longer than usual
     samples: int = 0  # samples of this incarnation's pushes: the weight of its running statistics
     departed: bool = False  # the worker left before the run was over, with work left
+    own_loop: bool = False  # its dropped pushes count towards the quota
+    dropped: int = 0  # pushes that were dropped, if they count towards the quota
 
     @property
     def quota_reached(self) -> bool:
         """Whether the worker has reached its quota."""
-        return self.quota is not None and self.accepted >= self.quota
+        return self.quota is not None and self.accepted + self.dropped >= self.quota
 
     @property
     def inactive(self) -> bool:

@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 
 
 class Join(NamedTuple):
-    """A worker is ready. With a `quota` it works until that many batches count, else until the budget is spent."""
+    """A worker is ready. With a `quota` it works until that many batches count, else until the budget is spent.
+
+    In a user's `own_loop` a dropped push is a step too: its scheduler has stepped, so it counts towards the quota.
+    """
 
     worker: int
     incarnation: int
     quota: int | None = None
     threads: int = 1
+    own_loop: bool = False
 
 
 class Push(NamedTuple):
@@ -51,13 +55,33 @@ class SetLocalSteps(NamedTuple):
 
 
 class SetLrFactor(NamedTuple):
-    """Change a setting: from now on the learning rate is `factor` times that of the schedule.
+    """Change a setting: from its next push on, the learning rate of `worker` is `factor` times that of the schedule.
 
-    It follows the scheduler of a user's own training loop, as worker 0 reports it.
+    It follows the scheduler in that worker's own training loop. A round uses the value of its lowest-numbered worker.
     """
 
     worker: int
     factor: float
+
+
+class ReadWeights(NamedTuple):
+    """A user's own loop reads the weights that would be saved now, or (`final`) those that are saved at the end.
+
+    It changes nothing, and neither does `EstimatedStatistics`: they are logged for a replay to answer them in order.
+    """
+
+    worker: int
+    final: bool = False
+
+
+class EstimatedStatistics(NamedTuple):
+    """A user's own loop has estimated the running statistics that belong to the final weights.
+
+    They lie in the worker's memory. The saved ones are the mixture over all workers, weighted by `samples`.
+    """
+
+    worker: int
+    samples: int
 
 
 class Drain(NamedTuple):
@@ -83,7 +107,8 @@ class Resume:
     lost: int = 0
 
 
-Input: TypeAlias = Join | Push | Leave | SetLocalSteps | SetLrFactor | Drain | Stop | Resume
+OwnLoopInput: TypeAlias = SetLrFactor | ReadWeights | EstimatedStatistics
+Input: TypeAlias = Join | Push | Leave | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume
 
 
 class DataAssignment(NamedTuple):
@@ -109,6 +134,8 @@ class Reply(NamedTuple):
     steps: int = 0
     lr: float = 0.0
     assignment: DataAssignment | None = None
+    dropped: int = 0
+    """Dropped pushes of this worker that count as steps of its own loop; `batch` does not count them."""
 
 
 class Disposition(enum.IntEnum):

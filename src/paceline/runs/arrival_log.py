@@ -14,13 +14,26 @@ from pathlib import Path
 
 from paceline.config import UPKEEP, RunConfig, max_workers_of, to_toml
 from paceline.core import messages
-from paceline.core.messages import Disposition, Drain, Join, Leave, Push, Resume, SetLocalSteps, SetLrFactor, Stop
+from paceline.core.messages import (
+    Disposition,
+    Drain,
+    EstimatedStatistics,
+    Join,
+    Leave,
+    OwnLoopInput,
+    Push,
+    ReadWeights,
+    Resume,
+    SetLocalSteps,
+    SetLrFactor,
+    Stop,
+)
 from paceline.errors import UserError
 
 _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
-_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE = 1, 2, 3, 4, 5, 6, 7, 8
+_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE, _READ, _STATISTICS = range(1, 11)
 _NO_QUOTA = 0xFFFFFFFF
 PUSH_KIND, RESUME_KIND = _PUSH, _RESUME  # record kinds as the first byte of a record stores them
 MAGIC = b"paceline arrivals 1 "
@@ -41,17 +54,22 @@ class Record:
     disposition: Disposition
 
     @property
-    def message(self) -> Join | Leave | SetLocalSteps | SetLrFactor | Drain | Stop | Resume:
+    def message(self) -> Join | Leave | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume:
         """The input itself; for every kind but a push."""
         match self.kind:
             case "join":
-                return Join(self.worker, self.incarnation, None if self.seq == _NO_QUOTA else self.seq, self.reply)
+                quota = None if self.seq == _NO_QUOTA else self.seq
+                return Join(self.worker, self.incarnation, quota, self.reply, bool(self.samples))
             case "leave":
                 return Leave(self.worker, self.incarnation)
             case "steps":
                 return SetLocalSteps(self.worker, self.seq)
             case "rate":
                 return SetLrFactor(self.worker, struct.unpack("<d", struct.pack("<II", self.seq, self.reply))[0])
+            case "read":
+                return ReadWeights(self.worker, bool(self.seq))
+            case "statistics":
+                return EstimatedStatistics(self.worker, self.samples)
             case "drain":
                 return Drain(self.worker)
             case "resume":
@@ -79,16 +97,16 @@ class ArrivalLog:
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
                 fields = (_PUSH, disposition, worker, incarnation, seq, reply, samples, loss, now)
-            case Join(worker, incarnation, quota, threads):
+            case Join(worker, incarnation, quota, threads, own_loop):
                 amount = _NO_QUOTA if quota is None else quota
-                fields = (_JOIN, disposition, worker, incarnation, amount, threads, 0, 0.0, now)
+                fields = (_JOIN, disposition, worker, incarnation, amount, threads, own_loop, 0.0, now)
             case Leave(worker, incarnation):
                 fields = (_LEAVE, disposition, worker, incarnation, 0, 0, 0, 0.0, now)
             case SetLocalSteps(worker, steps):
                 fields = (_STEPS, disposition, worker, 0, steps, 0, 0, 0.0, now)
-            case SetLrFactor(worker, factor):
-                halves = struct.unpack("<II", struct.pack("<d", factor))
-                fields = (_RATE, disposition, worker, 0, *halves, 0, 0.0, now)
+            case SetLrFactor() | ReadWeights() | EstimatedStatistics():
+                kind, seq, reply, samples = _own_loop_fields(message)
+                fields = (kind, disposition, message.worker, 0, seq, reply, samples, 0.0, now)
             case Drain(worker):
                 fields = (_DRAIN, disposition, worker, 0, 0, 0, 0, 0.0, now)
             case Stop():
@@ -110,8 +128,19 @@ class ArrivalLog:
         os.close(self._fd)
 
 
+def _own_loop_fields(message: OwnLoopInput) -> tuple[int, int, int, int]:
+    """The kind, seq, reply and samples of a record."""
+    match message:
+        case SetLrFactor(_, factor):
+            return (_RATE, *struct.unpack("<II", struct.pack("<d", factor)), 0)
+        case ReadWeights(_, final):
+            return _READ, int(final), 0, 0
+        case EstimatedStatistics(_, samples):
+            return _STATISTICS, 0, 0, samples
+
+
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
-_KINDS |= {_DRAIN: "drain", _RATE: "rate"}
+_KINDS |= {_DRAIN: "drain", _RATE: "rate", _READ: "read", _STATISTICS: "statistics"}
 _VERDICTS = frozenset(Disposition)
 SEARCH_NBYTES = 1 << 16  # how far after a damaged byte to search for records at shifted offsets
 

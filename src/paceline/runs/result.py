@@ -26,7 +26,8 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode() + b"\0")
-        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 

@@ -15,8 +15,9 @@ from paceline.interfaces import Layout, pack
 class FlatModule:
     """Makes a module's parameters and buffers views into flat memory that the transports share.
 
-    Only parameters that require a gradient (and pass `trained`, if given) get a place in the layout; frozen ones stay
-    in the module. A parameter with several names (tied weights) has one place, under its first name.
+    Only parameters that require a gradient (and pass `trained`, if given) get a place in the layout, and must be
+    float32; frozen ones stay in the module as they are, and so do buffers of another type. A parameter with several
+    names (tied weights) has one place, under its first name.
     """
 
     def __init__(
@@ -25,12 +26,17 @@ class FlatModule:
         decay: Callable[[str, nn.Parameter], bool] | None = None,
         trained: Callable[[nn.Parameter], bool] | None = None,
     ) -> None:
-        self.module = module.float()
+        self.module = module
         wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = {name: p for name, p in wanted.items() if trained is None or trained(p)}
         if not self._parameters:
             raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
-        self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        for name, parameter in self._parameters.items():
+            if parameter.dtype != torch.float32:
+                what = f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and weights are trained as"
+                instead = "call model.float() before, with autocast for a faster forward pass, or freeze the parameter"
+                raise UserError(f"{what} float32: {instead}")
+        self._buffers = {name: b for name, b in module.named_buffers() if b.dtype == torch.float32}
         self._counts = {name: b.clone() for name, b in module.named_buffers() if not b.is_floating_point()}
         self.layout: Layout = pack(
             [(name, tuple(p.shape), decay is None or decay(name, p)) for name, p in self._parameters.items()]

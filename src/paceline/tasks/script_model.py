@@ -29,14 +29,19 @@ class ScriptModel:
         self.layout = Layout.from_rows(layout_rows)
         self.state_layout = Layout.from_rows(state_rows)
         self._sources, self._frozen = sources, frozen or {}
+        self._estimated: tuple[Tensor, Tensor] | None = None  # weights, and the statistics that belong to them
 
     def mixture(self, states: list[Tensor], samples: Sequence[int] | None = None) -> Tensor | None:
         """Combine the running statistics of workers, or return None if the model has none."""
         return mixture(self.state_layout, states, samples) if states and self.state_layout.parameters else None
 
     def estimated(self, weights: Tensor, state: Tensor) -> Tensor:
-        """Return `state`: the server has no code of the model to estimate other statistics with."""
-        return state
+        """Return the statistics that workers have estimated for these `weights`, else `state`: no code is here."""
+        return self._estimated[1] if self._estimated is not None and self._estimated[0] is weights else state
+
+    def set_statistics(self, weights: Tensor, state: Tensor) -> None:
+        """From now on `state`, which workers have estimated for these `weights`, is saved with them."""
+        self._estimated = weights, state
 
     def state_dict(self, weights: Tensor, state: Tensor | None) -> dict[str, Tensor]:
         """Return copies of all tensors by name, for plain `load_state_dict`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Join, Push, Reply, SetLrFactor
+from paceline.core.messages import Join, OwnLoopInput, Push, Reply, SetLrFactor
 
 MEMBER_NBYTES = 2
 
@@ -43,7 +43,7 @@ class Keepalive:
 
 HEARD = Keepalive()
 
-Message: TypeAlias = Hello | Push | SetLrFactor | ReportedFigures | Keepalive
+Message: TypeAlias = Hello | Push | OwnLoopInput | ReportedFigures | Keepalive
 """Everything that a server receives from a worker."""
 
 
@@ -67,10 +67,22 @@ class Transport(Protocol):
 
 
 class ScriptTransport(Transport, Protocol):
-    """What a user's own loop needs besides: its learning rate schedule runs in the worker."""
+    """What a user's own loop needs besides: its schedule runs in the worker, and so do its evaluations."""
 
     def set_rate(self, rate: SetLrFactor) -> None:
         """Change the learning rate from the next push on."""
+
+    def read_weights(self, final: bool) -> bool | None:
+        """Get the weights that would be saved now into the buffers given to `hello`; `final`: wait for the last ones.
+
+        Return whether they are averaged, or None if the server is gone.
+        """
+
+    def merge_statistics(self, samples: int) -> bool:
+        """Replace the statistics in the buffers by those of all workers at the end, weighted by samples.
+
+        Return False if the server is gone.
+        """
 
 
 class Peer(Protocol):

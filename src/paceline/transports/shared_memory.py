@@ -15,16 +15,27 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import BufferSizes, WorkerBuffers
-from paceline.core.messages import DataAssignment, Join, Push, Reply, SetLrFactor
+from paceline.core.messages import (
+    DataAssignment,
+    EstimatedStatistics,
+    Join,
+    OwnLoopInput,
+    Push,
+    ReadWeights,
+    Reply,
+    SetLrFactor,
+)
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing
 
 _PUSH = struct.Struct("<BxxxIIIQffff")
-_REPLY = struct.Struct("<BBxxIQQdII")
+_REPLY = struct.Struct("<BBxxIQQdIII")
 _RATE = struct.Struct("<Bd")
-_HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
+_READ = struct.Struct("<BB")
+_STATISTICS = struct.Struct("<BI")
+_HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED, _READING, _ESTIMATED, _CONFIRMED = range(1, 9)
 _GONE = BrokenPipeError, ConnectionResetError
 _LARGEST = 1 << 20
 _current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -111,6 +122,23 @@ class SharedMemoryClient(ScriptTransport):
         with contextlib.suppress(*_GONE):
             self._connection.send(_RATE.pack(_RATED, rate.factor))
 
+    def read_weights(self, final: bool) -> bool | None:
+        """Get the weights that would be saved now into this worker's buffers. Return whether they are averaged."""
+        return self._confirmed(_READ.pack(_READING, final))
+
+    def merge_statistics(self, samples: int) -> bool:
+        """Replace the statistics in this worker's buffers by those of all workers."""
+        return self._confirmed(_STATISTICS.pack(_ESTIMATED, samples)) is not None
+
+    def _confirmed(self, packet: bytes) -> bool | None:
+        """Send a request and wait until the server has written the buffers. Return its flag, None if it is gone."""
+        try:
+            self._connection.send(packet)
+            answer = self._connection.recv(_READ.size)
+        except _GONE:
+            return None
+        return bool(_READ.unpack(answer)[1]) if answer else None
+
     def close(self) -> None:
         """Leave the run."""
         self._connection.close()
@@ -131,10 +159,11 @@ class SharedMemoryClient(ScriptTransport):
             return None
         if not packet:
             return None
-        _, finished, serial, version, batch, lr, steps, generation = _REPLY.unpack_from(packet)
+        _, finished, serial, version, batch, lr, steps, generation, dropped = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
             self._assignment = DataAssignment(generation, protocol.unpack_members(packet[_REPLY.size :]))
-        return Reply(worker, incarnation, serial, version, batch, bool(finished), steps, lr, self._assignment)
+        work = serial, version, batch, bool(finished), steps, lr
+        return Reply(worker, incarnation, *work, self._assignment, dropped)
 
 
 class SharedMemoryPeer(Peer):
@@ -154,7 +183,7 @@ class SharedMemoryPeer(Peer):
         """Close the connection."""
         self.connection.close()
 
-    def receive(self) -> Hello | Push | SetLrFactor | ReportedFigures | None:
+    def receive(self) -> Hello | Push | OwnLoopInput | ReportedFigures | None:
         """Read the next message. Return None if the worker is gone; raise ProtocolError if the bytes are malformed."""
         slot = self.slot
         try:
@@ -177,10 +206,14 @@ class SharedMemoryPeer(Peer):
             update = update[:nbytes]
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
 
-    def _setting(self, packet: bytes) -> SetLrFactor | ReportedFigures:
+    def _setting(self, packet: bytes) -> OwnLoopInput | ReportedFigures:
         """Decode the messages of a user's own loop that are not pushes."""
         if packet[0] == _RATED and len(packet) == _RATE.size:
             return SetLrFactor(self.worker, _RATE.unpack(packet)[1])
+        if packet[0] == _READING and len(packet) == _READ.size:
+            return ReadWeights(self.worker, bool(packet[1]))
+        if packet[0] == _ESTIMATED and len(packet) == _STATISTICS.size:
+            return EstimatedStatistics(self.worker, _STATISTICS.unpack(packet)[1])
         if packet[0] != _REPORTED:
             raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are not a push")
         try:
@@ -192,7 +225,8 @@ class SharedMemoryPeer(Peer):
     def _hello(self, packet: bytes, fds: list[int]) -> Hello:
         try:
             fields = json.loads(packet[1:]) if packet[0] == _HELLO and len(fds) == 1 else {}
-            join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
+            threads, own_loop = int(fields.pop("threads")), bool(fields.pop("own_loop", False))
+            join = Join(self.worker, self.incarnation, fields.pop("quota"), threads, own_loop)
             weights, state, payload, pulled, local_state = fields.pop("sizes")
             sizes = BufferSizes(int(weights), int(state), payload, pulled, int(local_state))
             nbytes = SharedBuffers.nbytes_for(sizes)
@@ -209,10 +243,17 @@ class SharedMemoryPeer(Peer):
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
         generation = reply.assignment.generation if reply.assignment is not None else 0
         named = (_REPLIED, reply.finished, reply.serial, reply.version)
-        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation)
+        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, reply.dropped)
         if reply.assignment is not None and reply.assignment != self._sent_assignment:
             packet += protocol.pack_members(reply.assignment.members)  # once per connection
             self._sent_assignment = reply.assignment
+        self._send(packet)
+
+    def confirm(self, averaged: bool = False) -> None:
+        """Say that the weights or statistics that the worker waits for are in its buffers."""
+        self._send(_READ.pack(_CONFIRMED, averaged))
+
+    def _send(self, packet: bytes) -> None:
         try:
             self.connection.send(packet)
         except _GONE:

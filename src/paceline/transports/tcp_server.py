@@ -125,7 +125,8 @@ class TcpPeer(Peer):
 
     def _hello(self, fields: dict[str, Any]) -> Hello | Keepalive:
         try:
-            join = Join(self.worker, self.incarnation, fields.pop("quota"), int(fields.pop("threads")))
+            threads, own_loop = int(fields.pop("threads")), bool(fields.pop("own_loop", False))
+            join = Join(self.worker, self.incarnation, fields.pop("quota"), threads, own_loop)
         except (ValueError, KeyError, TypeError):
             raise ProtocolError("a frame that is not a hello") from None
         sizes = parse_sizes(fields.pop("sizes", None), self._largest)

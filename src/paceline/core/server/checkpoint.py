@@ -34,7 +34,7 @@ def server_facts(server: Server) -> dict[str, Any]:
         "awaited": sorted(roster.pending),
         "policy": server.policy.facts(),
         "steps": sorted(roster.steps.items()),
-        **({"lr_factor": server.lr_factor} if server.lr_factor != 1.0 else {}),
+        **({"lr_factors": sorted(server.lr_factors.items())} if server.lr_factors else {}),
         **({"deals": roster.assignments.facts()} if roster.assignments is not None else {}),
     }
 
@@ -50,7 +50,7 @@ def restore_server(server: Server, facts: dict[str, Any], weights: Tensor, rule_
     server.bytes_pushed = facts.get("bytes_pushed", server.pushes * server.nbytes)
     server.bytes_pulled = facts.get("bytes_pulled", server.replies * server.nbytes)
     server.staleness = Counter({int(value): count for value, count in facts["staleness"]})
-    server.lr_factor = facts.get("lr_factor", 1.0)
+    server.lr_factors = {int(worker): factor for worker, factor in facts.get("lr_factors", ())}
     roster = server.roster
     members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
     roster.replace_members(members, facts["awaited"])

@@ -37,11 +37,11 @@ class Roster:
         is_known = before is not None and (before.live or join.incarnation <= before.incarnation)
         if is_known or join.worker >= self.max_workers:
             return None
-        member = Member(join.incarnation, join.quota, threads=join.threads)
+        member = Member(join.incarnation, join.quota, threads=join.threads, own_loop=join.own_loop)
         if before is None:
             insort(self.order, join.worker)
         else:
-            member.accepted, member.pushes = before.accepted, before.pushes
+            member.accepted, member.pushes, member.dropped = before.accepted, before.pushes, before.dropped
             member.released = before.draining and not before.released  # it was lost before it heard of its drain
         self.members[join.worker] = member
         self.pending.discard(join.worker)

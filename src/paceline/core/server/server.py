@@ -24,7 +24,7 @@ from paceline.core.messages import (
 )
 from paceline.core.schedules import Training
 from paceline.core.server.roster import Roster
-from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, Updater
+from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, LrDisagreement, Updater
 from paceline.interfaces import Decision, Policy, Rule
 
 
@@ -50,7 +50,8 @@ class Server:
         self.updater = Updater(weights, rule, exchange or Exchange(), roster.max_workers)
         self.weights, self.rule_state = self.updater.weights, self.updater.rule_state
         self.codecs, self.nbytes, self.differences = self.updater.codecs, self.updater.nbytes, self.updater.differences
-        self.lr_factor = 1.0  # multiplies the learning rate of the schedule
+        self.lr_factors: dict[int, float] = {}  # by worker: its own loop multiplies the learning rate of the schedule
+        self.lr_disagreement: LrDisagreement | None = None  # the first one
         self.worker_states: dict[int, Tensor] = {}
         self.version = self.samples = 0
         self.pushes = self.replies = self.bytes_pushed = self.bytes_pulled = 0
@@ -93,13 +94,18 @@ class Server:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
-        return self.training.lr(self.samples, self.version) * self.lr_factor
+        """The learning rate of the next update, if the first live worker takes part in it."""
+        return self.training.lr(self.samples, self.version) * self._lr_factor()
 
     @property
     def lr_inside(self) -> float:
         """The learning rate of the batches that workers compute now: of local steps, if there are some."""
-        return self.training.lr(self.samples, self.version, local=True) * self.lr_factor
+        return self.training.lr(self.samples, self.version, local=True) * self._lr_factor()
+
+    def _lr_factor(self) -> float:
+        """The factor of the lowest-numbered worker that has work left; if none has, of the lowest-numbered member."""
+        workers = self.roster.at_work or self.members
+        return self.lr_factors.get(min(workers), 1.0) if self.lr_factors and workers else 1.0
 
     def last_answer(self, worker: int) -> Reply:
         """Build the newest reply to a worker again."""
@@ -132,8 +138,8 @@ class Server:
                 return self._leave(message)
             case SetLocalSteps(worker, steps):
                 self.roster.steps[worker] = steps
-            case SetLrFactor(_, factor):
-                self.lr_factor = factor
+            case SetLrFactor(worker, factor):
+                self.lr_factors[worker] = factor
             case Drain(worker):
                 return self._drain(worker)
             case Stop():
@@ -167,6 +173,7 @@ class Server:
         self.held[worker] = push
         if decision.dropped:
             self._drop([worker])
+            member.dropped += member.own_loop
         replies = self._carry_out(decision)
         if self.divergence is not None and self.divergence.worker == worker:
             return Outcome(Disposition.REJECTED, replies)
@@ -270,7 +277,9 @@ class Server:
         pushes = [self.held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
-        lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, len(self.roster.at_work)
+        lr, num_live = self.training.lr(self.samples, self.version), len(self.roster.at_work)
+        if self.lr_factors:
+            lr *= self._agreed_factor(workers)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
         if broken is not None:
             self.divergence = Divergence(broken.worker, self.version, broken.loss)
@@ -288,6 +297,16 @@ class Server:
         if self.on_update is not None:
             self.on_update(AppliedUpdate(pushes, staleness, lr, num_live))
         return True
+
+    def _agreed_factor(self, workers: tuple[int, ...]) -> float:
+        """The learning rate factor of an update: that of its lowest-numbered worker. Note the first disagreement."""
+        first, *rest = sorted(workers)
+        factor = self.lr_factors.get(first, 1.0)
+        for other in rest if self.lr_disagreement is None else ():
+            if (another := self.lr_factors.get(other, 1.0)) != factor:
+                self.lr_disagreement = LrDisagreement(first, other, (factor, another))
+                break
+        return factor
 
     def _finish(self) -> tuple[Reply, ...]:
         """End training: drop held pushes and tell every waiting worker that it is over."""
@@ -310,4 +329,4 @@ class Server:
                 self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
-        return Reply(*named, member.accepted - before, finished, member.steps, member.lr, assignment)
+        return Reply(*named, member.accepted - before, finished, member.steps, member.lr, assignment, member.dropped)

@@ -39,6 +39,14 @@ class Divergence:
     loss: float
 
 
+class LrDisagreement(NamedTuple):
+    """Two workers of one round whose own loops had different learning rates: the round used the one of `used`."""
+
+    used: int
+    other: int
+    factors: tuple[float, float]
+
+
 class AppliedUpdate(NamedTuple):
     """One update, as an observer of the server sees it."""
 

@@ -1,10 +1,9 @@
-"""Take over a script's model, data, optimizer and schedule: the optimizer's `step()` becomes a push."""
+"""Sort out what a script passes to `prepare`: model, data, optimizer and schedule, and the settings that follow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from paceline.errors import UserError
 from paceline.runtimes.scripts.draws import LoaderOrder, order_of
 from paceline.tasks.nested import num_samples, require_samples
 
-KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}  # the torch optimizers that the server has too
-FIXED = {"dampening": 0, "maximize": False, "amsgrad": False, "eps": 1e-8}
-"""Optimizer settings that the server does not support, with the only value it allows."""
 SCHEDULES = (LRScheduler, ReduceLROnPlateau)
 DEFAULT_BATCH = 32
 
@@ -102,67 +98,9 @@ def _are_columns(data: Any) -> bool:
     return False
 
 
-def settings_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Convert a torch optimizer to the settings of a run."""
-    name = type(optimizer).__name__
-    if name not in KINDS:
-        instead = "leave it out of session.prepare(...), call session.step(loss) and give --optimizer lars"
-        raise UserError(f"optimizer {name}: the server has {', '.join(KINDS)}; use one of them, or {instead}")
-    for setting, wanted in FIXED.items():
-        for group in optimizer.param_groups:
-            if group.get(setting, wanted) != wanted:
-                raise UserError(f"optimizer {name}: {setting}={group[setting]}, and the server has {wanted}: use that")
-    decays = {float(group["weight_decay"]) for group in optimizer.param_groups} - {0.0}
-    if len(decays) > 1:
-        raise UserError(f"optimizer {name}: weight decays {sorted(decays)}; the server has one, or none, a parameter")
-    lr, decay = lr_of(optimizer, "initial_lr"), max(decays, default=0.0)
-    settings = {"optimizer": KINDS[name], "lr": lr, "weight_decay": decay}
-    for setting in ("momentum", "nesterov", "betas"):
-        values = [group[setting] for group in optimizer.param_groups if setting in group]
-        if any(value != values[0] for value in values):
-            raise UserError(f"optimizer {name}: groups with {setting} {values}; the server has one for all")
-        if values:
-            settings[setting] = [float(beta) for beta in values[0]] if setting == "betas" else values[0]
-    return settings
-
-
-def lr_of(optimizer: Optimizer, which: str = "lr") -> float:
-    """The current learning rate of all groups, or the `initial_lr` that a schedule started from."""
-    rates = [float(group.get(which, group["lr"])) for group in optimizer.param_groups]
-    if any(rate != rates[0] for rate in rates):
-        raise UserError(f"optimizer {type(optimizer).__name__}: groups with learning rates {rates}; the server has one")
-    return rates[0]
-
-
-def decay_of(optimizer: Optimizer) -> Callable[[str, nn.Parameter], bool]:
-    """Return a function that says whether a parameter has weight decay."""
-    touched = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    return lambda name, parameter: id(parameter) in touched
-
-
 def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: frozenset[str]) -> None:
     """Raise UserError if the command line and the script disagree."""
     for name, value in settings.items():
         if name in typed and getattr(config, name) != value:
             flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
             raise UserError(f"{flag}, and the script itself says {value}: leave out one of the two")
-
-
-def take_over(optimizer: Optimizer, push: Callable[[Any], None], begun: bool) -> None:
-    """Replace `optimizer.step()` by a push, in place: schedules and scalers keep their reference.
-
-    In a resumed run (`begun`), a schedule may step through finished epochs before the first push.
-    """
-    optimizer._opt_called = begun  # type: ignore[attr-defined]  # read by a schedule
-
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        push(loss)
-        self._opt_called = True  # type: ignore[attr-defined]
-        return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule warns, or wraps it again
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Join, Push, Reply, SetLrFactor
+from paceline.core.messages import EstimatedStatistics, Join, Push, ReadWeights, Reply, SetLrFactor
 from paceline.errors import ProtocolError, RunFailed
 from paceline.runs.arrival_log import Record
 from paceline.runs.compare_replay import checkpoints_by_record, compare
 from paceline.runs.recording import open_recording
 from paceline.runs.replay import Replay
-from paceline.runtimes.scripts.server import learn
+from paceline.runtimes.scripts.server import FinalStatistics, learn
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.service import SupervisorChannel
 from paceline.transports.protocol import Hello, ReportedFigures
@@ -49,8 +50,10 @@ class ScriptWorker:
         return message if isinstance(message, Push) else None
 
 
-def receive(peer: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | None:
-    """Receive a worker's next hello or push, or None if it is gone; skip logged metrics and learning rates."""
+def receive(
+    peer: SharedMemoryPeer, patience: float, what: str
+) -> Hello | Push | ReadWeights | EstimatedStatistics | None:
+    """Receive a worker's next message, or None if it is gone; skip logged metrics and learning rates."""
     peer.connection.settimeout(patience)
     try:
         while isinstance(message := peer.receive(), ReportedFigures | SetLrFactor):
@@ -70,6 +73,7 @@ class ScriptWorkers:
         self._control, self._patience = control, patience(records)
         self._peers: dict[int, SharedMemoryPeer] = {}
         self._hellos: dict[int, Hello] = {}
+        self._num_statistics = sum(record.kind == "statistics" for record in records)
         first: dict[int, int] = {}
         for record in records:
             if record.kind == "join":
@@ -110,6 +114,22 @@ class ScriptWorkers:
         """Send a reply whose weights lie in the worker's memory."""
         self._peers[reply.worker].answer(reply)
 
+    def own_loop_input(self, record: Record, statistics: FinalStatistics) -> None:
+        """Answer a script that reads weights, or take the statistics it sends, at the same place as in the run."""
+        peer, message = self._peers.get(record.worker), None
+        if peer is not None:
+            message = receive(peer, self._patience, f"a message ({record.kind})")
+        if peer is None or message != record.message:
+            what = f"worker {record.worker} does not evaluate its weights as in the run"
+            raise RunFailed(f"{what} (the log has {record.message}): the script does other work than in the run")
+        if isinstance(message, ReadWeights):
+            statistics.read(peer)
+            return
+        statistics.add(peer, record.samples)
+        self._num_statistics -= 1
+        if not self._num_statistics:
+            statistics.answer(self._peers.values())
+
     def hang_up(self, worker: int) -> None:
         """Disconnect a worker that the run lost, or that left."""
         self._hellos.pop(worker, None)
@@ -141,9 +161,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
         _, model, server = learn(recording.config, [scripts.hello(join) for join in joins], recording.folder)
         again = Replay(server, scripts.instance, send=scripts.answer, compare_with=checkpoints_by_record(recording))
+        statistics = FinalStatistics(server, model)
+        left = Counter(record.worker for record in records)
 
         def passed(record: Record) -> None:
-            if record.kind == "leave":
+            left[record.worker] -= 1
+            if record.kind in ("read", "statistics"):
+                scripts.own_loop_input(record, statistics)
+            elif record.kind == "leave" and not left[record.worker]:  # else it leaves early and reads the last weights
                 scripts.hang_up(record.worker)
 
         with torch.inference_mode():

@@ -35,6 +35,9 @@ class BatchConsumer(Protocol):
     @property
     def batch_number(self) -> int: ...
 
+    @property
+    def step_number(self) -> int: ...
+
     def next_batch(self, number: int, samples: int, parts: int) -> None: ...
 
     def next_part(self, weight: float) -> None: ...
@@ -155,7 +158,7 @@ class AddressedBatches:
         if self._session.finished:
             return
         last = self._begin_pass() if self._in_epochs else None
-        while not self._session.finished and (last is None or self._session.batch_number < last):
+        while not self._session.finished and (last is None or self._session.step_number < last):
             number = self._session.batch_number
             parts = self._batches.parts(number)
             samples = sum(len(part) for part in parts)
@@ -173,7 +176,7 @@ class AddressedBatches:
 
     def _begin_pass(self) -> int:
         """Begin the next pass, or the same one again if it had no step. Return the number of the step after it."""
-        number, per_epoch = self._session.batch_number, self._batches.per_epoch
+        number, per_epoch = self._session.step_number, self._batches.per_epoch
         left = self._passes * per_epoch - number
         if left > 0 and number > self._begun_at:
             what = f"the loop left the loader after {per_epoch - left} of the {per_epoch} steps of a pass"

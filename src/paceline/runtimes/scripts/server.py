@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import selectors
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.config import RunConfig, from_dict
-from paceline.core.messages import Join
+from paceline.core.messages import EstimatedStatistics, Join, Leave, OwnLoopInput, ReadWeights
 from paceline.core.schedules import Training
 from paceline.core.server import Roster, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import ALL_GONE, RunFolder
 from paceline.runs.recovery import rebuild
+from paceline.runs.result import shared_state
 from paceline.runtimes.scripts.sampler import loop_budget
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
@@ -30,6 +33,108 @@ from paceline.transports.protocol import Hello
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 Introductions = list[tuple[SharedMemoryPeer, Hello]]
+LEFT_EARLY = "every worker ended its loop early"
+
+
+class FinalStatistics:
+    """Collects the running statistics that workers estimate for the final weights; their mixture is saved."""
+
+    def __init__(self, server: Server, model: ScriptModel) -> None:
+        self._server, self._model = server, model
+        self._estimates: dict[int, tuple[int, Tensor]] = {}
+
+    def read(self, peer: SharedMemoryPeer) -> None:
+        """Answer a worker that reads the weights which would be saved now."""
+        assert peer.slot is not None
+        evaluated = self._server.evaluated
+        peer.slot.weights.copy_(evaluated)
+        peer.confirm(averaged=evaluated is not self._server.weights)
+
+    def add(self, peer: SharedMemoryPeer, samples: int) -> None:
+        """Take the statistics in a worker's memory; they count with the weight `samples`, 0: not at all."""
+        assert peer.slot is not None
+        self._estimates[peer.worker] = samples, peer.slot.state.clone()
+
+    def all_came(self, peers: Iterable[SharedMemoryPeer]) -> bool:
+        """Whether every worker that is connected has sent its statistics, and there are some."""
+        return bool(self._estimates) and all(peer.worker in self._estimates for peer in peers)
+
+    def answer(self, peers: Iterable[SharedMemoryPeer]) -> None:
+        """Save the mixture with the weights, and send it to the workers."""
+        counted = [self._estimates[worker] for worker in sorted(self._estimates) if self._estimates[worker][0]]
+        state = self._model.mixture([state for _, state in counted], [samples for samples, _ in counted])
+        if state is None:  # no worker could estimate any
+            state = shared_state(self._server, self._model, self._server.evaluated)
+        else:
+            self._model.set_statistics(self._server.evaluated, state)
+        for peer in peers:
+            if peer.worker in self._estimates and peer.slot is not None:
+                if state is not None:
+                    peer.slot.state.copy_(state)
+                peer.confirm()
+        self._estimates.clear()
+
+
+class ScriptService(Service):
+    """Serves own loops: answers their evaluations, and at the end brings all of them to the weights that are saved."""
+
+    def __init__(
+        self,
+        host: Host,
+        model: ScriptModel,
+        peers: Peers[SharedMemoryPeer],
+        control: SupervisorChannel,
+        expected: dict[str, Any],
+    ) -> None:
+        super().__init__(host, peers, control, expected, patient=True)
+        self._statistics = FinalStatistics(host.server, model)
+        self._ending: dict[int, SharedMemoryPeer] = {}  # workers that wait for the final weights
+        self._stop_reason = ALL_GONE
+
+    def take_setting(self, peer: SharedMemoryPeer, message: OwnLoopInput) -> None:
+        """Take a message that only a user's own loop sends."""
+        if isinstance(message, ReadWeights) and message.final:
+            self._await_end(peer)
+            return
+        self._host.handle(message)
+        if isinstance(message, ReadWeights):
+            self._statistics.read(peer)
+        elif isinstance(message, EstimatedStatistics):
+            self._statistics.add(peer, message.samples)
+            self._settle()
+
+    def _await_end(self, peer: SharedMemoryPeer) -> None:
+        """Let a worker wait for the final weights. If it has work left, it leaves training now."""
+        server = self._host.server
+        member = server.members[peer.worker]
+        if member.live and not member.inactive and not server.finished:
+            self._stop_reason = LEFT_EARLY
+            self._host.handle(Leave(peer.worker, peer.incarnation))
+        self._ending[peer.worker] = peer
+        self._settle()
+
+    def remove(self, peer: SharedMemoryPeer) -> None:
+        """Disconnect a worker; others may have waited for it."""
+        if self._ending.get(peer.worker) is peer:
+            del self._ending[peer.worker]
+        super().remove(peer)
+        self._settle()
+
+    def _all_know(self, deadline: float) -> bool:
+        self._settle()
+        return super()._all_know(deadline)
+
+    def _settle(self) -> None:
+        """Answer the workers that wait for the end, if it has come."""
+        connected, host = self._peers.by_worker, self._host
+        if self._ending and connected.keys() <= self._ending.keys() and not self._returning:
+            host.stop(self._stop_reason)  # nothing happens if training is over
+        while host.server.finished and self._ending:
+            worker = min(self._ending)
+            host.handle(ReadWeights(worker, final=True))
+            self._statistics.read(self._ending.pop(worker))
+        if self._statistics.all_came(connected.values()):
+            self._statistics.answer(connected.values())
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
@@ -54,7 +159,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         host = Host(server, model, None, resolved, folder, control.send, peers, now, spec["facts"])
         if rebuilt is not None:
             host.resume_from(rebuilt)
-        service = Service(host, peers, control, expected, patient=True)
+        service = ScriptService(host, model, peers, control, expected)
         for peer, _ in introductions:
             service.admit(peer)
         for peer, hello in introductions:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,14 @@ from torch.optim import Optimizer
 
 from paceline.assembly.task import seed_generators
 from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
-from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join, Push, Reply, SetLrFactor
 from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtimes.scripts import adopt
+from paceline.runtimes.scripts.bound_model import BoundModel
+from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, decay_of, settings_of
 from paceline.runtimes.scripts.sampler import AddressedBatches, LoopShare, share_data
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
@@ -32,7 +35,6 @@ from paceline.system.subnormals import flush_subnormals
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.script_model import save_frozen
 from paceline.transports.protocol import ScriptTransport
-from paceline.transports.shared_memory import SharedBuffers
 
 
 @dataclass(frozen=True)
@@ -50,43 +52,20 @@ class WorkerEnv:
 inherited: WorkerEnv | None = None
 
 
-class BoundModel:
-    """A model bound to shared buffers, or to a copy of them on the GPU if the model is there."""
-
-    def __init__(self, flat: FlatModule, device: torch.device) -> None:
-        self.flat = flat
-        self.slot = SharedBuffers.create(BufferSizes(flat.layout.size, flat.state_size))
-        self.slot.weights.copy_(flat.initial())
-        shared = self.slot.weights, self.slot.update, self.slot.state
-        self._own = shared if device.type == "cpu" else tuple(tensor.to(device, copy=True) for tensor in shared)
-        flat.bind(*self._own)
-
-    def collect(self) -> None:
-        """After backward: copy gradient and running statistics to where the server reads them."""
-        self.flat.collect()
-        if self._own[0] is not self.slot.weights:
-            self.slot.update.copy_(self._own[1])
-            self.slot.state.copy_(self._own[2])
-
-    def renew(self) -> None:
-        """After a reply: compute on the weights that the server wrote."""
-        if self._own[0] is not self.slot.weights:
-            self._own[0].copy_(self.slot.weights)
-        self.flat.clear()
-
-
 class Session:
     """One worker's share of a run, driven by the user's own loop."""
 
     def __init__(self, env: WorkerEnv) -> None:
         self.config, self.worker, self.num_workers = env.config, env.worker, env.config.workers or 1
         self.finished, self.stepped = False, True
+        self._evaluates = self._is_final = False  # whether the model holds the weights that are evaluated, or saved
         self._incarnation, self._transport = env.incarnation, env.transport
         self._typed, self._folder = env.typed, env.folder
         self._bound: BoundModel | None = None
         self._handed: adopt.UserObjects | None = None
+        self._optimizer: AdoptedOptimizer | None = None
         self._reply: Reply | None = None
-        self._samples = self._parts_left = 0
+        self._samples = self._parts_left = self._pass_samples = 0
         self._weight = 1.0  # of the current batch among those of its step
         self._loss = math.nan
         self._factor = 1.0 if not env.incarnation else math.nan  # an earlier incarnation may have set another factor
@@ -96,8 +75,12 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._transport.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None and self._bound is not None:
+                self.finish()
+        finally:
+            self._transport.close()
 
     def prepare(
         self,
@@ -124,7 +107,8 @@ class Session:
         self._join(handed, work, settings)
         loader = AddressedBatches(self, handed, work.batches, epochs is not None, accumulate)
         if handed.optimizer is not None:
-            adopt.take_over(handed.optimizer, self._step_of_optimizer, begun=self.batch_number > 0)
+            self._optimizer = AdoptedOptimizer(handed.optimizer, model, begun=self.step_number > 0)
+            self._optimizer.take_over(self._step_of_optimizer)
         return model, *(thing if isinstance(thing, (Optimizer, *adopt.SCHEDULES)) else loader for thing in things)
 
     def _settings(self, handed: adopt.UserObjects, epochs: float | None, accumulate: int) -> dict[str, Any]:
@@ -134,7 +118,7 @@ class Session:
             raise UserError(f"session.prepare(..., loader): {passes}")
         if accumulate < 1 or (epochs is not None and not epochs > 0):
             raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
-        settings: dict[str, Any] = adopt.settings_of(handed.optimizer) if handed.optimizer is not None else {}
+        settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
         if epochs is not None:
             settings |= {"epochs": float(epochs), "epoch_mode": "own"}
         adopt.require_agreement(settings, self.config, self._typed)
@@ -143,8 +127,8 @@ class Session:
     def _join(self, handed: adopt.UserObjects, work: LoopShare, settings: dict[str, Any]) -> None:
         """Bind the model and join the run."""
         if handed.optimizer is not None:
-            decays = adopt.decay_of(handed.optimizer)
-            flat = FlatModule(handed.model, decays, lambda parameter: id(parameter) in handed.parameters)
+            decays, trained = decay_of(handed.optimizer), handed.parameters
+            flat = FlatModule(handed.model, decays, lambda parameter: id(parameter) in trained)
         else:
             flat = FlatModule(handed.model)
         bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
@@ -152,6 +136,7 @@ class Session:
             self._transport.start(self.config, flat.layout, bound.slot, work.budget(self.config))
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
+        self._pass_samples = work.batches.per_epoch * work.batch_size
         sources = flat.sources()
         own_names = {part.name: part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)}
         facts = {
@@ -164,7 +149,7 @@ class Session:
             "settings": settings,
             "sources": None if sources == own_names else sources,
         }
-        join = Join(self.worker, self._incarnation, work.quota, torch.get_num_threads())
+        join = Join(self.worker, self._incarnation, work.quota, torch.get_num_threads(), own_loop=True)
         self._take(self._transport.hello(join, bound.slot, facts))
         self._timer.restart()
         self._began = time.perf_counter(), time.process_time()
@@ -188,23 +173,85 @@ class Session:
 
         Works with `zero_grad()`, which replaces gradients. Gradients are cleared afterwards.
         """
-        bound, reply = self._bound, self._reply
-        if bound is None or reply is None:
-            raise UserError("session.step() before session.prepare(model, dataset): there is nothing to push")
+        bound, reply = self._require_bound("step"), self._reply
+        assert reply is not None, "a bound model has joined"
         self._require_batch()
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        bound.require_unchanged()
+        if self._optimizer is not None:
+            self._optimizer.require_same()
         bound.collect()
         self._send_rate()
         seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
         push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
-        self.stepped, self._loss = True, math.nan
+        self.stepped, self._loss, bound.inputs.records = True, math.nan, False
         self._take(self._transport.exchange(push, self._timer.end(*self._began, seq, reply.steps)))
         self._began = time.perf_counter(), time.process_time()
         bound.renew()
 
+    def _require_bound(self, call: str) -> BoundModel:
+        if self._bound is None:
+            raise UserError(f"session.{call}() before session.prepare(model, dataset): there is no model yet")
+        return self._bound
+
+    @contextmanager
+    def eval_weights(self) -> Iterator[nn.Module]:
+        """Inside, the model holds the weights that would be scored and saved now, with their running statistics.
+
+        They are averaged if the run averages. The statistics are estimated from this worker's newest batches.
+        Afterwards the model has its training weights, buffers and modes back.
+        """
+        bound = self._require_bound("eval_weights")
+        if self._evaluates or self._is_final:
+            yield bound.flat.module
+            return
+        paused, recorded = (time.perf_counter(), time.process_time()), bound.inputs.records
+        with bound.restored():
+            self._evaluates, bound.inputs.records = True, False
+            try:
+                self._read(bound, final=False)
+                yield bound.flat.module
+            finally:
+                self._evaluates, bound.inputs.records = False, recorded
+        wall, cpu = time.perf_counter() - paused[0], time.process_time() - paused[1]
+        self._began = self._began[0] + wall, self._began[1] + cpu  # an evaluation is no part of the step
+
+    def finish(self) -> None:
+        """End this worker's training. Afterwards the model holds the final weights and statistics, as they are saved.
+
+        It waits for the other workers. Leaving the session's `with` block calls it, unless there was an error.
+        """
+        bound = self._require_bound("finish")
+        if self._is_final:
+            return
+        if self._evaluates:
+            raise UserError("session.finish() inside session.eval_weights(): call it after that block")
+        bound.inputs.records = False
+        is_estimate = self._read(bound, final=True)
+        if bound.flat.state_size:
+            bound.send_state()
+            if not self._transport.merge_statistics(self._pass_samples if is_estimate else 0):
+                raise RunFailed("the server of this run is gone")
+            bound.load_state()
+        self.finished = self._is_final = True
+
+    def _read(self, bound: BoundModel, final: bool) -> bool:
+        """Load the weights that are evaluated; return whether the statistics in the model belong to them.
+
+        One worker's live weights have those of the training, as in plain torch; for others they are estimated.
+        """
+        averaged = self._transport.read_weights(final)
+        if averaged is None:
+            raise RunFailed("the server of this run is gone")
+        bound.load_weights()
+        is_own = not averaged and self.num_workers == 1 and not self._incarnation
+        return is_own or bound.inputs.estimate()
+
     def _require_batch(self) -> None:
         """Raise UserError unless this is the only step for the current batch, and all its parts were taken."""
+        if self._evaluates:
+            raise UserError("a step inside session.eval_weights(): these weights are not trained; step after the block")
         if self.stepped:
             what = "session.step() was called twice for one batch, or before the first"
             raise UserError(f"{what}: call it once for each batch of the loader that session.prepare(...) returned")
@@ -217,11 +264,10 @@ class Session:
         self.step(loss if isinstance(loss, Tensor | float) else None)
 
     def _send_rate(self) -> None:
-        """Send the learning rate if the script's schedule changed it. Worker 0's schedule counts for all."""
-        optimizer = self._handed.optimizer if self._handed is not None else None
-        if optimizer is None or self.worker != 0:
+        """Send the learning rate if this worker's schedule changed it."""
+        if self._optimizer is None:
             return
-        factor = adopt.lr_of(optimizer) / (self.config.lr or 1.0)
+        factor = self._optimizer.lr / (self.config.lr or 1.0)
         if factor != self._factor:
             self._factor = factor
             self._transport.set_rate(SetLrFactor(self.worker, factor))
@@ -239,6 +285,7 @@ class Session:
     def next_batch(self, number: int, samples: int, parts: int) -> None:
         """Begin a batch of `samples` samples in `parts` parts: seed all randomness by its number."""
         self._samples, self._parts_left, self.stepped = samples, parts, False
+        self._require_bound("next_batch").inputs.records = True
         key = mix64(self.config.seed, self.worker, number)
         seed_generators(key)
         assert self._handed is not None
@@ -254,6 +301,12 @@ class Session:
         """The number of the batch that this worker computes next."""
         assert self._reply is not None
         return self._reply.batch
+
+    @property
+    def step_number(self) -> int:
+        """The steps of this worker's loop so far. A push that was dropped is one too; its batch comes again."""
+        assert self._reply is not None
+        return self._reply.batch + self._reply.dropped
 
 
 def join(config: RunConfig | None = None) -> Session:

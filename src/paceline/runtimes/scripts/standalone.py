@@ -39,6 +39,14 @@ class InProcessClient(ScriptTransport):
     def set_rate(self, rate: SetLrFactor) -> None:
         self._take(rate)
 
+    def read_weights(self, final: bool) -> bool | None:
+        assert self._server is not None and self._memory is not None, "start() comes first"
+        self._memory.weights.copy_(self._server.evaluated)
+        return self._server.evaluated is not self._server.weights
+
+    def merge_statistics(self, samples: int) -> bool:
+        return True
+
     def _take(self, message: Input) -> tuple[Reply, ...]:
         assert self._server is not None, "start() comes first"
         return self._server.handle(message).replies

@@ -135,6 +135,8 @@ class Host:
             self.tell_progress()
         if self._snapshots is not None:
             self._keep_weights()
+        if server.lr_disagreement is not None:
+            self._notes.lr_disagreement(server.lr_disagreement, now)
         if server.assignments is not None and server.assignments.now.generation != self._notes.generation:
             self._notes.assignment(server.assignments.now, now)
         is_due = now >= self._checkpoints.next_due and self._checkpoints.is_ready(now, self.memories)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.messages import DataAssignment, Drain, Input, Join, Leave, SetLocalSteps, SetLrFactor, Stop
-from paceline.core.server import Server
+from paceline.core.server import LrDisagreement, Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
 from paceline.runtimes.server.accounting import TimeAccounting
@@ -47,6 +47,7 @@ class EventRecorder:
         self.lost: list[int] = []
         self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
+        self._disagreement_told = False
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
         """Write the event of an input that the server has accepted."""
@@ -79,6 +80,16 @@ class EventRecorder:
         """Write that the data was divided again; the log needs no record, since its inputs determine the division."""
         self.generation, members = assignment
         self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
+
+    def lr_disagreement(self, found: LrDisagreement, now: float) -> None:
+        """Tell the user once that the scripts' schedules disagree in a round."""
+        if self._disagreement_told:
+            return
+        self._disagreement_told = True
+        used, other, (one, another) = found
+        self._events.write("lr_disagreement", now, used=used, other=other, factors=[one, another])
+        what = f"in a round the learning rate of worker {used} is {one:g} times the first, that of {other} {another:g}"
+        self._report({"kind": "note", "text": f"{what}: a round uses the value of its lowest-numbered worker"})
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
         """Write that a fault was injected."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from paceline.core.messages import Leave, Push, SetLrFactor
+from paceline.core.messages import Leave, OwnLoopInput, Push
 from paceline.core.step_balancing import StepBalancer
 from paceline.errors import ProtocolError, mismatched_keys
 from paceline.runs.folder import ALL_GONE
@@ -19,7 +19,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers
 from paceline.system.event_loop import EventLoop
 from paceline.system.signals import TERMINATED
-from paceline.transports.protocol import Hello, Peer
+from paceline.transports.protocol import Hello, Peer, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 GRACE_SECONDS = 5.0  # after the end of training: how long to wait until every worker has its last reply
@@ -214,10 +214,14 @@ class Service:
             self.remove(peer)
         elif isinstance(message, Hello):
             self.join(peer, message)
-        elif isinstance(message, SetLrFactor):
-            self._host.handle(message)
-        else:
+        elif isinstance(message, ReportedFigures):
             self._host.note_figures(message.worker, message.values)
+        else:
+            self.take_setting(peer, message)
+
+    def take_setting(self, peer: SharedMemoryPeer, message: OwnLoopInput) -> None:
+        """Take a message that only a user's own loop sends."""
+        self._host.handle(message)
 
     def join(self, peer: SharedMemoryPeer, hello: Hello) -> None:
         """Let a worker join, or refuse and disconnect it."""

@@ -1,0 +1,108 @@
+"""How the server of own loops merges the statistics that workers estimate for the final weights."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from paceline.core.buffers import BufferSizes
+from paceline.core.messages import Join
+from paceline.core.optimizers import Sgd
+from paceline.core.policies import Async
+from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.plain import Plain
+from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import Roster, Server
+from paceline.interfaces import pack
+from paceline.runs.result import trained_tensors
+from paceline.runtimes.scripts.server import FinalStatistics
+from paceline.tasks.script_model import ScriptModel
+from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
+
+LAYOUT = pack([("weight", (1,), True)])
+STATE = pack([("norm.running_mean", (1,), False), ("norm.running_var", (1,), False)])
+
+
+class Worker:
+    """A worker's end of the connection, and what it has estimated."""
+
+    def __init__(self, number: int, mean: float, variance: float) -> None:
+        ours, theirs = channel()
+        self.peer, self.client, self.connection = SharedMemoryPeer(ours, number, 0), SharedMemoryClient(theirs), theirs
+        self.peer.slot = SharedBuffers.create(BufferSizes(LAYOUT.size, STATE.size))
+        self.views = STATE.views(self.peer.slot.state)
+        self.views["norm.running_mean"].fill_(mean)
+        self.views["norm.running_var"].fill_(variance)
+
+    @property
+    def statistics(self) -> list[float]:
+        return [view.item() for view in self.views.values()]
+
+    @property
+    def is_answered(self) -> bool:
+        try:
+            return bool(self.connection.recv(16, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return False
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    with ExitStack() as open_ends:
+        found = [Worker(0, 0.0, 1.0), Worker(1, 4.0, 3.0), Worker(2, 100.0, 100.0)]
+        for worker in found:
+            open_ends.callback(worker.peer.close)
+            open_ends.callback(worker.client.close)
+        yield found
+
+
+def server_of(model: ScriptModel, averaged: bool) -> Server:
+    rule = Averaged(Plain(Sgd())) if averaged else Plain(Sgd())
+    server = Server(torch.ones(LAYOUT.size), rule, Async(), Training(Budget(10, 10), Schedule(0.1)), Roster(3))
+    for worker in range(3):
+        server.handle(Join(worker, 0))
+    server.worker_states = {2: torch.full((STATE.size,), 7.0)}  # of the training
+    server.evaluated.fill_(5.0)
+    return server
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_estimates_are_merged_by_samples_over_those_who_are_there(workers: list[Worker], averaged: bool) -> None:
+    model = ScriptModel(LAYOUT.to_rows(), STATE.to_rows())
+    server = server_of(model, averaged)
+    statistics = FinalStatistics(server, model)
+    there = [workers[0].peer, workers[1].peer]  # worker 2 has died
+    assert not statistics.all_came(there)
+    statistics.add(workers[0].peer, samples=300)
+    assert not statistics.all_came(there)
+    statistics.add(workers[1].peer, samples=100)
+    assert statistics.all_came(there)
+    statistics.answer(there)
+    expected = [1.0, 1.5 + 3.0]  # mean 0 and 4 by 3 to 1; mean variance 1.5, variance of the means 3
+    assert workers[0].statistics == workers[1].statistics == expected
+    assert workers[0].is_answered and workers[1].is_answered and not workers[2].is_answered
+    saved = trained_tensors(server, model)
+    assert [saved[name].item() for name in ("weight", "norm.running_mean", "norm.running_var")] == [5.0, *expected]
+    if averaged:
+        assert trained_tensors(server, model, live=True)["norm.running_mean"].item() == 7.0
+
+
+def test_a_worker_without_an_estimate_gets_that_of_the_others(workers: list[Worker]) -> None:
+    model = ScriptModel(LAYOUT.to_rows(), STATE.to_rows())
+    statistics = FinalStatistics(server_of(model, False), model)
+    statistics.add(workers[1].peer, samples=100)
+    statistics.add(workers[2].peer, samples=0)
+    statistics.answer([workers[1].peer, workers[2].peer])
+    assert workers[2].statistics == workers[1].statistics == [4.0, 3.0]
+
+
+def test_without_any_estimate_the_statistics_of_the_training_hold(workers: list[Worker]) -> None:
+    model = ScriptModel(LAYOUT.to_rows(), STATE.to_rows())
+    statistics = FinalStatistics(server_of(model, False), model)
+    statistics.add(workers[0].peer, samples=0)
+    statistics.answer([workers[0].peer])
+    assert workers[0].statistics == [7.0, 7.0] and workers[0].is_answered
