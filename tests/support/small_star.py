@@ -23,7 +23,7 @@ from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError
-from paceline.interfaces import Batch, State, pack
+from paceline.interfaces import Batch, Decision, State, pack
 from paceline.settings.codecs import build_codec
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.protocol import Hello, ReportedFigures, Timing, Transport
@@ -65,11 +65,24 @@ def codecs(push: str | None, pull: str | None) -> Codecs:
     return Codecs(built[0], built[1])
 
 
-def make_server(used: Codecs, updates: int, workers: int = 1) -> Server:
+class DropsSome(Async):
+    """Drops the second and the third of every four pushes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def push(self, worker: int, staleness: int) -> Decision:
+        self._count += 1
+        if self._count % 4 in (2, 3):
+            return Decision(release=(worker,), dropped=True)
+        return super().push(worker, staleness)
+
+
+def make_server(used: Codecs, updates: int, workers: int = 1, drops: bool = False) -> Server:
     """One that ends after so many updates."""
-    budget = Budget(2 * updates, 2 * updates)
+    training, policy = Training(Budget(2 * updates, 2 * updates), Schedule(0.1)), DropsSome() if drops else Async()
     weights = torch.ones(LAYOUT.size)
-    return Server(weights, Plain(Sgd(0.5)), Async(), Training(budget, Schedule(0.1)), Roster(workers), Exchange(used))
+    return Server(weights, Plain(Sgd(0.5)), policy, training, Roster(workers), Exchange(used))
 
 
 class Star:
@@ -150,10 +163,10 @@ class Star:
         elif isinstance(message, Hello):
             self.handle(message.join, door)
         elif isinstance(message, Push):
+            self.handle(message, door)
             if door.state_seq == message.seq:
                 assert door.slot is not None
-                self.kept[message.seq] = door.slot.saved_state(message.seq).clone()
-            self.handle(message, door)
+                self.kept[message.seq] = door.slot.saved_state(self.server.members[0].saved).clone()
         elif isinstance(message, ReportedFigures):
             self.figures.append(message)
 
@@ -208,8 +221,8 @@ def work(transport: Transport, used: Codecs, make_memory: Callable[[BufferSizes]
         instance.pending = reply
         push = instance.push()
         assert push is not None
-        told.local_state.append(memory.saved_state(push.seq).clone())
         reply = transport.exchange(push, TIMING)
+        told.local_state.append(memory.saved_state(push.seq - (reply.dropped if reply is not None else 0)).clone())
     return told
 
 

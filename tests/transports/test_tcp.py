@@ -110,6 +110,24 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
         assert len(told.local_state[0]) == own_size(used) > 0
 
 
+@pytest.mark.parametrize("cuts", [[], [("up", 1500), ("down", 1600), ("up", 900), ("down", 700)]])
+def test_a_worker_learns_of_dropped_pushes_and_both_ends_keep_the_state_from_before(cuts: list[tuple[str, int]]) -> None:
+    """Its own state sums gradients that depend on the weights, and on every push that counted."""
+    used = codecs("int8", None)
+    expected, weights = through_shared_memory(used, make_server(used, UPDATES, drops=True))
+    assert [reply.dropped for reply, *_ in expected.rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4]
+    for before, after in ((0, 1), (1, 2), (4, 5), (5, 6)):
+        assert torch.equal(expected.local_state[before], expected.local_state[after])
+    star = Star(used, UPDATES)
+    star.server, star.want_own = make_server(used, UPDATES, drops=True), True
+    with star, Wire(star.listener.address, cuts) as wire:
+        told = through_tcp(star, used, wire.address)
+        assert told == expected and torch.equal(star.server.weights, weights)
+        assert wire.num_connections == len(cuts) + 1
+        assert set(star.kept) <= set(range(8)) and len(star.kept) > 3
+        assert all(torch.equal(state, expected.local_state[seq]) for seq, state in star.kept.items())
+
+
 class Restless(Server):
     """Others come and go while worker 0 works, so that it is dealt other data with almost every reply."""
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import MakeMemory, WorkerBuffers, load_local_state
+from paceline.core.buffers import MakeMemory, WorkerBuffers
 from paceline.core.compression import DENSE, Codecs, WorkerCompression
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
@@ -48,8 +48,11 @@ def work(
     `end`, `gradient`, `state` and `task` are bound to the same memory. The driver writes the weights of a reply into
     that memory before it sends the reply.
     """
-    reply, assignment = (yield join), None
+    reply, assignment, dropped = (yield join), None, 0
     while not reply.finished:
+        if reply.dropped != dropped:
+            dropped = reply.dropped
+            end.take_back(reply.serial - 1, dropped)
         if end.codecs.pull is not None:
             end.receive()
         if reply.assignment != assignment and reassign is not None:
@@ -87,7 +90,7 @@ class LocalWorker:
 
     def load_state(self, local_state: Tensor) -> None:
         """Load the worker's own state from these bytes."""
-        load_local_state(self._end.local_state, local_state)
+        self._end.load_state(local_state)
 
     def push(self) -> Push | None:
         """Act on the pending reply; return the next push, or None if the reply said that it is over."""
