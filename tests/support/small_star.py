@@ -222,7 +222,7 @@ def work(transport: Transport, used: Codecs, make_memory: Callable[[BufferSizes]
         push = instance.push()
         assert push is not None
         reply = transport.exchange(push, TIMING)
-        told.local_state.append(memory.saved_state(push.seq - (reply.dropped if reply is not None else 0)).clone())
+        told.local_state.append(memory.saved_state(push.seq - (reply.discarded if reply is not None else 0)).clone())
     return told
 
 

@@ -115,7 +115,7 @@ def test_a_worker_learns_of_dropped_pushes_and_both_ends_keep_the_state_from_bef
     """Its own state sums gradients that depend on the weights, and on every push that counted."""
     used = codecs("int8", None)
     expected, weights = through_shared_memory(used, make_server(used, UPDATES, drops=True))
-    assert [reply.dropped for reply, *_ in expected.rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4]
+    assert [reply.discarded for reply, *_ in expected.rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4]
     for before, after in ((0, 1), (1, 2), (4, 5), (5, 6)):
         assert torch.equal(expected.local_state[before], expected.local_state[after])
     star = Star(used, UPDATES)

@@ -52,7 +52,7 @@ class WorkerCompression:
         self.sizes = BufferSizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes)
         self.encodes = codecs.push is not None or self.sizes.local_state > 0
         """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
-        self._dropped = 0
+        self._discarded = 0
 
     def bind(self, memory: WorkerBuffers, task: Task) -> None:
         """Use this memory from now on; with a push codec, the gradient gets a private buffer."""
@@ -73,14 +73,14 @@ class WorkerCompression:
             for place in (0, 1):
                 self._memory.save_state(self.local_state, place)
 
-    def take_back(self, seq: int, dropped: int) -> None:
-        """Restore the state from before push `seq`, which was dropped; `dropped` pushes were so far.
+    def take_back(self, seq: int, discarded: int) -> None:
+        """Restore the state from before push `seq`, which was dropped; `discarded` pushes were so far.
 
         Otherwise its error feedback would lose what that push sent.
         """
-        self._dropped = dropped
+        self._discarded = discarded
         if self.sizes.local_state:
-            load_local_state(self.local_state, self._memory.saved_state(seq - dropped))
+            load_local_state(self.local_state, self._memory.saved_state(seq - discarded))
 
     def receive(self) -> None:
         """Add the decoded reply to the weights; the gradient buffer is free meanwhile and holds it."""
@@ -99,7 +99,7 @@ class WorkerCompression:
         if codec is not None:
             update = update[: codec.encode(self._gradient, self._left_out, update)]
         if memory.sizes.local_state:
-            memory.save_state(self.local_state, seq - self._dropped)
+            memory.save_state(self.local_state, seq - self._discarded)
         return update
 
 

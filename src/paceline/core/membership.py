@@ -34,12 +34,12 @@ class Member:
     threads: int = 0  # CPU threads it computes with, which some sums depend on; 0: unknown
     usual: float = 0.0  # running mean of the updates between a reply and its push; 0: the worker has not pushed yet
     silent: bool = False  # the worker has not pushed for much longer than usual
-    dropped: int = 0  # pushes of this incarnation that the policy dropped
+    discarded: int = 0  # pushes of this incarnation that the policy dropped
 
     @property
     def saved(self) -> int:
         """Where the worker saved its own state with the last push that was not dropped (see `WorkerBuffers`)."""
-        return self.seq - self.dropped
+        return self.seq - self.discarded
 
     @property
     def quota_reached(self) -> bool:

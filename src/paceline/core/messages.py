@@ -97,7 +97,7 @@ class Reply(NamedTuple):
     """Tells a worker to compute batch `batch` on the weights of `version` in its memory, or that training is over.
 
     With `steps` above 0, the worker makes that many local steps at `lr`, from batch `batch` on, and pushes its drift.
-    `assignment` assigns the data that batches are counted in; None: the config divides it. `dropped` counts the pushes
+    `assignment` assigns the data that batches are counted in; None: the config divides it. `discarded` counts the pushes
     of this incarnation that the policy dropped: if it grew, the worker restores its own state from before its push.
     """
 
@@ -110,7 +110,7 @@ class Reply(NamedTuple):
     steps: int = 0
     lr: float = 0.0
     assignment: DataAssignment | None = None
-    dropped: int = 0
+    discarded: int = 0
 
 
 class Disposition(enum.IntEnum):

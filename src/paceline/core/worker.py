@@ -48,11 +48,11 @@ def work(
     `end`, `gradient`, `state` and `task` are bound to the same memory. The driver writes the weights of a reply into
     that memory before it sends the reply.
     """
-    reply, assignment, dropped = (yield join), None, 0
+    reply, assignment, discarded = (yield join), None, 0
     while not reply.finished:
-        if reply.dropped != dropped:
-            dropped = reply.dropped
-            end.take_back(reply.serial - 1, dropped)
+        if reply.discarded != discarded:
+            discarded = reply.discarded
+            end.take_back(reply.serial - 1, discarded)
         if end.codecs.pull is not None:
             end.receive()
         if reply.assignment != assignment and reassign is not None:

@@ -131,11 +131,11 @@ class SharedMemoryClient(ScriptTransport):
             return None
         if not packet:
             return None
-        _, finished, serial, version, batch, lr, steps, generation, dropped = _REPLY.unpack_from(packet)
+        _, finished, serial, version, batch, lr, steps, generation, discarded = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
             self._assignment = DataAssignment(generation, protocol.unpack_members(packet[_REPLY.size :]))
-        asked = (bool(finished), steps, lr, self._assignment, dropped)
-        return Reply(worker, incarnation, serial, version, batch, *asked)
+        asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
+        return Reply(worker, incarnation, *asked, discarded=discarded)
 
 
 class SharedMemoryPeer(Peer):
@@ -210,7 +210,7 @@ class SharedMemoryPeer(Peer):
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
         generation = reply.assignment.generation if reply.assignment is not None else 0
         named = (_REPLIED, reply.finished, reply.serial, reply.version)
-        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, reply.dropped)
+        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, reply.discarded)
         if reply.assignment is not None and reply.assignment != self._sent_assignment:
             packet += protocol.pack_members(reply.assignment.members)  # once per connection
             self._sent_assignment = reply.assignment

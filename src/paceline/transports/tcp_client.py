@@ -187,7 +187,7 @@ class TcpClient(Transport):
         if kind is FrameKind.REFUSED:
             raise JoinRefused((yield from frames.read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
-        finished, encoded, ship_own, *facts, generation, named, count, dropped = REPLY_HEAD.unpack(packed)
+        finished, encoded, ship_own, *facts, generation, named, count, discarded = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
         pad = len(padding(named + count))
         yield from self._read_members(generation, named, nbytes - len(packed) - count - pad)
@@ -198,8 +198,8 @@ class TcpClient(Transport):
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
         self._ship_state = bool(ship_own)
-        asked = (bool(finished), steps, lr, self._assignment, dropped)
-        return Reply(worker, incarnation, serial, version, batch, *asked)
+        asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
+        return Reply(worker, incarnation, *asked, discarded=discarded)
 
     def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """Read the members of a new data assignment: all of a reply except its head and its weights."""

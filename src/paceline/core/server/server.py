@@ -165,7 +165,7 @@ class Server:
         decision = self.policy.push(worker, self.version - member.version)
         self.held[worker] = push
         if decision.dropped:
-            member.dropped += 1
+            member.discarded += 1
             self._drop([worker])
         replies = self._carry_out(decision)
         if self.divergence is not None and self.divergence.worker == worker:
@@ -308,5 +308,5 @@ class Server:
                 self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
-        asked = (finished, member.steps, member.lr, assignment, member.dropped)
-        return Reply(*named, member.accepted - before, *asked)
+        asked = (member.accepted - before, finished, member.steps, member.lr, assignment)
+        return Reply(*named, *asked, discarded=member.discarded)
