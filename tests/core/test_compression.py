@@ -17,8 +17,8 @@ from paceline.core.optimizers import Sgd
 from paceline.core.policies import Async, Barrier, DropStale
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
-from paceline.core.server import Exchange as ServerExchange
 from paceline.core.server import AppliedUpdate, Roster, Server, server_facts
+from paceline.core.server import Exchange as ServerExchange
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, Policy, State, pack

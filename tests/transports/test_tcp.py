@@ -111,7 +111,9 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[], [("up", 1500), ("down", 1600), ("up", 900), ("down", 700)]])
-def test_a_worker_learns_of_dropped_pushes_and_both_ends_keep_the_state_from_before(cuts: list[tuple[str, int]]) -> None:
+def test_a_worker_learns_of_dropped_pushes_and_both_ends_keep_the_earlier_state(
+    cuts: list[tuple[str, int]],
+) -> None:
     """Its own state sums gradients that depend on the weights, and on every push that counted."""
     used = codecs("int8", None)
     expected, weights = through_shared_memory(used, make_server(used, UPDATES, drops=True))

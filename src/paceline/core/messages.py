@@ -97,8 +97,8 @@ class Reply(NamedTuple):
     """Tells a worker to compute batch `batch` on the weights of `version` in its memory, or that training is over.
 
     With `steps` above 0, the worker makes that many local steps at `lr`, from batch `batch` on, and pushes its drift.
-    `assignment` assigns the data that batches are counted in; None: the config divides it. `discarded` counts the pushes
-    of this incarnation that the policy dropped: if it grew, the worker restores its own state from before its push.
+    `assignment` assigns the data that batches are counted in; None: the config divides it. `discarded` counts pushes of
+    this incarnation that the policy dropped: if it grew, the worker restores its own state from before its push.
     """
 
     worker: int

@@ -197,7 +197,9 @@ class TcpPeer(Peer):
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._new_members(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        head = REPLY_HEAD.pack(reply.finished, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded)
+        head = REPLY_HEAD.pack(
+            reply.finished, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded
+        )
         pad = padding(len(members) + len(body))
         nbytes = len(head) + len(members) + len(body) + len(pad)
         self.send(frames.header(FrameKind.REPLY, nbytes) + head + members, body, pad)

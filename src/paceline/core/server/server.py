@@ -308,5 +308,5 @@ class Server:
                 self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
-        asked = (member.accepted - before, finished, member.steps, member.lr, assignment)
-        return Reply(*named, *asked, discarded=member.discarded)
+        batch, discarded = member.accepted - before, member.discarded
+        return Reply(*named, batch, finished, member.steps, member.lr, assignment, discarded=discarded)
