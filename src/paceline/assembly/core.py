@@ -25,7 +25,7 @@ def make_policy(config: RunConfig) -> Policy:
     strategy, rule = strategy_of(config), rule_of(config)
     match strategy.waiting:
         case Waiting.BARRIER:
-            return Barrier(strategy.num_backup, joins_wait=config.max_workers is not None)
+            return Barrier(strategy.num_backup, config.max_workers is not None, config.workers or 0)
         case Waiting.BOUNDED:
             return StaleSynchronous(strategy.max_lead)
     return DropStale(rule.number) if rule.traits.drops else Async()

@@ -299,7 +299,13 @@ def go_on_counting_after_a_deal(patch: Patch) -> None:
 def wait_for_newcomers(patch: Patch) -> None:
     """A round waits for who came in its middle."""
     make = Barrier.__init__
-    patch.setattr(Barrier, "__init__", lambda self, spare=0, joins_wait=False: make(self, spare))
+    patch.setattr(Barrier, "__init__", lambda self, spare, joins_wait, num_workers: make(self, spare, False, num_workers))
+
+
+def lose_batch_size_instead_of_a_spare(patch: Patch) -> None:
+    """A round waits for one push fewer for each worker that is lost."""
+    make = Barrier.__init__
+    patch.setattr(Barrier, "__init__", lambda self, spare, joins_wait, num_workers: make(self, spare, joins_wait))
 
 
 def forget_the_deals(patch: Patch) -> None:
@@ -384,6 +390,7 @@ MUTANTS: dict[Callable[[Patch], None], str] = {
     go_on_counting_after_a_deal: "batch",
     wait_for_newcomers: "held",
     forget_the_deals: "kept",
+    lose_batch_size_instead_of_a_spare: "round",
     consume_the_feedback_of_dropped_pushes: "feedback",
     forget_what_a_worker_keeps: "kept",
     average_half_as_fast: "average",

@@ -88,7 +88,8 @@ class Trial:
     def config(self) -> RunConfig:
         """The settings that rule, policy and topology depend on."""
         config = RunConfig(strategy=self.strategy, rule=self.rule, momentum=self.momentum, average=self.average)
-        return replace(config, path=self.path, max_workers=self.room, outer_momentum=self.outer_momentum)
+        config = replace(config, workers=self.workers, max_workers=self.room)
+        return replace(config, path=self.path, outer_momentum=self.outer_momentum)
 
     @property
     def outer_lr(self) -> float:

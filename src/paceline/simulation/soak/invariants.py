@@ -99,6 +99,9 @@ class InvariantChecker:
         spent = self._budget.exhausted(self._samples, version)
         require(not spent, "budget", "update {} after the budget was spent", version)
         require(server.version == version + 1, "growth", "version {} after {}", server.version, version)
+        if self._strategy.in_rounds:
+            least = self._round_size(update.num_live - len(self._membership.waiting))
+            require(len(pushes) >= least, "round", "update {} has {} pushes of {}", version, len(pushes), least)
         parts = [self._part(push, version, server) for push in pushes]
         at_quota = sum(quota is not None and self._accepted[w] >= quota for w, quota in enumerate(self._quotas))
         present = update.num_live / (update.num_live + at_quota)
@@ -264,11 +267,15 @@ class InvariantChecker:
                 push in self._applied | self._dropped, "last push", "{} although push {} was not counted", reply, push
             )
 
+    def _round_size(self, live: int) -> int:
+        """Return how many pushes a round of `live` workers waits for: a lost worker uses up a spare."""
+        return max(1, min(live, self._strategy.pushes_per_update(max(live, len(self._quotas)))))
+
     def _check_held_back(self, server: Server) -> None:
         """Check that a worker waits only for missing pushes of its round, or for one too far behind."""
         held = [worker for worker in self._clocks if server.members[worker].waiting]
         if self._strategy.in_rounds:
-            needed = max(1, self._strategy.pushes_per_update(len(self._clocks)))
+            needed = self._round_size(len(self._clocks))
             require(len(held) < needed, "held", "a round of {} waits although {} have pushed", needed, held)
             return
         if self._strategy.waiting is Waiting.BOUNDED:
