@@ -51,7 +51,8 @@ def make_training(config: RunConfig, budget: Budget) -> Training:
 
 def _schedule(config: RunConfig) -> Schedule:
     kind, factor = schedule_of(config)
-    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
+    passes = config.epochs if config.epoch_mode == "own" else None
+    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup, passes)
 
 
 def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None, skew: float | None = None) -> Rule:

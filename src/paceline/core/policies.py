@@ -49,7 +49,7 @@ class DropStale(Async):
 
 
 class Barrier:
-    """`sync` and `backup`: a barrier that opens when all of `num_workers` but `spare` have pushed, or all that are live.
+    """`sync` and `backup`: a barrier that opens when all of `num_workers` but `spare` have pushed, or all live ones.
 
     So a lost worker uses up a spare, and the batch of an update stays as large as possible. If more than `num_workers`
     are live, because others joined, the barrier waits for all of these but `spare`.

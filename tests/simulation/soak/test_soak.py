@@ -299,7 +299,9 @@ def go_on_counting_after_a_deal(patch: Patch) -> None:
 def wait_for_newcomers(patch: Patch) -> None:
     """A round waits for who came in its middle."""
     make = Barrier.__init__
-    patch.setattr(Barrier, "__init__", lambda self, spare, joins_wait, num_workers: make(self, spare, False, num_workers))
+    patch.setattr(
+        Barrier, "__init__", lambda self, spare, joins_wait, num_workers: make(self, spare, False, num_workers)
+    )
 
 
 def lose_batch_size_instead_of_a_spare(patch: Patch) -> None:
