@@ -48,7 +48,7 @@ class Slopes:
         self._weights, self._gradient, self._state = weights, gradient, state
 
     def batch(self, number: int) -> Batch:
-        return Batch(None, None, 2, number)
+        return Batch(None, None, 2, number, None if number % 2 else number + 0.75)
 
     def gradient(self, batch: Batch) -> float:
         generator = torch.Generator().manual_seed(batch.key)
@@ -100,6 +100,7 @@ class Star:
         self.applied: list[dict[str, Any]] = []
         self.want_own = False
         self.kept: dict[int, Tensor] = {}
+        self.weights: list[float | None] = []  # of the pushes that came
         self.largest = BufferSizes(LAYOUT.size, 3, *used.capacities, 10_000)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -163,6 +164,7 @@ class Star:
         elif isinstance(message, Hello):
             self.handle(message.join, door)
         elif isinstance(message, Push):
+            self.weights.append(message.weight)
             self.handle(message, door)
             if door.state_seq == message.seq:
                 assert door.slot is not None

@@ -55,7 +55,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_worker, "FIRST_PAUSE", 0.001)
 
 
-def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[Told, torch.Tensor]:
+def through_shared_memory(
+    used: Codecs, server: Server | None = None, pushed: list[float | None] | None = None
+) -> tuple[Told, torch.Tensor]:
     """The same exchange on one machine."""
     server, (ours, theirs) = server or make_server(used, UPDATES), channel()
     door = SharedMemoryPeer(ours, 0, 0)
@@ -63,6 +65,8 @@ def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[T
     def serve() -> None:
         while (message := door.receive()) is not None:
             assert not isinstance(message, ReportedFigures)
+            if pushed is not None and isinstance(message, Push):
+                pushed.append(message.weight)
             answer(server, message.join if isinstance(message, Hello) else message, door)
 
     thread = threading.Thread(target=serve)
@@ -106,6 +110,9 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
         assert star.doors[0].timing == TIMING
         assert star.server.worker_states[0].tolist() == [float(UPDATES)] * 3
         assert list(star.kept) == [0, 1, 2, 3]
+        weights = list[float | None]()
+        through_shared_memory(used, pushed=weights)
+        assert star.weights == weights == [0.75, None, 2.75, None]
         assert all(torch.equal(star.kept[seq], told.local_state[seq]) for seq in star.kept)
         assert len(told.local_state[0]) == own_size(used) > 0
 
@@ -318,7 +325,7 @@ BODY = bytes(range(40))
 
 
 def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, local_state: int = 0) -> bytes:
-    head = PUSH_HEAD.pack(seq, seq, 2, update, state, local_state, 0.5, *TIMING)
+    head = PUSH_HEAD.pack(seq, seq, 2, update, state, local_state, 0.5, *TIMING, 0.0)
     pad = padding(len(body))
     return header(FrameKind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
 

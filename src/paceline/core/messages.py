@@ -23,7 +23,8 @@ class Push(NamedTuple):
     """A gradient, identified by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
     `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
-    the worker is answered.
+    the worker is answered. The mean of a round weighs a push by its `weight`, or by its samples if it has none; budgets
+    and schedules go by samples.
     """
 
     worker: int
@@ -34,6 +35,7 @@ class Push(NamedTuple):
     loss: float
     update: Tensor
     state: Tensor
+    weight: float | None = None
 
 
 class Leave(NamedTuple):

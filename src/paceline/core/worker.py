@@ -31,6 +31,8 @@ class LocalBatches(Batch):
         for number in range(self.first, self.first + self.steps):
             batch = self.loader.batch(number)
             self.samples += batch.samples
+            if batch.weight is not None:
+                self.weight = (self.weight or 0.0) + batch.weight
             yield batch
 
 
@@ -63,7 +65,8 @@ def work(
         loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
         seq = reply.serial  # one push per reply, so both have the same number
         update = end.send(seq) if end.encodes else gradient
-        reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
+        named = (join.worker, join.incarnation, seq, reply.serial)
+        reply = yield Push(*named, batch.samples, loss, update, state, batch.weight)
 
 
 class LocalWorker:

@@ -20,8 +20,9 @@ _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
 """Frames are multiples of it, so that tensors are aligned in the kernel's buffers too: copies are a fifth cheaper."""
-PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff8x")
-"""seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited."""
+PUSH_HEAD = struct.Struct("<IIIxxxxQQQffffd")
+"""seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited, weight
+(0: the samples)."""
 REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQI4x")
 """over, encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
 of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes dropped so far."""

@@ -21,7 +21,7 @@ from paceline.system.shared_segment import Segment, page_aligned
 from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing
 
-_PUSH = struct.Struct("<BxxxIIIQffff")
+_PUSH = struct.Struct("<BxxxIIIQffffd")
 _REPLY = struct.Struct("<BBxxIQQdIII")
 _RATE = struct.Struct("<Bd")
 _HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED = 1, 2, 3, 4, 5
@@ -96,7 +96,8 @@ class SharedMemoryClient(ScriptTransport):
                 self.lends_core_to = None  # the server is gone, or this process may not move it
         try:
             sizes = push.samples, push.update.nbytes
-            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *sizes, push.loss, *timing))
+            facts = *sizes, push.loss, *timing, push.weight or 0.0
+            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *facts))
         except _GONE:
             return None
         return self._reply(push.worker, push.incarnation)
@@ -169,14 +170,14 @@ class SharedMemoryPeer(Peer):
             return None
         if packet[0] != _PUSHED or len(packet) != _PUSH.size:
             return self._setting(packet)
-        _, seq, reply, samples, nbytes, loss, *seconds = _PUSH.unpack(packet)
+        _, seq, reply, samples, nbytes, loss, *seconds, weight = _PUSH.unpack(packet)
         update = slot.update
         if nbytes > update.nbytes:
             raise ProtocolError(f"worker {self.worker} pushed {nbytes} bytes into buffers of {update.nbytes}")
         self.timing = Timing(*seconds)
         if slot.sizes.payload is not None:
             update = update[:nbytes]
-        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
 
     def _setting(self, packet: bytes) -> SetLrFactor | ReportedFigures:
         """Decode the messages of a user's own loop that are not pushes."""

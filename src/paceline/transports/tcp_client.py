@@ -125,7 +125,7 @@ class TcpClient(Transport):
         bodies = [view(push.update), view(push.state)]
         local_state = view(self._memory.saved_states) if self._ship_state else memoryview(b"")
         sizes = [len(body) for body in (*bodies, local_state)]
-        head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
+        head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing, push.weight or 0.0)
         pad = padding(sum(sizes))
         first = header(FrameKind.PUSH, len(head) + sum(sizes) + len(pad)) + head
         return self._ask(push, [memoryview(first), *bodies, local_state, memoryview(pad)])

@@ -151,7 +151,7 @@ class TcpPeer(Peer):
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from frames.read_bytes(PUSH_HEAD.size)
-        seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds = PUSH_HEAD.unpack(packed)
+        seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds, weight = PUSH_HEAD.unpack(packed)
         bodies = num_update + num_state + num_local_state
         pad, most = len(padding(bodies)), slot.update.nbytes
         fits = num_update == most if slot.sizes.payload is None else num_update <= most
@@ -171,7 +171,7 @@ class TcpPeer(Peer):
         yield from frames.read_bytes(pad)
         self._seq, self._greeted = seq, None
         self.timing = Timing(*seconds)
-        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
 
     @staticmethod
     def _throw_away(nbytes: int) -> Reading[None]:

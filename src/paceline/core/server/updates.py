@@ -15,7 +15,8 @@ from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
 from paceline.interfaces import Arrival, Codec, Rule
 
-Mean: TypeAlias = Callable[[list[Push], int], Tensor]  # averages the pushes of a round over that many samples
+Mean: TypeAlias = Callable[[list[Push], int], Tensor]
+"""Averages the pushes of a round: over that many samples, or over their weights."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,18 @@ class Updater:
         return None
 
     def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
-        """Average over samples; the sum runs in worker order, so every process gets the same bits."""
+        """Average over samples, or weights; the sum runs in worker order, so every process gets the same bits."""
         first, *rest = pushes
-        if all(push.samples == first.samples for push in rest):
+        weights = [push.samples if push.weight is None else push.weight for push in pushes]
+        if all(weight == weights[0] for weight in weights):
             torch.add(first.update, rest[0].update, out=self._mean)
             for push in rest[1:]:
                 self._mean.add_(push.update)
             return self._mean.div_(len(pushes))
-        torch.mul(first.update, first.samples / samples, out=self._mean)
-        for push in rest:
-            self._mean.add_(push.update, alpha=push.samples / samples)
+        total = sum(weights)
+        torch.mul(first.update, weights[0] / total, out=self._mean)
+        for push, weight in zip(rest, weights[1:], strict=True):
+            self._mean.add_(push.update, alpha=weight / total)
         return self._mean
 
     def free(self, pushes: Iterable[Push]) -> None:
