@@ -15,8 +15,7 @@ from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
 from paceline.interfaces import Arrival, Codec, Rule
 
-Mean: TypeAlias = Callable[[list[Push], int], Tensor]
-"""Averages the pushes of a round: over that many samples, or over their weights."""
+Mean: TypeAlias = Callable[[list[Push], int], Tensor]  # averages the pushes of a round over that many samples
 
 
 @dataclass(frozen=True)

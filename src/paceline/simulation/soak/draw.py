@@ -66,6 +66,7 @@ class Trial:
     average: str = "none"
     codec: str | None = None
     pull_codec: str | None = None
+    weighted: bool = False  # whether pushes have weights other than their samples
 
     @property
     def workers(self) -> int:
@@ -118,10 +119,10 @@ class Trial:
 
     def make_worker(self, join: Join) -> LocalWorker:
         worker, batch = self.poison or (None, None)
-        loader = Quadratic(join.worker, self.even, batch if worker == join.worker else None)
+        loader = Quadratic(join.worker, self.even, batch if worker == join.worker else None, self.weighted)
 
         def reassign(assignment: DataAssignment) -> Quadratic:
-            return Quadratic(shard_of(join.worker, assignment), self.even)
+            return Quadratic(shard_of(join.worker, assignment), self.even, weighted=self.weighted)
 
         return LocalWorker(self._task(loader), loader, join, codecs=self.make_codecs(), reassign=reassign)
 
@@ -169,6 +170,7 @@ def draw(seed: int) -> Trial:
     trial = Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, checkpoints, cluster, poison, rule)
     trial = _with_codecs(rng(seed, "soak codecs"), replace(trial, path=path))
     trial = replace(trial, average=_pick(rng(seed, "soak average"), ("none", "auto", "on", "10")))
+    trial = replace(trial, weighted=rng(seed, "soak weights").integers(4) == 0)
     trial = _with_membership_changes(rng(seed, "soak members"), trial, horizon)
     return _with_departures(rng(seed, "soak departures"), trial, horizon)
 

@@ -103,8 +103,7 @@ class InvariantChecker:
             least = self._round_size(update.num_live - len(self._membership.waiting))
             require(len(pushes) >= least, "round", "update {} has {} pushes of {}", version, len(pushes), least)
         parts = [self._part(push, version, server) for push in pushes]
-        at_quota = sum(quota is not None and self._accepted[w] >= quota for w, quota in enumerate(self._quotas))
-        present = update.num_live / (update.num_live + at_quota)
+        present = self._present(server)
         for push in pushes:
             quota = self._quota(push.worker)
             left = quota is None or self._accepted[push.worker] < quota
@@ -123,6 +122,13 @@ class InvariantChecker:
         expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
         near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(OPTIMUM[0]))
         require(near, "weights", "update {} gives {}, the serial oracle {}", version, found, expected)
+
+    def _present(self, server: Server) -> float:
+        """Return the share of the data that is still computed on, among workers that finish or have finished it."""
+        quotas = {worker: quota for worker, quota in enumerate(self._quotas) if quota is not None}
+        finished = sum(quota for worker, quota in quotas.items() if self._accepted[worker] >= quota)
+        working = sum(quota for worker, quota in quotas.items() if worker in server.roster.at_work)
+        return working / (working + finished) if finished else 1.0
 
     def _check_average(self, oracle: AverageOracle, present: float, server: Server) -> None:
         """Check the weights that would be evaluated and saved."""
@@ -144,18 +150,20 @@ class InvariantChecker:
         if self._strategy.in_rounds:
             require(last.version == version, "bound", "a round of version {} holds a push from {}", version, last)
         shard = shard_of(push.worker, last.assignment)
-        batches = range(last.batch, last.batch + max(1, last.steps))
+        batches, weight = range(last.batch, last.batch + max(1, last.steps)), push.weight or push.samples
+        weighted = push.weight is None or push.weight == sum(0.5 + (shard + 3 * batch) % 4 for batch in batches)
+        require(weighted, "counts", "push {} of batches {} has weight {}", identity, batches, push.weight)
         poisoned = self._poison is not None and push.worker == self._poison[0] and self._poison[1] in batches
         require(not poisoned, "finite", "push {} is applied although it has a NaN", identity)
         if self._exact:
             gradient = gradient_at(self._sent[push.worker], shard, last.batch, self._scratch)
             same = torch.equal(gradient, push.update)
             require(same, "weights", "push {} is not the gradient that {} asks for", identity, last)
-            return AppliedPush(last.version, push.samples, curvature(shard, last.batch))
+            return AppliedPush(last.version, weight, curvature(shard, last.batch))
         model = self._models[identity[:2]]
         model.count(model.update_of(self._sent[push.worker], last, shard), push.update)
         model.check_left_out(self._saved_state(push.worker, server))
-        return AppliedPush(last.version, push.samples, curvature(shard, last.batch), push.update.tolist()[0])
+        return AppliedPush(last.version, weight, curvature(shard, last.batch), push.update.tolist()[0])
 
     def _saved_state(self, worker: int, server: Server) -> Tensor:
         """Return the local state that the worker has saved with its last push that was not dropped."""

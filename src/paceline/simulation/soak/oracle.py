@@ -9,10 +9,10 @@ BETAS, EPS = (0.5, 0.9), 0.5  # of Adam: near the optimum it acts like sgd with 
 
 
 class AppliedPush(NamedTuple):
-    """One push of an update: the version it was computed from, its samples, the curvature of its batch."""
+    """One push of an update: the version it was computed from, its share of the mean, the curvature of its batch."""
 
     version: int
-    samples: int
+    weight: float
     curvature: float
     update: float | None = None  # the coordinate of an update that is not the gradient at that version (codec, drift)
 
@@ -44,7 +44,8 @@ class AverageOracle:
     """The running mean of each coordinate: average += a_t (weights - average), a_t as `--average` says.
 
     From update 64 on, only every eighth is averaged, with the share of eight. If workers have reached their quota, and
-    nobody else computes on their data, a_t is multiplied by (live / (live + finished))^4.
+    nobody else computes on their data, a_t is multiplied by the share of the data that is still computed on, to the
+    power of 4. Lost and drained workers change nothing.
     """
 
     def __init__(self, average: str, start: list[float]) -> None:
@@ -52,7 +53,7 @@ class AverageOracle:
         self.average, self._count = start, 0
 
     def apply(self, weights: list[float], present: float) -> None:
-        """Follow one update; `present` is the share of workers that have not finished their work."""
+        """Follow one update; `present` is that share."""
         self._count += 1
         share = 9.0 / (self._count + 8.0)
         if self._horizon is not None:
@@ -81,10 +82,10 @@ class SerialOracle:
 
     def apply(self, parts: list[AppliedPush]) -> float:
         """Apply one update and return the new coordinate."""
-        samples = sum(part.samples for part in parts)
-        curvature = sum(part.samples * part.curvature for part in parts) / samples
+        total = sum(part.weight for part in parts)
+        curvature = sum(part.weight * part.curvature for part in parts) / total
         oldest = min(part.version for part in parts)
-        gradient = sum(part.samples * self._update(part) for part in parts) / samples
+        gradient = sum(part.weight * self._update(part) for part in parts) / total
         self.max_staleness = max(self.max_staleness, len(self.points) - 1 - oldest)
         self.points.append(self.points[-1] - self._scalar.change(gradient))
         self._update_bound(curvature, oldest)
