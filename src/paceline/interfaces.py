@@ -77,12 +77,16 @@ def pack(parameters: Sequence[tuple[str, tuple[int, ...], bool]]) -> Layout:
 
 @dataclass(slots=True)
 class Batch:
-    """One batch: its data, the number of samples it counts for, and the 64-bit key of all its randomness."""
+    """One batch: its data, the number of samples it counts for, and the 64-bit key of all its randomness.
+
+    `weight` is how many items its mean loss counts, such as tokens, if these are not its samples.
+    """
 
     inputs: Any
     targets: Any
     samples: int
     key: int
+    weight: float | None = None
 
 
 @dataclass(frozen=True)

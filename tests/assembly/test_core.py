@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_schedule, make_training
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
@@ -322,6 +322,18 @@ def test_own_quotas_are_passes_over_the_own_shard() -> None:
     assert work.quotas == [3 * 4, 3 * 10]
     assert work.budget.per_worker
     assert work.budget.samples == 300
+
+
+@pytest.mark.parametrize("split", ["full", "iid", "dirichlet:1"])
+@pytest.mark.parametrize(("passes", "expected"), [(0.99, 1.0), (1.0, 0.9), (5.99, 0.9**5), (6.0, 0.9**6)])
+def test_exponential_decays_once_a_pass_of_every_worker(split: str, passes: float, expected: float) -> None:
+    """As published; on the full split a pass of ten workers is ten epochs of samples."""
+    own = {"split": split, "epoch_mode": "own", "epochs": 6.0, "schedule": "exponential:.9", "lr": 1.0}
+    config = resolve(RunConfig(workers=10, batch_size=1, **own))
+    budget = divide_work(LABELS, config).budget
+    assert budget.samples == 6 * (1000 if split == "full" else 100)
+    lr = make_training(config, budget).lr(round(passes / 6 * budget.samples), version=0)
+    assert lr == pytest.approx(expected)
 
 
 def test_the_full_split_gives_everybody_all_data_and_still_one_shared_budget() -> None:

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from paceline.assembly.core import make_policy
+from paceline.config import RunConfig
 from paceline.core.messages import DataAssignment, Disposition, Drain, Join, Leave, Outcome, Push, Reply, Resume
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
@@ -89,6 +91,30 @@ def test_a_push_that_is_dropped_is_not_asked_for_again() -> None:
     cluster.handle(Drain(1))
     outcome = cluster.push(1)
     assert outcome.disposition == Disposition.DROPPED and over(outcome) == {1: True}
+
+
+def test_a_lost_worker_uses_up_a_spare_and_not_a_part_of_the_batch() -> None:
+    """backup:1 of 4 waits for 3 pushes, and still does when one worker is gone: then for all that are left."""
+    cluster = Cluster(make_policy(RunConfig(strategy="backup:1", workers=4)), 4)
+    assert [len(cluster.push(worker).replies) for worker in (0, 1, 2)] == [0, 0, 3]
+    cluster.handle(Leave(3, 0))
+    assert [len(cluster.push(worker).replies) for worker in (0, 1, 2)] == [0, 0, 3]
+    assert cluster.server.samples == 6
+    for worker in (0, 1):
+        cluster.push(worker)
+    assert over(cluster.handle(Leave(2, 0))) == {0: False, 1: False}, "fewer are live than a round wants: it closes"
+    cluster.join(2, 1)
+    cluster.join(3, 1)
+    assert [len(cluster.push(worker).replies) for worker in (3, 0, 1)] == [0, 0, 3], "the spare is back"
+
+
+def test_a_round_of_more_workers_than_at_the_start_waits_for_all_but_the_spare() -> None:
+    cluster = Cluster(make_policy(RunConfig(strategy="backup:1", workers=2, max_workers=5)), 2, max_workers=5)
+    cluster.push(0)
+    for worker in (2, 3):
+        cluster.join(worker)
+    cluster.push(0)  # four are live from now on
+    assert [len(cluster.push(worker).replies) for worker in (0, 2, 3)] == [0, 0, 3]
 
 
 def test_only_who_is_at_work_can_be_drained_and_only_once() -> None:

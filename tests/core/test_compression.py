@@ -14,11 +14,11 @@ from paceline.core.buffers import BufferSizes, WorkerBuffers, load_local_state, 
 from paceline.core.compression import Codecs
 from paceline.core.messages import Disposition, Join, Leave, Push, Reply
 from paceline.core.optimizers import Sgd
-from paceline.core.policies import Async, Barrier
+from paceline.core.policies import Async, Barrier, DropStale
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.server import AppliedUpdate, Roster, Server, server_facts
 from paceline.core.server import Exchange as ServerExchange
-from paceline.core.server import Roster, Server, server_facts
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError
 from paceline.interfaces import Batch, Policy, State, pack
@@ -180,6 +180,64 @@ def by_hand(name: str, update: Tensor, memory: State) -> Tensor:
     out = torch.zeros(codec.capacity, dtype=torch.uint8)
     codec.decode(out[: codec.encode(update, memory, out)], decoded)
     return decoded
+
+
+DROPPING = {"backup": lambda: Barrier(spare=1), "ringmaster": lambda: DropStale(2)}
+
+
+@every_codec
+@pytest.mark.parametrize("policy", DROPPING)
+def test_a_dropped_push_is_made_again_to_the_byte(name: str, policy: str) -> None:
+    """The gradient depends on the batch alone here, so a batch that is computed again gives the same payload."""
+    exchange = Exchange(codecs(name, None), workers=3, policy=DROPPING[policy]())
+    for turn in range(4):
+        for worker in (0, 1, 0, 1):
+            exchange.push(worker)
+        late = exchange.compute(2)
+        payload = late.update.clone()
+        outcome = exchange.server.handle(late)
+        assert outcome.disposition == Disposition.DROPPED
+        exchange.deliver(outcome.replies)
+        for worker in (0, 1, 0, 1):
+            exchange.push(worker)
+        again = exchange.compute(2)
+        assert torch.equal(again.update, payload), "a second push of the same batch sends something else"
+        exchange.deliver(exchange.server.handle(again).replies)
+        for worker in (2, 0, 1):  # now it is in time
+            exchange.push(worker)
+        assert exchange.server.members[2].accepted == turn + 1
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(LOSSY),
+    policy=st.sampled_from(sorted(DROPPING)),
+    turns=st.lists(st.integers(0, 2), min_size=20, max_size=60),
+)
+def test_what_counts_and_what_is_left_out_add_up_to_the_gradients_that_count(
+    name: str, policy: str, turns: list[int]
+) -> None:
+    """Pushes that the policy drops take nothing out of a worker's error feedback."""
+    exchange = Exchange(codecs(name, None), workers=3, policy=DROPPING[policy]())
+    applied, gradients = torch.zeros(3, LAYOUT.size), torch.zeros(3, LAYOUT.size)
+
+    def note(update: AppliedUpdate) -> None:
+        for push in update.pushes:
+            applied[push.worker] += push.update
+
+    exchange.server.on_update = note
+    for choice in turns:
+        ready = [worker for worker, instance in exchange.instances.items() if instance.pending is not None]
+        exchange.push(ready[choice % len(ready)])
+    for worker, instance in exchange.instances.items():
+        member = exchange.server.members[worker]
+        for number in range(member.accepted + (worker in exchange.server.held)):
+            gradients[worker] += slope(number)
+        if worker in exchange.server.held:
+            applied[worker] += exchange.server.held[worker].update
+        memory = exchange.used.push.start() if exchange.used.push is not None else {}
+        load_local_state(memory, instance.memory.saved_state(member.saved))
+        torch.testing.assert_close(applied[worker] + memory["error"], gradients[worker], rtol=1e-4, atol=1e-3)
 
 
 def test_memory_of_a_push_that_left_serves_others_and_nobody_elses_is_touched() -> None:

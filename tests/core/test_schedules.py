@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.schedules import Budget, Schedule
 
 fractions = st.floats(0.0, 1.0)
+KINDS = ["constant", "exponential", "cosine"]
 
 
 def test_a_shared_budget_is_spent_by_samples() -> None:
@@ -55,16 +56,33 @@ def test_cosine_never_rises(first: float, second: float) -> None:
     assert Schedule(0.2, "cosine").lr(early, 0.0) >= Schedule(0.2, "cosine").lr(late, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["constant", "exponential", "cosine"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_warm_up_grows_in_a_straight_line_and_is_never_zero(kind: str) -> None:
     schedule = Schedule(0.4, kind, 0.9, warmup=0.2)
     assert schedule.lr(0.05, 0.0) == pytest.approx(0.1)
     assert schedule.lr(0.1, 0.0) == pytest.approx(0.2)
     assert schedule.lr(0.0, 0.0) > 0.0
-    assert schedule.lr(0.2, 0.0) == Schedule(0.4, kind, 0.9).lr(0.2, 0.0)
-    assert schedule.lr(0.9, 3.0) == Schedule(0.4, kind, 0.9).lr(0.9, 3.0)
+    assert schedule.lr(0.2, 0.0) == 0.4
 
 
-@given(fraction=fractions, warmup=st.floats(0.01, 0.99), kind=st.sampled_from(["constant", "exponential", "cosine"]))
+@given(warmup=st.floats(0.01, 0.9), epochs=st.floats(0.0, 20.0), kind=st.sampled_from(KINDS))
+def test_the_rate_does_not_jump_where_warm_up_ends(warmup: float, epochs: float, kind: str) -> None:
+    schedule = Schedule(0.4, kind, 0.5, warmup)
+    before, after = schedule.lr(warmup * (1.0 - 1e-9), epochs), schedule.lr(warmup, epochs)
+    assert before == pytest.approx(after, rel=1e-6)
+
+
+@given(fraction=fractions, warmup=st.floats(0.0, 0.9))
+def test_cosine_falls_to_zero_over_what_warm_up_leaves(fraction: float, warmup: float) -> None:
+    found = Schedule(0.2, "cosine", warmup=warmup).lr(warmup + fraction * (1.0 - warmup), 0.0)
+    assert found == pytest.approx(Schedule(0.2, "cosine").lr(fraction, 0.0), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["constant", "exponential"])
+def test_after_warm_up_a_schedule_is_where_it_would_be_without(kind: str) -> None:
+    assert Schedule(0.4, kind, 0.9, 0.2).lr(0.9, 3.0) == Schedule(0.4, kind, 0.9).lr(0.9, 3.0)
+
+
+@given(fraction=fractions, warmup=st.floats(0.01, 0.99), kind=st.sampled_from(KINDS))
 def test_the_rate_stays_between_zero_and_base(fraction: float, warmup: float, kind: str) -> None:
     assert 0.0 <= Schedule(0.4, kind, 0.9, warmup).lr(fraction, 10 * fraction) <= 0.4

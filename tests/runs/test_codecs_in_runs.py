@@ -54,7 +54,7 @@ def deliver_out_of_step(run: RecordedRun, checkpoints: list[Checkpoint], seed: i
 
 
 @pytest.mark.parametrize(("codec", "pull_codec"), long_but([("int8", None)], PAIRS))
-@pytest.mark.parametrize("strategy", long_but(["async"], STRATEGIES))
+@pytest.mark.parametrize("strategy", long_but(["async", "backup:1"], STRATEGIES))
 def test_a_replay_from_the_start_and_from_every_cut_ends_in_the_same_place(
     record: Record, strategy: str, codec: str | None, pull_codec: str | None
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_replay_from_the_start_and_from_every_cut_ends_in_the_same_place(
     run.join_all()
     checkpoints: list[Checkpoint] = []
     deliver_out_of_step(run, checkpoints, seed=len(strategy))
-    assert len(checkpoints) > 3
+    assert len(checkpoints) > 3 and (run.server.dropped > 3 or not strategy.startswith("backup"))
     records, _ = read_arrivals(run.folder.arrivals_file, run.config)
     again = run.replay()
     again.feed(records)

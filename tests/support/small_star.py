@@ -23,7 +23,7 @@ from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError
-from paceline.interfaces import Batch, State, pack
+from paceline.interfaces import Batch, Decision, State, pack
 from paceline.settings.codecs import build_codec
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.protocol import Hello, ReportedFigures, Timing, Transport
@@ -48,7 +48,7 @@ class Slopes:
         self._weights, self._gradient, self._state = weights, gradient, state
 
     def batch(self, number: int) -> Batch:
-        return Batch(None, None, 2, number)
+        return Batch(None, None, 2, number, None if number % 2 else number + 0.75)
 
     def gradient(self, batch: Batch) -> float:
         generator = torch.Generator().manual_seed(batch.key)
@@ -65,11 +65,24 @@ def codecs(push: str | None, pull: str | None) -> Codecs:
     return Codecs(built[0], built[1])
 
 
-def make_server(used: Codecs, updates: int, workers: int = 1) -> Server:
+class DropsSome(Async):
+    """Drops the second and the third of every four pushes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def push(self, worker: int, staleness: int) -> Decision:
+        self._count += 1
+        if self._count % 4 in (2, 3):
+            return Decision(release=(worker,), dropped=True)
+        return super().push(worker, staleness)
+
+
+def make_server(used: Codecs, updates: int, workers: int = 1, drops: bool = False) -> Server:
     """One that ends after so many updates."""
-    budget = Budget(2 * updates, 2 * updates)
+    training, policy = Training(Budget(2 * updates, 2 * updates), Schedule(0.1)), DropsSome() if drops else Async()
     weights = torch.ones(LAYOUT.size)
-    return Server(weights, Plain(Sgd(0.5)), Async(), Training(budget, Schedule(0.1)), Roster(workers), Exchange(used))
+    return Server(weights, Plain(Sgd(0.5)), policy, training, Roster(workers), Exchange(used))
 
 
 class Star:
@@ -87,6 +100,7 @@ class Star:
         self.applied: list[dict[str, Any]] = []
         self.want_own = False
         self.kept: dict[int, Tensor] = {}
+        self.weights: list[float | None] = []  # of the pushes that came
         self.largest = BufferSizes(LAYOUT.size, 3, *used.capacities, 10_000)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -150,10 +164,11 @@ class Star:
         elif isinstance(message, Hello):
             self.handle(message.join, door)
         elif isinstance(message, Push):
+            self.weights.append(message.weight)
+            self.handle(message, door)
             if door.state_seq == message.seq:
                 assert door.slot is not None
-                self.kept[message.seq] = door.slot.saved_state(message.seq).clone()
-            self.handle(message, door)
+                self.kept[message.seq] = door.slot.saved_state(self.server.members[0].saved).clone()
         elif isinstance(message, ReportedFigures):
             self.figures.append(message)
 
@@ -208,8 +223,8 @@ def work(transport: Transport, used: Codecs, make_memory: Callable[[BufferSizes]
         instance.pending = reply
         push = instance.push()
         assert push is not None
-        told.local_state.append(memory.saved_state(push.seq).clone())
         reply = transport.exchange(push, TIMING)
+        told.local_state.append(memory.saved_state(push.seq - (reply.discarded if reply is not None else 0)).clone())
     return told
 
 

@@ -92,7 +92,7 @@ def test_another_protocol_is_told_from_a_wrong_token() -> None:
     gatekeeper = ServerHandshake(b"token")
     answer = bytearray(ClientHandshake(b"token").answer(gatekeeper.challenge))
     answer[4] += 1
-    with pytest.raises(OtherVersion, match="protocol 3, not 2"):
+    with pytest.raises(OtherVersion, match="protocol 4, not 3"):
         gatekeeper.check(answer)
 
 

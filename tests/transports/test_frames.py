@@ -141,7 +141,7 @@ def test_a_truncated_frame_is_no_message(cut: int) -> None:
         (header(FrameKind.WELCOME, 5), "'welcome' instead of hello or push"),
         (header(FrameKind.HELLO, 5001), "5001 bytes, which may have at most 5000"),
         (header(FrameKind.PUSH, (1 << 64) - 1), "at most 300"),
-        (MAGIC + bytes([VERSION + 1]) + header(FrameKind.HELLO, 5)[5:], "protocol 3, not 2"),
+        (MAGIC + bytes([VERSION + 1]) + header(FrameKind.HELLO, 5)[5:], f"protocol {VERSION + 1}, not {VERSION}"),
         (MAGIC + bytes([VERSION, 77]) + header(FrameKind.HELLO, 5)[6:], "unknown kind 77"),
     ],
 )

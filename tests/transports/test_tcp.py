@@ -55,7 +55,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_worker, "FIRST_PAUSE", 0.001)
 
 
-def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[Told, torch.Tensor]:
+def through_shared_memory(
+    used: Codecs, server: Server | None = None, pushed: list[float | None] | None = None
+) -> tuple[Told, torch.Tensor]:
     """The same exchange on one machine."""
     server, (ours, theirs) = server or make_server(used, UPDATES), channel()
     door = SharedMemoryPeer(ours, 0, 0)
@@ -63,6 +65,8 @@ def through_shared_memory(used: Codecs, server: Server | None = None) -> tuple[T
     def serve() -> None:
         while (message := door.receive()) is not None:
             assert not isinstance(message, ReportedFigures)
+            if pushed is not None and isinstance(message, Push):
+                pushed.append(message.weight)
             answer(server, message.join if isinstance(message, Hello) else message, door)
 
     thread = threading.Thread(target=serve)
@@ -106,8 +110,31 @@ def test_both_ends_keep_what_shared_memory_keeps() -> None:
         assert star.doors[0].timing == TIMING
         assert star.server.worker_states[0].tolist() == [float(UPDATES)] * 3
         assert list(star.kept) == [0, 1, 2, 3]
+        weights = list[float | None]()
+        through_shared_memory(used, pushed=weights)
+        assert star.weights == weights == [0.75, None, 2.75, None]
         assert all(torch.equal(star.kept[seq], told.local_state[seq]) for seq in star.kept)
         assert len(told.local_state[0]) == own_size(used) > 0
+
+
+@pytest.mark.parametrize("cuts", [[], [("up", 1500), ("down", 1600), ("up", 900), ("down", 700)]])
+def test_a_worker_learns_of_dropped_pushes_and_both_ends_keep_the_earlier_state(
+    cuts: list[tuple[str, int]],
+) -> None:
+    """Its own state sums gradients that depend on the weights, and on every push that counted."""
+    used = codecs("int8", None)
+    expected, weights = through_shared_memory(used, make_server(used, UPDATES, drops=True))
+    assert [reply.discarded for reply, *_ in expected.rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4]
+    for before, after in ((0, 1), (1, 2), (4, 5), (5, 6)):
+        assert torch.equal(expected.local_state[before], expected.local_state[after])
+    star = Star(used, UPDATES)
+    star.server, star.want_own = make_server(used, UPDATES, drops=True), True
+    with star, Wire(star.listener.address, cuts) as wire:
+        told = through_tcp(star, used, wire.address)
+        assert told == expected and torch.equal(star.server.weights, weights)
+        assert wire.num_connections == len(cuts) + 1
+        assert set(star.kept) <= set(range(8)) and len(star.kept) > 3
+        assert all(torch.equal(state, expected.local_state[seq]) for seq, state in star.kept.items())
 
 
 class Restless(Server):
@@ -298,7 +325,7 @@ BODY = bytes(range(40))
 
 
 def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, local_state: int = 0) -> bytes:
-    head = PUSH_HEAD.pack(seq, seq, 2, update, state, local_state, 0.5, *TIMING)
+    head = PUSH_HEAD.pack(seq, seq, 2, update, state, local_state, 0.5, *TIMING, 0.0)
     pad = padding(len(body))
     return header(FrameKind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
 

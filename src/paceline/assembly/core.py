@@ -25,7 +25,7 @@ def make_policy(config: RunConfig) -> Policy:
     strategy, rule = strategy_of(config), rule_of(config)
     match strategy.waiting:
         case Waiting.BARRIER:
-            return Barrier(strategy.num_backup, joins_wait=config.max_workers is not None)
+            return Barrier(strategy.num_backup, config.max_workers is not None, config.workers or 0)
         case Waiting.BOUNDED:
             return StaleSynchronous(strategy.max_lead)
     return DropStale(rule.number) if rule.traits.drops else Async()
@@ -51,7 +51,8 @@ def make_training(config: RunConfig, budget: Budget) -> Training:
 
 def _schedule(config: RunConfig) -> Schedule:
     kind, factor = schedule_of(config)
-    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup)
+    passes = config.epochs if config.epoch_mode == "own" else None
+    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup, passes)
 
 
 def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None, skew: float | None = None) -> Rule:

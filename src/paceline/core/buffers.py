@@ -36,8 +36,9 @@ class BufferSizes(NamedTuple):
 class WorkerBuffers:
     """The server writes weights and encoded replies; the worker writes the update, the state and its own state.
 
-    The own state has two buffers: push number s fills buffer s % 2, and the worker does not write to it again before
-    push s + 1 is answered. So the server can read it at any time between taking push s and taking push s + 1.
+    The own state has two buffers. Push number s, after d dropped ones, fills buffer (s - d) % 2, so the other one holds
+    the state of the last push that was not dropped, and the worker never writes to that. The server can read it at any
+    time, and the worker goes back to it if push s is dropped.
     """
 
     def __init__(self, sizes: BufferSizes, parts: Mapping[str, Tensor]) -> None:
@@ -70,7 +71,7 @@ class WorkerBuffers:
         if payload is None:
             given["update"] = self.update[span]
         if with_rest:
-            given |= {"state": self.state, "local_state": self._own.view(-1)}
+            given |= {"state": self.state, "local_state": self.saved_states}
         sizes = BufferSizes(span.stop - span.start, state, payload, pulled, local_state)
         return WorkerBuffers.private(sizes, None, **given)
 
@@ -78,7 +79,7 @@ class WorkerBuffers:
         """Full-size buffers over `weights`; from now on this object's weights are the slice `span` of it."""
         self.weights = weights[span]
         sizes = self.sizes._replace(weights=weights.numel())
-        given = {"update": self.update, "state": self.state, "pulled": self._reply, "local_state": self._own.view(-1)}
+        given = {"update": self.update, "state": self.state, "pulled": self._reply, "local_state": self.saved_states}
         return WorkerBuffers.private(sizes, None, weights=weights, **given)
 
     @property
@@ -90,13 +91,18 @@ class WorkerBuffers:
     def num_pulled(self, nbytes: int) -> None:
         self._count.fill_(nbytes)
 
-    def save_state(self, local_state: State, seq: int) -> None:
-        """Save the worker's own state with push number `seq`."""
-        save_local_state(local_state, self._own[seq % 2])
+    def save_state(self, local_state: State, place: int) -> None:
+        """Save the worker's own state at `place`: the number of its push less the pushes dropped before."""
+        save_local_state(local_state, self._own[place % 2])
 
-    def saved_state(self, seq: int) -> Tensor:
-        """The bytes of the worker's own state that were saved with push number `seq`."""
-        return self._own[seq % 2]
+    def saved_state(self, place: int) -> Tensor:
+        """The bytes of the worker's own state that were saved at `place`."""
+        return self._own[place % 2]
+
+    @property
+    def saved_states(self) -> Tensor:
+        """The bytes of both saved states."""
+        return self._own.view(-1)
 
 
 MakeMemory: TypeAlias = Callable[[BufferSizes], WorkerBuffers]

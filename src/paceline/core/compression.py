@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import BufferSizes, WorkerBuffers, local_state_nbytes
+from paceline.core.buffers import BufferSizes, WorkerBuffers, load_local_state, local_state_nbytes
 from paceline.interfaces import Codec, State, Task
 
 LEFT_OUT = "error"  # the name of the error-feedback buffer in a codec's memory
@@ -52,6 +52,7 @@ class WorkerCompression:
         self.sizes = BufferSizes(task.layout.size, task.state_size, *codecs.capacities, own_nbytes)
         self.encodes = codecs.push is not None or self.sizes.local_state > 0
         """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
+        self._discarded = 0
 
     def bind(self, memory: WorkerBuffers, task: Task) -> None:
         """Use this memory from now on; with a push codec, the gradient gets a private buffer."""
@@ -59,6 +60,27 @@ class WorkerCompression:
         if self.codecs.push is not None:
             self._gradient = torch.zeros(self.sizes.weights, device=self._device)
         task.bind(memory.weights, self._gradient, memory.state)
+        self._save_as_start()
+
+    def load_state(self, saved: Tensor) -> None:
+        """Load the worker's own state from the bytes of a checkpoint."""
+        load_local_state(self.local_state, saved)
+        self._save_as_start()
+
+    def _save_as_start(self) -> None:
+        """Save the state before the first push, in case that push is dropped."""
+        if self.sizes.local_state:
+            for place in (0, 1):
+                self._memory.save_state(self.local_state, place)
+
+    def take_back(self, seq: int, discarded: int) -> None:
+        """Restore the state from before push `seq`, which was dropped; `discarded` pushes were so far.
+
+        Otherwise its error feedback would lose what that push sent.
+        """
+        self._discarded = discarded
+        if self.sizes.local_state:
+            load_local_state(self.local_state, self._memory.saved_state(seq - discarded))
 
     def receive(self) -> None:
         """Add the decoded reply to the weights; the gradient buffer is free meanwhile and holds it."""
@@ -77,7 +99,7 @@ class WorkerCompression:
         if codec is not None:
             update = update[: codec.encode(self._gradient, self._left_out, update)]
         if memory.sizes.local_state:
-            memory.save_state(self.local_state, seq)
+            memory.save_state(self.local_state, seq - self._discarded)
         return update
 
 

@@ -38,6 +38,12 @@ class Member:
     departed: bool = False  # the worker left before the run was over, with work left
     own_loop: bool = False  # its dropped pushes count towards the quota
     dropped: int = 0  # pushes that were dropped, if they count towards the quota
+    discarded: int = 0  # pushes of this incarnation that the policy dropped
+
+    @property
+    def saved(self) -> int:
+        """Where the worker saved its own state with the last push that was not dropped (see `WorkerBuffers`)."""
+        return self.seq - self.discarded
 
     @property
     def quota_reached(self) -> bool:

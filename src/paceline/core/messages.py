@@ -27,7 +27,8 @@ class Push(NamedTuple):
     """A gradient, identified by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
     `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
-    the worker is answered.
+    the worker is answered. The mean of a round weighs a push by its `weight`, or by its samples if it has none; budgets
+    and schedules go by samples.
     """
 
     worker: int
@@ -38,6 +39,7 @@ class Push(NamedTuple):
     loss: float
     update: Tensor
     state: Tensor
+    weight: float | None = None
 
 
 class Leave(NamedTuple):
@@ -122,7 +124,8 @@ class Reply(NamedTuple):
     """Tells a worker to compute batch `batch` on the weights of `version` in its memory, or that training is over.
 
     With `steps` above 0, the worker makes that many local steps at `lr`, from batch `batch` on, and pushes its drift.
-    `assignment` assigns the data that batches are counted in; None: the config divides it.
+    `assignment` assigns the data that batches are counted in; None: the config divides it. `discarded` counts pushes of
+    this incarnation that the policy dropped: if it grew, the worker restores its own state from before its push.
     """
 
     worker: int
@@ -136,6 +139,7 @@ class Reply(NamedTuple):
     assignment: DataAssignment | None = None
     dropped: int = 0
     """Dropped pushes of this worker that count as steps of its own loop; `batch` does not count them."""
+    discarded: int = 0
 
 
 class Disposition(enum.IntEnum):

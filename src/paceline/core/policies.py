@@ -49,15 +49,18 @@ class DropStale(Async):
 
 
 class Barrier:
-    """`sync` and `backup`: a barrier that opens when all live workers but `spare` have pushed.
+    """`sync` and `backup`: a barrier that opens when all of `num_workers` but `spare` have pushed, or all live ones.
+
+    So a lost worker uses up a spare, and the batch of an update stays as large as possible. If more than `num_workers`
+    are live, because others joined, the barrier waits for all of these but `spare`.
 
     A push from an earlier round (staleness above zero) is dropped, and its worker goes on with the newest weights.
     Pushes are applied in worker order; the worker that has waited longest is answered first. With `joins_wait`, a
     worker that joins after the first push waits for the next round instead of holding up this one.
     """
 
-    def __init__(self, spare: int = 0, joins_wait: bool = False) -> None:
-        self.spare, self._joins_wait = spare, joins_wait
+    def __init__(self, spare: int = 0, joins_wait: bool = False, num_workers: int = 0) -> None:
+        self.spare, self._joins_wait, self._num_workers = spare, joins_wait, num_workers
         self._begun = False
         self._live: set[int] = set()
         self._pushed: dict[int, None] = {}  # in order of arrival
@@ -84,7 +87,8 @@ class Barrier:
         return self._close()
 
     def _close(self) -> Decision:
-        needed = max(1, len(self._live) - self.spare)
+        live = len(self._live)
+        needed = max(1, min(live, max(live, self._num_workers) - self.spare))
         if len(self._pushed) < needed and (self._live or not self._next):
             return Decision()
         closed, entering = tuple(self._pushed), tuple(self._next)

@@ -34,24 +34,31 @@ class Budget:
 class Schedule:
     """The learning rate as a function of how much of the budget is spent.
 
+    It grows in a straight line over the first `warmup` of the budget, to where the schedule goes on from there:
+    `cosine` falls over what remains of the budget, `exponential` has decayed since the start.
+
     >>> Schedule(0.1, "cosine").lr(0.5, epochs=3.0)
     0.05
+    >>> [round(Schedule(0.1, "cosine", warmup=0.2).lr(done, 0.0), 3) for done in (0.1, 0.2, 0.6, 1.0)]
+    [0.05, 0.1, 0.05, 0.0]
     """
 
     base: float
     kind: str = "constant"
     decay: float = 0.9
     warmup: float = 0.0
+    passes: float | None = None  # of each worker over its own data, if epochs are counted so
 
     def lr(self, fraction: float, epochs: float) -> float:
         """The learning rate after `fraction` of the budget and `epochs` passes over the data."""
-        if fraction < self.warmup:
-            return self.base * max(fraction / self.warmup, 0.01)
+        lr = self.base
         if self.kind == "exponential":
-            return self.base * self.decay ** math.floor(epochs)
+            lr *= self.decay ** math.floor(epochs)
+        if fraction < self.warmup:
+            return lr * max(fraction / self.warmup, 0.01)
         if self.kind == "cosine":
-            return self.base * 0.5 * (1.0 + math.cos(math.pi * fraction))
-        return self.base
+            lr *= 0.5 * (1.0 + math.cos(math.pi * (fraction - self.warmup) / (1.0 - self.warmup)))
+        return lr
 
 
 @dataclass(frozen=True)
@@ -75,4 +82,9 @@ class Training:
         schedule = self.inner.schedule if local and self.inner is not None else self.schedule
         if schedule.kind == "constant" and not schedule.warmup:
             return schedule.base
-        return schedule.lr(self.budget.fraction(samples, version), samples / self.budget.epoch_samples)
+        epochs = samples / self.budget.epoch_samples
+        if (
+            schedule.passes is not None
+        ):  # `epoch_samples` is one pass over all data, however many workers read each sample
+            epochs = samples * schedule.passes / self.budget.samples
+        return schedule.lr(self.budget.fraction(samples, version), epochs)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.buffers import MakeMemory, WorkerBuffers, load_local_state
+from paceline.core.buffers import MakeMemory, WorkerBuffers
 from paceline.core.compression import DENSE, Codecs, WorkerCompression
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
@@ -31,6 +31,8 @@ class LocalBatches(Batch):
         for number in range(self.first, self.first + self.steps):
             batch = self.loader.batch(number)
             self.samples += batch.samples
+            if batch.weight is not None:
+                self.weight = (self.weight or 0.0) + batch.weight
             yield batch
 
 
@@ -48,8 +50,11 @@ def work(
     `end`, `gradient`, `state` and `task` are bound to the same memory. The driver writes the weights of a reply into
     that memory before it sends the reply.
     """
-    reply, assignment = (yield join), None
+    reply, assignment, discarded = (yield join), None, 0
     while not reply.finished:
+        if reply.discarded != discarded:
+            discarded = reply.discarded
+            end.take_back(reply.serial - 1, discarded)
         if end.codecs.pull is not None:
             end.receive()
         if reply.assignment != assignment and reassign is not None:
@@ -60,7 +65,8 @@ def work(
         loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
         seq = reply.serial  # one push per reply, so both have the same number
         update = end.send(seq) if end.encodes else gradient
-        reply = yield Push(join.worker, join.incarnation, seq, reply.serial, batch.samples, loss, update, state)
+        named = (join.worker, join.incarnation, seq, reply.serial)
+        reply = yield Push(*named, batch.samples, loss, update, state, batch.weight)
 
 
 class LocalWorker:
@@ -87,7 +93,7 @@ class LocalWorker:
 
     def load_state(self, local_state: Tensor) -> None:
         """Load the worker's own state from these bytes."""
-        load_local_state(self._end.local_state, local_state)
+        self._end.load_state(local_state)
 
     def push(self) -> Push | None:
         """Act on the pending reply; return the next push, or None if the reply said that it is over."""

@@ -95,18 +95,18 @@ def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[s
     tensors = weights_and_rule(server)
     for worker, member in server.members.items():
         if member.live and not member.inactive:
-            tensors |= _of_worker(server, worker, memories[worker], member.seq)
+            tensors |= _of_worker(server, worker, memories[worker])
     return tensors | {f"state.{worker}": state for worker, state in server.worker_states.items()}
 
 
-def _of_worker(server: Server, worker: int, memory: WorkerBuffers, seq: int) -> dict[str, Tensor]:
-    """Return the weights last sent to a live worker, and its local state after its last accepted push."""
-    found, differences = {f"sent.{worker}": memory.weights}, server.differences
+def _of_worker(server: Server, worker: int, memory: WorkerBuffers) -> dict[str, Tensor]:
+    """Return the weights last sent to a live worker, and its local state after its last push that was not dropped."""
+    found, differences, member = {f"sent.{worker}": memory.weights}, server.differences, server.members[worker]
     if differences is not None and worker in differences.held:
         found[f"sent.{worker}"] = differences.held[worker]  # the worker may not have added the last delta yet
         found |= {f"pull.{worker}.{name}": tensor for name, tensor in differences.states[worker].items()}
-    if memory.sizes.local_state and seq >= 0:
-        found[f"local_state.{worker}"] = memory.saved_state(seq)
+    if memory.sizes.local_state and member.seq >= 0:
+        found[f"local_state.{worker}"] = memory.saved_state(member.saved)
     return found
 
 

@@ -219,6 +219,8 @@ STRATEGIES = {
 CLASSIC, SYNC, ASYNC = "classic", "sync", "async"
 ON_GRADIENTS = (ASYNC, SYNC, "backup", "bounded", "allreduce")
 """Strategies of several workers that push gradients. A soak seed draws from them by their place: append only."""
+ON_DRIFTS = ("local", "diloco", "async-local")
+"""Strategies of several workers that push the drift of local steps, likewise."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ class WholeSetMetric(Protocol):
 Metric: TypeAlias = Callable[[Any, Any], "float | Tensor"] | WholeSetMetric
 
 
+Weight: TypeAlias = Callable[[Any], "float | Tensor"]
+"""Says how many items the mean loss of a batch counts, from its targets."""
+
+
 class Perplexity:
     """Perplexity of a language model: exp of the mean negative log-likelihood over all tokens.
 
@@ -109,6 +113,19 @@ def number(name: str, value: float | Tensor) -> float:
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise UserError(f"metric '{name}' returned {what}: return one number, the mean over the batch") from None
+
+
+def weigh(weight: Weight | None, targets: Any, samples: int) -> float:
+    """Return how many items the mean loss of a batch counts: its samples, unless the task says otherwise."""
+    if weight is None:
+        return samples
+    found = number("weight", weight(targets))
+    if not 0.0 < found < math.inf:
+        raise UserError(
+            f"weight(targets) returned {found:g} for a batch of {samples} samples: return how many items its mean loss "
+            "counts, above 0"
+        )
+    return found
 
 
 def require_metrics(metrics: Mapping[str, Metric]) -> None:

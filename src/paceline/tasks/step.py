@@ -18,6 +18,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Batch
 from paceline.models.dropout import AddressedDropout
 from paceline.tasks.flat import FlatModule
+from paceline.tasks.metrics import Weight, weigh
 from paceline.tasks.nested import Structure, device_of, each, num_samples, outputs_of, rows_of, tensors_of
 
 WARM_UP_STEPS = 3  # steps before a capture, in which libraries choose kernels and allocate memory
@@ -40,8 +41,9 @@ class StepSettings:
 class TrainingStep:
     """Forward and backward of one batch."""
 
-    def __init__(self, flat: FlatModule, loss: Loss, settings: StepSettings) -> None:
+    def __init__(self, flat: FlatModule, loss: Loss, settings: StepSettings, weight: Weight | None = None) -> None:
         self._flat, self._model, self._loss, self._settings = flat, flat.module, loss, settings
+        self._weight_of = weight
         self._dropouts = [module for module in self._model.modules() if isinstance(module, AddressedDropout)]
         self._around, self._weight = self._model, 1.0
         self._forward: Loss = self._compiled() if settings.compile else self._loss_of
@@ -92,17 +94,17 @@ class TrainingStep:
         return self._loss(self.outputs(inputs), targets)
 
     def _passes(self, inputs: Structure, targets: Structure) -> Tensor:
-        """Run backward on each part of the batch, weighted by its share of the samples."""
+        """Run backward on each part of the batch, weighted by its share of the samples, or of the task's weight."""
         whole = num_samples(inputs)
         size = -(-whole // self._settings.accumulate)
         if size == whole:
             return self._backward(inputs, targets, 0, 1.0)
-        losses = []
+        losses, total = [], weigh(self._weight_of, targets, whole)
         for start in range(0, whole, size):
             part = slice(start, start + size)
             with contextlib.nullcontext() if part.stop >= whole else self._no_sync():
                 x, y = rows_of(inputs, part), rows_of(targets, part)
-                losses.append(self._backward(x, y, start, num_samples(x) / whole))
+                losses.append(self._backward(x, y, start, weigh(self._weight_of, y, num_samples(x)) / total))
         return torch.stack(losses).sum()
 
     def _no_sync(self) -> Any:

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.data.sampler import Batches
+from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.metrics import Metric, MetricPass, require_metrics
+from paceline.tasks.metrics import Metric, MetricPass, Weight, require_metrics, weigh
 from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
 from paceline.tasks.norm_statistics import MAX_BATCH, MAX_SAMPLES, StatisticsEstimator
 from paceline.tasks.step import StepSettings, TrainingStep
@@ -58,8 +59,10 @@ class ArrayLoader:
         worker: int,
         transform: Callable[[Any], Any] | None,
         augment: Callable[[Any, int], Any] | None = None,
+        weight: Weight | None = None,
     ) -> None:
         self._inputs, self._targets = data
+        self._weight = weight
         self._device, self._batches = device_of(self._inputs), batches
         self._seed, self._worker = seed, worker
         self._transform, self._augment = transform, augment
@@ -74,7 +77,8 @@ class ArrayLoader:
         if self._transform is not None:
             inputs = self._transform(inputs)
         targets = each(lambda tensor: tensor.index_select(0, indices), self._targets)
-        return Batch(inputs, targets, len(indices), key)
+        weight = weigh(self._weight, targets, len(indices)) if self._weight is not None else None
+        return Batch(inputs, targets, len(indices), key, weight)
 
 
 class SupervisedTask:
@@ -87,6 +91,9 @@ class SupervisedTask:
     `transform` is applied to whole batches of inputs (normalising, casting). `augment(inputs, key)` runs before it, on
     training batches only; its random choices must be a function of the batch's key. `decay(name, parameter)` chooses
     the parameters with weight decay (default: all). Accuracy is computed if targets are class numbers.
+
+    If the mean loss counts something else than samples (tokens without padding, say), `weight(targets)` says how many
+    of them a batch has: means over batches, of gradients and of losses, are weighted by it.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class SupervisedTask:
         augment: Callable[[Any, int], Any] | None = None,
         decay: Callable[[str, nn.Parameter], bool] | None = None,
         classes: Sequence[str] | None = None,
+        weight: Weight | None = None,
     ) -> None:
         for name, pair in (("train", train), ("test", test)):
             if pair is not None:
@@ -113,7 +121,7 @@ class SupervisedTask:
         """The module called in training: the model, or a wrapper such as DDP."""
         self.loss_weight = 1.0
         """Factor on the loss in the gradient."""
-        self.loss = loss
+        self.loss, self.weight = loss, weight
         self.train, self.test = train, test
         self.transform, self.augment = transform, augment
         self.classes = tuple(classes) if classes is not None else None
@@ -127,7 +135,9 @@ class SupervisedTask:
 
     def configure_step(self, settings: StepSettings) -> None:
         """Set precision, compilation and the other options of all later steps and evaluations."""
-        self._step = TrainingStep(self.flat, self.loss, settings)
+        if self.weight is not None and settings.capture and settings.accumulate > 1:
+            raise UserError("--capture --accumulate: the task's weight of each part would be captured: leave one out")
+        self._step = TrainingStep(self.flat, self.loss, settings, self.weight)
 
     def warm_up(self, loader: Loader) -> None:
         """Compile or capture the step before training starts, and restore the buffers; call it after `bind`."""
@@ -153,7 +163,11 @@ class SupervisedTask:
 
     def loader(self, batches: Batches, seed: int, worker: int) -> ArrayLoader:
         """Return the loader of one worker's shard of the train set."""
-        return ArrayLoader(self.train, batches, seed, worker, self.transform, self.augment)
+        return ArrayLoader(self.train, batches, seed, worker, self.transform, self.augment, self.weight)
+
+    def weight_of(self, rows: Tensor) -> float:
+        """Return the weight of a batch of these rows of the train set."""
+        return weigh(self.weight, rows_of(self.train[1], rows.to(device_of(self.train[1]))), len(rows))
 
     def train_on(self, rows: NDArray[np.int64], seed: int) -> None:
         """Say which rows of the train set are not held out: `estimated` draws from them."""
@@ -189,7 +203,7 @@ class SupervisedTask:
         total = num_samples(inputs) if indices is None else len(indices)
         tensors = self.flat.tensors(weights, state)
         num_classes = int(targets.max()) + 1 if _are_classes(targets) else 0
-        loss_sum, hits, seen = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
+        loss_sum, items, hits, seen = 0.0, 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
         metrics = MetricPass(self.metrics)
         with _evaluating(self.model):
             size = evaluation_batch_size(inputs)
@@ -198,7 +212,8 @@ class SupervisedTask:
                 x, y = rows_of(inputs, rows), rows_of(targets, rows)
                 samples = num_samples(x)
                 outputs = self._step.outputs(self.transform(x) if self.transform else x, tensors)
-                loss_sum += self.loss(outputs, y).item() * samples
+                weight = weigh(self.weight, y, samples)
+                loss_sum, items = loss_sum + self.loss(outputs, y).item() * weight, items + weight
                 metrics.update(outputs, y, samples)
                 if num_classes and not _are_scores(outputs, num_classes):
                     num_classes, hits, seen = 0, hits[:0], seen[:0]
@@ -207,7 +222,7 @@ class SupervisedTask:
                     seen += torch.bincount(y, minlength=num_classes).cpu()
                     hits += torch.bincount(y[right], minlength=num_classes).cpu()
         per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
-        return Scores(loss_sum / max(total, 1), int(hits.sum()), total, per_class, metrics.compute())
+        return Scores(loss_sum / max(items, 1.0), int(hits.sum()), total, per_class, metrics.compute())
 
 
 def _are_classes(targets: Structure) -> bool:

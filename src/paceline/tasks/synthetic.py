@@ -70,15 +70,16 @@ def gradient_at(weights: Tensor, shard: int, batch: int, out: Tensor) -> Tensor:
 class Quadratic:
     """A quadratic task with its own batches; its state counts the batches computed.
 
-    Batches have 2 samples each, or 1 to 3 if not `even`. The gradient of batch `poison` contains a NaN.
+    Batches have 2 samples each, or 1 to 3 if not `even`; if `weighted`, also a weight of 0.5 to 3.5. The gradient of
+    batch `poison` contains a NaN.
     """
 
     layout = Layout((Parameter("point", (len(OPTIMUM),), 0),), len(OPTIMUM))
     state_size = 1
 
-    def __init__(self, shard: int, even: bool, poison: int | None = None) -> None:
+    def __init__(self, shard: int, even: bool, poison: int | None = None, weighted: bool = False) -> None:
         self.local_state: State = {}
-        self._shard, self._even, self._poison = shard, even, poison
+        self._shard, self._even, self._poison, self._weighted = shard, even, poison, weighted
 
     def initial(self) -> Tensor:
         return torch.zeros(len(OPTIMUM))
@@ -87,7 +88,8 @@ class Quadratic:
         self._weights, self._gradient, self._state = weights, gradient, state
 
     def batch(self, number: int) -> Batch:
-        return Batch(self._shard, None, 2 if self._even else 1 + (self._shard + number) % 3, number)
+        weight = 0.5 + (self._shard + 3 * number) % 4 if self._weighted else None
+        return Batch(self._shard, None, 2 if self._even else 1 + (self._shard + number) % 3, number, weight)
 
     def gradient(self, batch: Batch) -> float:
         gradient_at(self._weights, batch.inputs, batch.key, self._gradient)

@@ -15,16 +15,17 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from paceline.errors import ProtocolError
 
 MAGIC = b"PACE"
-VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
 """Frames are multiples of it, so that tensors are aligned in the kernel's buffers too: copies are a fifth cheaper."""
-PUSH_HEAD = struct.Struct("<IIIxxxxQQQffff8x")
-"""seq, reply, samples, bytes of update, of state, of the worker's local state, loss, seconds: cpu, wall, waited."""
-REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQ8x")
+PUSH_HEAD = struct.Struct("<IIIxxxxQQQffffd")
+"""seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited, weight
+(0: the samples)."""
+REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQI4x")
 """over, encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
-of its members (0 if the worker knows them), bytes of the weights or of the encoded reply."""
+of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes dropped so far."""
 MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
     >>> header(FrameKind.BEAT, 0).hex(" ", 4)
-    '50414345 02080000 00000000 00000000'
+    '50414345 03080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 

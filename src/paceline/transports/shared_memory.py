@@ -30,8 +30,8 @@ from paceline.system.shared_segment import Segment, page_aligned
 from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing
 
-_PUSH = struct.Struct("<BxxxIIIQffff")
-_REPLY = struct.Struct("<BBxxIQQdIII")
+_PUSH = struct.Struct("<BxxxIIIQffffd")
+_REPLY = struct.Struct("<BBxxIQQdIIII")
 _RATE = struct.Struct("<Bd")
 _READ = struct.Struct("<BB")
 _STATISTICS = struct.Struct("<BI")
@@ -107,7 +107,8 @@ class SharedMemoryClient(ScriptTransport):
                 self.lends_core_to = None  # the server is gone, or this process may not move it
         try:
             sizes = push.samples, push.update.nbytes
-            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *sizes, push.loss, *timing))
+            facts = *sizes, push.loss, *timing, push.weight or 0.0
+            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *facts))
         except _GONE:
             return None
         return self._reply(push.worker, push.incarnation)
@@ -159,11 +160,11 @@ class SharedMemoryClient(ScriptTransport):
             return None
         if not packet:
             return None
-        _, finished, serial, version, batch, lr, steps, generation, dropped = _REPLY.unpack_from(packet)
+        _, finished, serial, version, batch, lr, steps, generation, dropped, discarded = _REPLY.unpack_from(packet)
         if len(packet) > _REPLY.size:
             self._assignment = DataAssignment(generation, protocol.unpack_members(packet[_REPLY.size :]))
         work = serial, version, batch, bool(finished), steps, lr
-        return Reply(worker, incarnation, *work, self._assignment, dropped)
+        return Reply(worker, incarnation, *work, self._assignment, dropped, discarded)
 
 
 class SharedMemoryPeer(Peer):
@@ -197,14 +198,14 @@ class SharedMemoryPeer(Peer):
             return None
         if packet[0] != _PUSHED or len(packet) != _PUSH.size:
             return self._setting(packet)
-        _, seq, reply, samples, nbytes, loss, *seconds = _PUSH.unpack(packet)
+        _, seq, reply, samples, nbytes, loss, *seconds, weight = _PUSH.unpack(packet)
         update = slot.update
         if nbytes > update.nbytes:
             raise ProtocolError(f"worker {self.worker} pushed {nbytes} bytes into buffers of {update.nbytes}")
         self.timing = Timing(*seconds)
         if slot.sizes.payload is not None:
             update = update[:nbytes]
-        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
 
     def _setting(self, packet: bytes) -> OwnLoopInput | ReportedFigures:
         """Decode the messages of a user's own loop that are not pushes."""
@@ -243,7 +244,8 @@ class SharedMemoryPeer(Peer):
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
         generation = reply.assignment.generation if reply.assignment is not None else 0
         named = (_REPLIED, reply.finished, reply.serial, reply.version)
-        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, reply.dropped)
+        counts = reply.dropped, reply.discarded
+        packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, *counts)
         if reply.assignment is not None and reply.assignment != self._sent_assignment:
             packet += protocol.pack_members(reply.assignment.members)  # once per connection
             self._sent_assignment = reply.assignment

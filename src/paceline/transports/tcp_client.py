@@ -123,9 +123,9 @@ class TcpClient(Transport):
         """Send a push and wait for its reply. Return None if the server is gone for good."""
         assert self._memory is not None
         bodies = [view(push.update), view(push.state)]
-        local_state = view(self._memory.saved_state(push.seq)) if self._ship_state else memoryview(b"")
+        local_state = view(self._memory.saved_states) if self._ship_state else memoryview(b"")
         sizes = [len(body) for body in (*bodies, local_state)]
-        head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing)
+        head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing, push.weight or 0.0)
         pad = padding(sum(sizes))
         first = header(FrameKind.PUSH, len(head) + sum(sizes) + len(pad)) + head
         return self._ask(push, [memoryview(first), *bodies, local_state, memoryview(pad)])
@@ -187,7 +187,7 @@ class TcpClient(Transport):
         if kind is FrameKind.REFUSED:
             raise JoinRefused((yield from frames.read_fields(nbytes)).get("reason", "no reason given"))
         packed = yield from read_bytes(REPLY_HEAD.size)
-        finished, encoded, ship_own, *facts, generation, named, count = REPLY_HEAD.unpack(packed)
+        finished, encoded, ship_own, *facts, generation, named, count, discarded = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
         pad = len(padding(named + count))
         yield from self._read_members(generation, named, nbytes - len(packed) - count - pad)
@@ -198,7 +198,8 @@ class TcpClient(Transport):
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
         self._ship_state = bool(ship_own)
-        return Reply(worker, incarnation, serial, version, batch, bool(finished), steps, lr, self._assignment)
+        asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
+        return Reply(worker, incarnation, *asked, discarded=discarded)
 
     def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """Read the members of a new data assignment: all of a reply except its head and its weights."""

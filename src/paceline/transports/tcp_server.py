@@ -60,7 +60,7 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         self.wants_state = False
         """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
-        self.state_seq = -1  # the last push that brought the local state, which is in `slot.saved_state(state_seq)`
+        self.state_seq = -1  # the last push that brought the local state, as saved with it and before it
         self._largest = largest
         self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0}
         self._most |= {FrameKind.HELLO: frames.MAX_HELLO, FrameKind.FIGURES: frames.MAX_FIGURES}
@@ -138,7 +138,7 @@ class TcpPeer(Peer):
             return HEARD
         self.slot = slot = WorkerBuffers.private(sizes)
         self._views = BufferViews(slot)
-        bodies = slot.update.nbytes + slot.state.nbytes + sizes.local_state
+        bodies = slot.update.nbytes + slot.state.nbytes + slot.saved_states.nbytes
         self._most[FrameKind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
         return Hello(join, self.slot, fields)
 
@@ -152,11 +152,11 @@ class TcpPeer(Peer):
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from frames.read_bytes(PUSH_HEAD.size)
-        seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds = PUSH_HEAD.unpack(packed)
+        seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds, weight = PUSH_HEAD.unpack(packed)
         bodies = num_update + num_state + num_local_state
         pad, most = len(padding(bodies)), slot.update.nbytes
         fits = num_update == most if slot.sizes.payload is None else num_update <= most
-        fits = fits and num_state == slot.state.nbytes and num_local_state in (0, slot.sizes.local_state)
+        fits = fits and num_state == slot.state.nbytes and num_local_state in (0, slot.saved_states.nbytes)
         if not fits or nbytes != len(packed) + bodies + pad:
             parts = f"{num_update} bytes of update, {num_state} of state and {num_local_state} of local state"
             raise ProtocolError(f"a push of {parts} in a frame of {nbytes}, which does not fit its buffers")
@@ -167,12 +167,12 @@ class TcpPeer(Peer):
             yield views.update[:num_update]
             yield views.state
             if num_local_state:
-                yield view(slot.saved_state(seq))
+                yield view(slot.saved_states)
                 self.state_seq, self.wants_state = seq, False
         yield from frames.read_bytes(pad)
         self._seq, self._greeted = seq, None
         self.timing = Timing(*seconds)
-        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state)
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
 
     @staticmethod
     def _throw_away(nbytes: int) -> Reading[None]:
@@ -198,7 +198,9 @@ class TcpPeer(Peer):
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._new_members(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        head = REPLY_HEAD.pack(reply.finished, encoded, self.wants_state, *facts, len(members), len(body))
+        head = REPLY_HEAD.pack(
+            reply.finished, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded
+        )
         pad = padding(len(members) + len(body))
         nbytes = len(head) + len(members) + len(body) + len(pad)
         self.send(frames.header(FrameKind.REPLY, nbytes) + head + members, body, pad)

@@ -25,7 +25,8 @@ def make_rings(number: int, polls: int = 0) -> list[SharedRing]:
 
 
 def push_of(ring: SharedRing, step: int) -> Push:
-    return Push(ring.worker, 0, step, step, 8 + ring.worker, 0.5 * step, ring.gradient, ring.state)
+    weight = ring.worker + 0.25 if ring.worker else None
+    return Push(ring.worker, 0, step, step, 8 + ring.worker, 0.5 * step, ring.gradient, ring.state, weight)
 
 
 def step(ring: SharedRing, number: int) -> tuple[RingRound, torch.Tensor]:
@@ -65,8 +66,8 @@ def test_facts_of_a_push_arrive_as_they_were_sent() -> None:
     thread.start()
     found = one.exchange(push_of(one, 7), Timing(4.0, 5.0, 6.0))
     thread.join()
-    facts = [(push.worker, push.seq, push.reply, push.samples, push.loss) for push in found.pushes]
-    assert facts == [(0, 7, 7, 8, 3.5), (1, 7, 7, 9, 3.5)]
+    facts = [(push.worker, push.seq, push.reply, push.samples, push.loss, push.weight) for push in found.pushes]
+    assert facts == [(0, 7, 7, 8, 3.5, None), (1, 7, 7, 9, 3.5, 1.25)]
     assert found.timings == answers[0].timings == [Timing(4.0, 5.0, 6.0), Timing(1.0, 2.0, 3.0)]
     assert not found.stop and not found.gone
 

@@ -143,7 +143,9 @@ class Course:
         if broken is not None:
             update[broken] = torch.inf
         incarnation, seq = self.incarnations[worker], reply.serial
-        self._feed(Push(worker, incarnation, seq, seq, 8 + worker % 2, 0.5, update, EMPTY))
+        self._feed(
+            Push(worker, incarnation, seq, seq, 8 + worker % 2, 0.5, update, EMPTY, 3.0 + worker if seq % 2 else None)
+        )
 
     def _play(self, length: int) -> None:
         self.join_all()

@@ -13,22 +13,28 @@ import pytest
 import torch
 
 from paceline.cli.main import main
+from paceline.core.compression import DeltaEncoder, WorkerCompression
 from paceline.core.membership import DataAssignments, Member
 from paceline.core.messages import Disposition, Leave, Outcome, Push, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Barrier, StaleSynchronous
+from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Training
-from paceline.core.server import Server, Updater
-from paceline.interfaces import Decision
+from paceline.core.server import Roster, Server, Updater
+from paceline.core.worker import LocalWorker
+from paceline.interfaces import Batch, Decision
 from paceline.runs import checkpoint
 from paceline.runs.replay import Replay
+from paceline.settings.codecs import CODECS
 from paceline.settings.fault_table import KINDS, read_faults
 from paceline.settings.rules import RULES
+from paceline.settings.strategies import ON_DRIFTS, ON_GRADIENTS
 from paceline.simulation.simulator import Simulation
 from paceline.simulation.soak.draw import Trial, draw, with_faults
 from paceline.simulation.soak.soak import SoakSummary, attempt, soak
 from paceline.simulation.step_times import StepTimes
+from paceline.tasks.local_sgd import LocalSteps
 from tests.support.rings import long_but
 
 Patch = pytest.MonkeyPatch
@@ -54,9 +60,10 @@ def test_a_few_hundred_seeds_keep_every_promise() -> None:
     summary = require_clean(400, 0)
     assert summary.seeds == 400
     assert set(summary.faults) == set(KINDS)
-    assert set(summary.strategies) == {"allreduce", "async", "backup", "bounded", "sync"}
+    assert set(summary.strategies) == {*ON_GRADIENTS, *ON_DRIFTS}
     assert set(summary.optimizers) == {"adam", "momentum", "nesterov", "sgd"}
-    assert set(summary.rules) == {name for name, traits in RULES.items() if not traits.for_drifts}
+    assert set(summary.rules) == set(RULES) and set(summary.codecs) == set(CODECS) - {"none"}
+    assert summary.dropped > 500 and summary.averaged > 100
     assert summary.restarts > 50 and summary.pushes > 10_000 and summary.unfinished < 30 and summary.diverged > 2
 
 
@@ -292,11 +299,70 @@ def go_on_counting_after_a_deal(patch: Patch) -> None:
 def wait_for_newcomers(patch: Patch) -> None:
     """A round waits for who came in its middle."""
     make = Barrier.__init__
-    patch.setattr(Barrier, "__init__", lambda self, spare=0, joins_wait=False: make(self, spare))
+    patch.setattr(
+        Barrier, "__init__", lambda self, spare, joins_wait, num_workers: make(self, spare, False, num_workers)
+    )
+
+
+def lose_batch_size_instead_of_a_spare(patch: Patch) -> None:
+    """A round waits for one push fewer for each worker that is lost."""
+    make = Barrier.__init__
+    patch.setattr(Barrier, "__init__", lambda self, spare, joins_wait, num_workers: make(self, spare, joins_wait))
 
 
 def forget_the_deals(patch: Patch) -> None:
     patch.setattr(DataAssignments, "restore", lambda self, facts: None)
+
+
+def consume_the_feedback_of_dropped_pushes(patch: Patch) -> None:
+    """A worker goes on from the memory of a push that was dropped."""
+
+    def count_alone(self: WorkerCompression, seq: int, discarded: int) -> None:
+        self._discarded = discarded
+
+    patch.setattr(WorkerCompression, "take_back", count_alone)
+
+
+def forget_what_a_worker_keeps(patch: Patch) -> None:
+    """A replayed worker starts with an empty error feedback and a new inner optimizer."""
+    patch.setattr(LocalWorker, "load_state", lambda self, local_state: None)
+
+
+def average_half_as_fast(patch: Patch) -> None:
+    share = Averaged._share
+    patch.setattr(Averaged, "_share", lambda self, count: 0.5 * share(self, count))
+
+
+def drift_from_the_wrong_weights(patch: Patch) -> None:
+    """Local steps go on where the last ones ended, not where the server says."""
+    gradient = LocalSteps.gradient
+
+    def wander(self: LocalSteps, batch: Batch) -> float:
+        begin = self._weights.clone()
+        self._weights.copy_(self._moving if batch.first else begin)  # type: ignore[attr-defined]
+        loss = gradient(self, batch)
+        self._weights.copy_(begin)
+        return loss
+
+    patch.setattr(LocalSteps, "gradient", wander)
+
+
+def ask_for_more_local_steps(patch: Patch) -> None:
+    ask = Roster.set_local_steps
+    patch.setattr(Roster, "set_local_steps", lambda self, worker, steps, lr: ask(self, worker, steps + 1, lr))
+
+
+def forget_what_replies_brought(patch: Patch) -> None:
+    """The server does not count what an encoded reply changes."""
+    encode = DeltaEncoder.encode
+
+    def forget(self: DeltaEncoder, worker: int, write_wanted: Any, out: torch.Tensor) -> int:
+        held = self.held[worker].clone()
+        nbytes = encode(self, worker, write_wanted, out)
+        self.held[worker].copy_(held)
+        return nbytes
+
+    patch.setattr(DeltaEncoder, "encode", forget)
 
 
 MUTANTS: dict[Callable[[Patch], None], str] = {
@@ -326,6 +392,13 @@ MUTANTS: dict[Callable[[Patch], None], str] = {
     go_on_counting_after_a_deal: "batch",
     wait_for_newcomers: "held",
     forget_the_deals: "kept",
+    lose_batch_size_instead_of_a_spare: "round",
+    consume_the_feedback_of_dropped_pushes: "feedback",
+    forget_what_a_worker_keeps: "kept",
+    average_half_as_fast: "average",
+    drift_from_the_wrong_weights: "weights",
+    ask_for_more_local_steps: "batch",
+    forget_what_replies_brought: "feedback",
 }
 
 

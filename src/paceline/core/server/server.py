@@ -172,6 +172,7 @@ class Server:
         decision = self.policy.push(worker, self.version - member.version)
         self.held[worker] = push
         if decision.dropped:
+            member.discarded += 1
             self._drop([worker])
             member.dropped += member.own_loop
         replies = self._carry_out(decision)
@@ -329,4 +330,5 @@ class Server:
                 self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
-        return Reply(*named, member.accepted - before, finished, member.steps, member.lr, assignment, member.dropped)
+        work = member.accepted - before, finished, member.steps, member.lr
+        return Reply(*named, *work, assignment, member.dropped, member.discarded)

@@ -118,16 +118,18 @@ class Updater:
         return None
 
     def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
-        """Average over samples; the sum runs in worker order, so every process gets the same bits."""
+        """Average over samples, or weights; the sum runs in worker order, so every process gets the same bits."""
         first, *rest = pushes
-        if all(push.samples == first.samples for push in rest):
+        weights = [push.samples if push.weight is None else push.weight for push in pushes]
+        if all(weight == weights[0] for weight in weights):
             torch.add(first.update, rest[0].update, out=self._mean)
             for push in rest[1:]:
                 self._mean.add_(push.update)
             return self._mean.div_(len(pushes))
-        torch.mul(first.update, first.samples / samples, out=self._mean)
-        for push in rest:
-            self._mean.add_(push.update, alpha=push.samples / samples)
+        total = sum(weights)
+        torch.mul(first.update, weights[0] / total, out=self._mean)
+        for push, weight in zip(rest, weights[1:], strict=True):
+            self._mean.add_(push.update, alpha=weight / total)
         return self._mean
 
     def free(self, pushes: Iterable[Push]) -> None:

@@ -1,4 +1,4 @@
-"""Codecs on a ring of ranks: torch's communication hooks for 16 bits, an all-gather of payloads for fewer.
+"""Codecs on a ring of ranks: an all-reduce of values in 16 bits, an all-gather of payloads for fewer.
 
 If values can be summed on the way (`lowrank`, `fp16`, and on GPUs `bf16`), what a rank sends does not depend on the
 number of ranks. Other payloads are gathered, so the cost grows with the number of ranks.
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +48,28 @@ class GatheredPayloads:
         out.div_(len(payloads))
 
 
+class RoundedSum:
+    """All-reduces the mean in 16 bits: v = u / n + e;  sent = round16(v);  e = v - sent, and the sum of all `sent`.
+
+    So what a rank's rounding leaves out is sent later (error feedback). The sums on the way are rounded too, without
+    feedback. A value beyond the range of the type becomes infinite, which ends the run.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._error = torch.zeros(numel, device=device)
+        self._sent = torch.zeros(numel, dtype=dtype, device=device)
+
+    def send(self, update: Tensor) -> Any:
+        """Round `update`, whose memory is free from now on, and start the all-reduce."""
+        self._sent.copy_(update.div_(dist.get_world_size()).add_(self._error))
+        torch.sub(update, self._sent, out=self._error)
+        return dist.all_reduce(self._sent, async_op=True)
+
+    def mean(self, out: Tensor) -> None:
+        """After the all-reduce: write the mean to `out`."""
+        out.copy_(self._sent)
+
+
 def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool) -> tuple[Tensor, Callable[[], None]]:
     """Return the tensor for the mean of all ranks' `vector`, and the function that computes it by the codec `text`.
 
@@ -76,28 +97,36 @@ def exchange_of(text: str, layout: Layout, key: int, vector: Tensor, adds: bool)
     return vector, exchange
 
 
-class GatherBuckets:
+class EncodedBuckets:
     """A communication hook of DistributedDataParallel that encodes each bucket as one vector with its own memory."""
 
     def __init__(self, text: str, key: int) -> None:
         self._text, self._key = text, key
-        self._gathered: dict[tuple[int, int], GatheredPayloads] = {}
+        self._exchanges: dict[tuple[int, ...], GatheredPayloads | RoundedSum] = {}
 
     def exchange(self, bucket: Any) -> Any:
         """The hook: return a future of the bucket's mean."""
         buffer = bucket.buffer()
-        place = (bucket.index(), buffer.numel())  # DDP rebuilds its buckets after the first round
-        if place not in self._gathered:
-            codec = build_codec(self._text, one_vector(buffer.numel()), buffer.device)
-            self._gathered[place] = GatheredPayloads(codec, self._key + bucket.index(), buffer.device)
-        gathered = self._gathered[place]
+        # DDP rebuilds its buckets after the first round, perhaps with the parameters in another order
+        place = tuple(parameter.data_ptr() for parameter in bucket.parameters())
+        if place not in self._exchanges:
+            self._exchanges[place] = self._begin(buffer, bucket.index())
+        exchange = self._exchanges[place]
 
         def add_up(future: Future[Any]) -> Any:
-            future.value()  # raises the error of the all-gather, if any
-            gathered.mean(buffer)
+            future.value()  # raises the error of the exchange, if any
+            exchange.mean(buffer)
             return buffer
 
-        return gathered.send(buffer).get_future().then(add_up)
+        return exchange.send(buffer).get_future().then(add_up)
+
+    def _begin(self, buffer: Tensor, index: int) -> GatheredPayloads | RoundedSum:
+        name = codec_of(self._text).name
+        if name == "fp16" or (name == "bf16" and dist.get_backend() == "nccl"):  # Gloo adds no bf16
+            dtype = torch.float16 if name == "fp16" else torch.bfloat16
+            return RoundedSum(buffer.numel(), dtype, buffer.device)
+        codec = build_codec(self._text, one_vector(buffer.numel()), buffer.device)
+        return GatheredPayloads(codec, self._key + index, buffer.device)
 
 
 def travels_whole(text: str | None) -> bool:
@@ -110,11 +139,5 @@ def travels_whole(text: str | None) -> bool:
 
 def compress(parallel: DistributedDataParallel, text: str, key: int) -> None:
     """Make `parallel` exchange its buckets with the codec `text`."""
-    name = codec_of(text).name
-    if name == "fp16":
-        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name == "bf16" and dist.get_backend() == "nccl":
-        parallel.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    else:
-        buckets = GatherBuckets(text, key)
-        parallel.register_comm_hook(None, lambda state, bucket: buckets.exchange(bucket))
+    buckets = EncodedBuckets(text, key)
+    parallel.register_comm_hook(None, lambda state, bucket: buckets.exchange(bucket))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
+from paceline.data.sampler import Batches
 from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader
 from paceline.tasks.supervised import SupervisedTask
@@ -49,7 +51,8 @@ class GradientCoverage(DistributedDataParallel):
 class SampleWeightedLoader:
     """A worker's batches, with losses weighted by samples, so that the mean over ranks is the mean over samples.
 
-    Batch sizes differ only at the end of an epoch, and every rank can compute all of them.
+    Batch sizes differ only at the end of an epoch, and every rank can compute all of them. If the task weighs batches,
+    every rank computes the weights of all, from the targets that each rank has.
     """
 
     def __init__(
@@ -59,6 +62,11 @@ class SampleWeightedLoader:
         self._batches = [work.batches(place, config) for place in range(config.workers or 1)]
 
     def batch(self, number: int) -> Batch:
-        sizes = [batches.samples_before(number + 1) - batches.samples_before(number) for batches in self._batches]
-        self._task.loss_weight = sizes[self._worker] * len(sizes) / sum(sizes)
+        weights = [self._weight(batches, number) for batches in self._batches]
+        self._task.loss_weight = weights[self._worker] * len(weights) / sum(weights)
         return self._loader.batch(number)
+
+    def _weight(self, batches: Batches, number: int) -> float:
+        if self._task.weight is None:
+            return batches.samples_before(number + 1) - batches.samples_before(number)
+        return self._task.weight_of(torch.from_numpy(batches.indices(number)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.core.messages import Push
 from paceline.errors import RunFailed, UserError, mismatched_keys
-from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, RingRound, facts_of, push_from, timing_from
+from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, WEIGHT, RingRound, facts_of, push_from, timing_from
 from paceline.settings.ranks import Rank
 from paceline.transports.protocol import Timing
 
@@ -148,12 +148,13 @@ class ProcessGroupRing:
         dist.all_gather(list(self._beside.unbind(0)), self._own)
         rows = self._beside[:, :NUM_FACTS].tolist()
         if not self.overlapped:
-            self._reduce(push.samples / sum(row[3] for row in rows))
+            weights = [row[WEIGHT] or row[3] for row in rows]
+            self._reduce(weights[self.rank.number] / sum(weights))
         pushes = [push_from(place, row, self.average, self._states[place]) for place, row in enumerate(rows)]
         return RingRound(pushes, [timing_from(row) for row in rows], [], any(row[STOP] for row in rows))
 
     def _reduce(self, share: float) -> None:
-        """All-reduce the mean over samples, of which this rank has `share`."""
+        """All-reduce the mean over samples, or weights, of which this rank has `share`."""
         if not self.is_even and share * self.rank.size != 1.0:
             self.gradient.mul_(share * self.rank.size)
         if self.by_codec is not None:

@@ -21,26 +21,26 @@ from paceline.core.messages import Push
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.transports.protocol import Timing
 
-NUM_FACTS = 9
-"""Numbers stored with a gradient: incarnation, seq, reply, samples, loss, three times, and whether to stop."""
-STOP = NUM_FACTS - 1
+NUM_FACTS = 10
+"""Numbers stored with a gradient: incarnation, seq, reply, samples, loss, three times, weight, and whether to stop."""
+WEIGHT, STOP = NUM_FACTS - 2, NUM_FACTS - 1
 RECHECK_SECONDS = 0.0005
 
 
 def facts_of(push: Push, timing: Timing) -> list[float]:
     """The numbers stored with a gradient, except whether to stop."""
-    return [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing]
+    return [push.incarnation, push.seq, push.reply, push.samples, push.loss, *timing, push.weight or 0.0]
 
 
 def push_from(worker: int, facts: list[float], update: Tensor, state: Tensor) -> Push:
     """Build the push of `worker` from these numbers."""
     incarnation, seq, reply, samples = (int(value) for value in facts[:4])
-    return Push(worker, incarnation, seq, reply, samples, facts[4], update, state)
+    return Push(worker, incarnation, seq, reply, samples, facts[4], update, state, facts[WEIGHT] or None)
 
 
 def timing_from(facts: list[float]) -> Timing:
     """Read the timing of a step from these numbers."""
-    return Timing(*facts[5:STOP])
+    return Timing(*facts[5:WEIGHT])
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,11 @@ class Session:
         self._loss = value if math.isnan(self._loss) else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, loss: float | Tensor | None = None) -> None:
+    def step(self, loss: float | Tensor | None = None, weight: float | Tensor | None = None) -> None:
         """Push the gradients of the last backward and load the next weights. `loss` is only shown.
+
+        `weight` is how many items your mean loss counts (tokens, say), if these are not the samples of the batch: the
+        mean over the workers of a round is weighted by it.
 
         Works with `zero_grad()`, which replaces gradients. Gradients are cleared afterwards.
         """
@@ -178,13 +181,17 @@ class Session:
         self._require_batch()
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        weight = None if weight is None else float(weight)
+        if weight is not None and not 0.0 < weight < math.inf:
+            raise UserError(f"session.step(loss, weight={weight:g}): give how many items the mean loss counts, above 0")
         bound.require_unchanged()
         if self._optimizer is not None:
             self._optimizer.require_same()
         bound.collect()
         self._send_rate()
         seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
-        push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
+        named = (self.worker, self._incarnation, seq, reply.serial)
+        push = Push(*named, self._samples, loss, slot.update, slot.state, weight)
         self.stepped, self._loss, bound.inputs.records = True, math.nan, False
         self._take(self._transport.exchange(push, self._timer.end(*self._began, seq, reply.steps)))
         self._began = time.perf_counter(), time.process_time()

@@ -30,10 +30,10 @@ def to_words(message: Input) -> list[Any]:
     """An input without its tensors.
 
     >>> to_words(Push(1, 0, 7, 7, 32, 0.5, EMPTY, EMPTY))
-    ['Push', 1, 0, 7, 7, 32, 0.5]
+    ['Push', 1, 0, 7, 7, 32, 0.5, None]
     """
     if isinstance(message, Push):
-        return ["Push", *message[:6]]
+        return ["Push", *message[:6], message.weight]
     return [type(message).__name__, *(message if isinstance(message, tuple) else dataclasses.astuple(message))]
 
 
@@ -44,7 +44,9 @@ def from_words(words: list[Any]) -> Input:
     Leave(worker=3, incarnation=1)
     """
     name, *fields = words
-    message: Input = _INPUTS[name](*fields, *((EMPTY, EMPTY) if name == "Push" else ()))
+    if name == "Push":
+        fields[6:] = EMPTY, EMPTY, fields[6]
+    message: Input = _INPUTS[name](*fields)
     return message
 
 

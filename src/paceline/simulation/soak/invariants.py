@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Outcome, Push, Reply, Resume
-from paceline.core.server import Server
+from paceline.core.server import AppliedUpdate, Server
 from paceline.runs.replay import same_bits
-from paceline.settings.rules import rule_of
+from paceline.settings.rules import average_horizon, rule_of
 from paceline.settings.strategies import Waiting, strategy_of
 from paceline.simulation.soak.membership_model import MembershipModel
-from paceline.simulation.soak.oracle import AppliedPush, SerialOracle
+from paceline.simulation.soak.oracle import AppliedPush, AverageOracle, SerialOracle
 from paceline.simulation.soak.violation import require
+from paceline.simulation.soak.worker_model import WorkerModel
 from paceline.tasks.synthetic import OPTIMUM, curvature, gradient_at, shard_of
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ def server_state(server: Server) -> ServerState:
     tensors = {"weights": server.weights, **server.rule_state}
     tensors |= {f"update {worker}": push.update for worker, push in server.held.items()}
     tensors |= {f"state {worker}": state for worker, state in server.worker_states.items()}
+    if server.differences is not None:
+        tensors |= {f"sent {worker}": weights for worker, weights in server.differences.held.items()}
     return values, tensors
 
 
@@ -59,16 +64,26 @@ def require_same(promise: str, before: ServerState, after: ServerState) -> None:
 class InvariantChecker:
     """Checks every input, update and reply, across all restarts of the server."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, memories: Mapping[int, WorkerBuffers]) -> None:
+        self._memories = memories
         self._strategy, self._budget, self._poison = strategy_of(trial.strategy), trial.budget, trial.poison
         self._quotas, self._quota = trial.quotas, trial.quota
         self._membership = MembershipModel(trial.workers, trial.room is not None, self._strategy.in_rounds)
         self._predicts = rule_of(trial.rule).traits.sends_others
         self._plain = rule_of(trial.rule).name in ("plain", "ringmaster")
-        self._oracle = SerialOracle(trial.optimizer, trial.lr, trial.momentum, OPTIMUM[0])
+        optimizer = trial.optimizer, trial.lr, trial.momentum
+        if self._strategy.is_local:
+            optimizer = "nesterov", trial.outer_lr, trial.outer_momentum
+        self._oracle = SerialOracle(*optimizer, OPTIMUM[0])
+        self._exact = trial.codec is None and trial.pull_codec is None and not self._strategy.is_local
+        """Whether an update is the gradient at weights of the server, so that there is a bound of the distance left."""
+        self._max_steps = self._strategy.local_steps if self._strategy.is_local else 0
+        self._models: defaultdict[tuple[int, int], WorkerModel] = defaultdict(lambda: WorkerModel(trial))
+        averages = average_horizon(trial.config) is not None
+        self._average = AverageOracle(trial.average, [0.0] * len(OPTIMUM)) if averages else None
         self._weights = [torch.zeros(len(OPTIMUM))]
         self._scratch = torch.zeros(len(OPTIMUM))
-        self._samples = 0
+        self._samples = self._num_applied = 0
         self._accepted: Counter[int] = Counter()
         self._applied, self._dropped = set[PushIdentity](), set[PushIdentity]()
         self._last_reply: dict[int, Reply] = {}
@@ -77,30 +92,52 @@ class InvariantChecker:
         self._dead: set[tuple[int, int]] = set()
         self._clocks: dict[int, int] = {}
 
-    def on_update(self, pushes: list[Push], server: Server) -> None:
-        """Check one update that the server made of these pushes."""
+    def on_update(self, update: AppliedUpdate, server: Server) -> None:
+        """Check one update of the server."""
+        pushes = update.pushes
         version = len(self._weights) - 1
         spent = self._budget.exhausted(self._samples, version)
         require(not spent, "budget", "update {} after the budget was spent", version)
         require(server.version == version + 1, "growth", "version {} after {}", server.version, version)
-        parts = [self._part(push, version) for push in pushes]
+        if self._strategy.in_rounds:
+            least = self._round_size(update.num_live - len(self._membership.waiting))
+            require(len(pushes) >= least, "round", "update {} has {} pushes of {}", version, len(pushes), least)
+        parts = [self._part(push, version, server) for push in pushes]
+        present = self._present(server)
         for push in pushes:
             quota = self._quota(push.worker)
             left = quota is None or self._accepted[push.worker] < quota
             require(left, "budget", "push {} exceeds a quota of {}", push[:3], quota)
-            self._accepted[push.worker] += 1
+            self._accepted[push.worker] += max(1, self._last_reply[push.worker].steps)
+            self._num_applied += 1
             self._clocks[push.worker] = self._clocks.get(push.worker, 0) + 1
             self._samples += push.samples
         self._weights.append(server.weights.clone())
         finite = math.isfinite(sum(server.weights.tolist()))
         require(finite, "finite", "update {} gives {}", version, server.weights)
+        if self._average is not None:
+            self._check_average(self._average, present, server)
         if not self._plain:
             return  # the tests have an oracle for each of the other rules
         expected, found = self._oracle.apply(parts), server.weights.tolist()[0]
         near = abs(found - expected) <= ROUNDING * max(abs(expected), abs(OPTIMUM[0]))
         require(near, "weights", "update {} gives {}, the serial oracle {}", version, found, expected)
 
-    def _part(self, push: Push, version: int) -> AppliedPush:
+    def _present(self, server: Server) -> float:
+        """Return the share of the data that is still computed on, among workers that finish or have finished it."""
+        quotas = {worker: quota for worker, quota in enumerate(self._quotas) if quota is not None}
+        finished = sum(quota for worker, quota in quotas.items() if self._accepted[worker] >= quota)
+        working = sum(quota for worker, quota in quotas.items() if worker in server.roster.at_work)
+        return working / (working + finished) if finished else 1.0
+
+    def _check_average(self, oracle: AverageOracle, present: float, server: Server) -> None:
+        """Check the weights that would be evaluated and saved."""
+        oracle.apply(server.weights.tolist(), present)
+        for found, expected in zip(server.evaluated.tolist(), oracle.average, strict=True):
+            near = abs(found - expected) <= 10 * ROUNDING * max(1.0, abs(expected))
+            require(near, "average", "update {} averages to {}, the oracle to {}", server.version, found, expected)
+
+    def _part(self, push: Push, version: int, server: Server) -> AppliedPush:
         """Check an applied push: new, from a live worker, and the gradient at the weights the worker was sent."""
         identity = push[:3]
         require(identity not in self._applied, "once", "push {} is applied again in update {}", identity, version)
@@ -112,26 +149,44 @@ class InvariantChecker:
         assert last is not None
         if self._strategy.in_rounds:
             require(last.version == version, "bound", "a round of version {} holds a push from {}", version, last)
-        part = shard_of(push.worker, last.assignment)
-        gradient = gradient_at(self._sent[push.worker], part, last.batch, self._scratch)
-        poisoned = (push.worker, last.batch) == self._poison
+        shard = shard_of(push.worker, last.assignment)
+        batches, weight = range(last.batch, last.batch + max(1, last.steps)), push.weight or push.samples
+        weighted = push.weight is None or push.weight == sum(0.5 + (shard + 3 * batch) % 4 for batch in batches)
+        require(weighted, "counts", "push {} of batches {} has weight {}", identity, batches, push.weight)
+        poisoned = self._poison is not None and push.worker == self._poison[0] and self._poison[1] in batches
         require(not poisoned, "finite", "push {} is applied although it has a NaN", identity)
-        same = torch.equal(gradient, push.update)
-        require(same, "weights", "push {} is not the gradient of batch {} at {}", identity, last.batch, last.version)
-        return AppliedPush(last.version, push.samples, curvature(part, last.batch))
+        if self._exact:
+            gradient = gradient_at(self._sent[push.worker], shard, last.batch, self._scratch)
+            same = torch.equal(gradient, push.update)
+            require(same, "weights", "push {} is not the gradient that {} asks for", identity, last)
+            return AppliedPush(last.version, weight, curvature(shard, last.batch))
+        model = self._models[identity[:2]]
+        model.count(model.update_of(self._sent[push.worker], last, shard), push.update)
+        model.check_left_out(self._saved_state(push.worker, server))
+        return AppliedPush(last.version, weight, curvature(shard, last.batch), push.update.tolist()[0])
 
-    def on_weights(self, worker: int, weights: Tensor) -> None:
-        """Check the weights sent with a reply: those of its version, unless the rule sends predicted weights."""
-        same = self._predicts or same_bits(weights, self._weights[-1])
-        require(same, "weights", "worker {} is sent {}, not {}", worker, weights, self._weights[-1])
-        self._sent[worker] = weights.clone()
+    def _saved_state(self, worker: int, server: Server) -> Tensor:
+        """Return the local state that the worker has saved with its last push that was not dropped."""
+        return self._memories[worker].saved_state(server.members[worker].saved)
+
+    def on_weights(self, reply: Reply, server: Server) -> None:
+        """Check the weights sent with a reply: those of its version, unless they are predicted or encoded."""
+        worker, wanted, differences = reply.worker, self._weights[-1], server.differences
+        sent = self._memories[worker].weights if differences is None else differences.held[worker]
+        if not self._predicts and (differences is None or not reply.serial):
+            require(same_bits(sent, wanted), "weights", "worker {} is sent {}, not {}", worker, sent, wanted)
+        elif not self._predicts:
+            before, after = ((wanted - weights).abs().amax().item() for weights in (self._sent[worker], sent))
+            nearer = after <= before * (1.0 + ROUNDING) + ROUNDING
+            require(nearer, "weights", "worker {} was {} from the weights, and is sent to {}", worker, before, after)
+        self._sent[worker] = sent.clone()
 
     def on_input(self, message: Input, outcome: Outcome, server: Server) -> None:
         """Check the server and its replies after one input."""
         version = len(self._weights) - 1
         require(server.version == version, "growth", "version {} after {} updates", server.version, version)
         require(server.samples == self._samples, "growth", "{} samples, not {}", server.samples, self._samples)
-        counted = self._accepted.total() + server.dropped + server.late + len(server.held)
+        counted = self._num_applied + server.dropped + server.late + len(server.held)
         if server.divergence is None:
             require(server.pushes == counted, "counts", "{} pushes, {} accounted for", server.pushes, counted)
         if outcome.disposition == Disposition.TAKEN:
@@ -139,7 +194,7 @@ class InvariantChecker:
         for worker in [w for w in self._clocks if self._accepted[w] == self._quota(w)]:
             del self._clocks[worker]
         if isinstance(message, Push) and outcome.disposition == Disposition.DROPPED:
-            self._dropped.add(message[:3])
+            self._on_drop(message, server)
         for reply in outcome.replies:
             if reply.finished and not server.finished:
                 self._check_last_push(reply)
@@ -147,6 +202,13 @@ class InvariantChecker:
         self._membership.check_waiting(self._clocks)
         if server.started and not server.finished and self._clocks:
             self._check_held_back(server)
+
+    def _on_drop(self, push: Push, server: Server) -> None:
+        """Check that a dropped push took nothing out of its worker's error feedback."""
+        self._dropped.add(push[:3])
+        self._models[push[:2]].discarded += 1
+        if not self._exact:
+            self._models[push[:2]].check_left_out(self._saved_state(push.worker, server))
 
     def _track(self, message: Input) -> None:
         """Update the expected members and their clocks from an accepted input."""
@@ -184,6 +246,10 @@ class InvariantChecker:
             reply.finished and reply.version < version
         )  # a leave may complete a round
         require(newest, "growth", "{} at version {}", reply, version)
+        discarded = self._models[name].discarded
+        require(reply.discarded == discarded, "counts", "{} after {} dropped pushes", reply, discarded)
+        steps_fit = reply.finished or (reply.steps <= self._max_steps and (reply.steps > 0) == (self._max_steps > 0))
+        require(steps_fit, "batch", "{} asks for more than {} local steps", reply, self._max_steps)
         require(last is None or last.version <= reply.version, "growth", "{} after {}", reply, last)
         if not reply.finished:
             self._membership.on_reply(worker, self._clocks, version)
@@ -209,11 +275,15 @@ class InvariantChecker:
                 push in self._applied | self._dropped, "last push", "{} although push {} was not counted", reply, push
             )
 
+    def _round_size(self, live: int) -> int:
+        """Return how many pushes a round of `live` workers waits for: a lost worker uses up a spare."""
+        return max(1, min(live, self._strategy.pushes_per_update(max(live, len(self._quotas)))))
+
     def _check_held_back(self, server: Server) -> None:
         """Check that a worker waits only for missing pushes of its round, or for one too far behind."""
         held = [worker for worker in self._clocks if server.members[worker].waiting]
         if self._strategy.in_rounds:
-            needed = max(1, self._strategy.pushes_per_update(len(self._clocks)))
+            needed = self._round_size(len(self._clocks))
             require(len(held) < needed, "held", "a round of {} waits although {} have pushed", needed, held)
             return
         if self._strategy.waiting is Waiting.BOUNDED:
@@ -238,7 +308,7 @@ class InvariantChecker:
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
             require(self._budget.exhausted(self._samples, version), "budget", "over after {} samples", self._samples)
-        if not self._plain:
+        if not self._plain or not self._exact:
             return
         for found, answer in zip(server.weights.tolist(), OPTIMUM, strict=True):
             left, allowed = abs(found - answer), self._oracle.tolerance(abs(answer)) + ROUNDING

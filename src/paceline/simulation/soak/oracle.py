@@ -1,4 +1,4 @@
-"""Serial oracle: applies the same pushes to one coordinate in double precision, without code of the checked rules."""
+"""Serial oracles in double precision, without code of the checked rules: of one coordinate, and of its average."""
 
 from __future__ import annotations
 
@@ -9,11 +9,59 @@ BETAS, EPS = (0.5, 0.9), 0.5  # of Adam: near the optimum it acts like sgd with 
 
 
 class AppliedPush(NamedTuple):
-    """One push of an update: the version it was computed from, its samples, the curvature of its batch."""
+    """One push of an update: the version it was computed from, its share of the mean, the curvature of its batch."""
 
     version: int
-    samples: int
+    weight: float
     curvature: float
+    update: float | None = None  # the coordinate of an update that is not the gradient at that version (codec, drift)
+
+
+class ScalarOptimizer:
+    """Sgd (momentum, nesterov) or adam on one coordinate."""
+
+    def __init__(self, name: str, lr: float, momentum: float) -> None:
+        self._name, self._lr, self._momentum = name, lr, momentum
+        self._velocity = self._mean = self._square = 0.0
+        self._count = 0
+
+    def change(self, gradient: float) -> float:
+        """Return the next step, to be subtracted."""
+        self._count += 1
+        if self._name == "adam":
+            beta1, beta2 = BETAS
+            self._mean = beta1 * self._mean + (1.0 - beta1) * gradient
+            self._square = beta2 * self._square + (1.0 - beta2) * gradient * gradient
+            root = math.sqrt(self._square / (1.0 - beta2**self._count))
+            return self._lr * self._mean / (1.0 - beta1**self._count) / (root + EPS)
+        self._velocity = self._momentum * self._velocity + gradient
+        if self._name == "nesterov":
+            return self._lr * (gradient + self._momentum * self._velocity)
+        return self._lr * self._velocity
+
+
+class AverageOracle:
+    """The running mean of each coordinate: average += a_t (weights - average), a_t as `--average` says.
+
+    From update 64 on, only every eighth is averaged, with the share of eight. If workers have reached their quota, and
+    nobody else computes on their data, a_t is multiplied by the share of the data that is still computed on, to the
+    power of 4. Lost and drained workers change nothing.
+    """
+
+    def __init__(self, average: str, start: list[float]) -> None:
+        self._horizon = None if average in ("auto", "on") else float(average)
+        self.average, self._count = start, 0
+
+    def apply(self, weights: list[float], present: float) -> None:
+        """Follow one update; `present` is that share."""
+        self._count += 1
+        share = 9.0 / (self._count + 8.0)
+        if self._horizon is not None:
+            share = max(2.0 / (self._count + 1.0), 1.0 / self._horizon)
+        if self._count >= 64:
+            share = 1.0 - (1.0 - share) ** 8 if self._count % 8 == 0 else 0.0
+        share *= present**4
+        self.average = [old + share * (new - old) for old, new in zip(self.average, weights, strict=True)]
 
 
 class SerialOracle:
@@ -26,36 +74,25 @@ class SerialOracle:
 
     def __init__(self, optimizer: str, lr: float, momentum: float, answer: float) -> None:
         self._optimizer, self._lr, self._momentum, self._answer = optimizer, lr, momentum, answer
+        self._scalar = ScalarOptimizer(optimizer, lr, momentum)
         self._step = lr / (1.0 - momentum)
         self._lead = self._step * momentum ** (2 if optimizer == "nesterov" else 1) if momentum else 0.0
         self.points, self.max_staleness = [0.0], 0
-        self._velocity = self._mean = self._square = 0.0
         self._z, self._moved, self._velocities, self._distances = 1.0, [0.0], [0.0], [1.0]
 
     def apply(self, parts: list[AppliedPush]) -> float:
         """Apply one update and return the new coordinate."""
-        samples = sum(part.samples for part in parts)
-        curvature = sum(part.samples * part.curvature for part in parts) / samples
+        total = sum(part.weight for part in parts)
+        curvature = sum(part.weight * part.curvature for part in parts) / total
         oldest = min(part.version for part in parts)
-        gradient = sum(p.samples * p.curvature * (self.points[p.version] - self._answer) for p in parts) / samples
+        gradient = sum(part.weight * self._update(part) for part in parts) / total
         self.max_staleness = max(self.max_staleness, len(self.points) - 1 - oldest)
-        self.points.append(self.points[-1] - self._change(gradient))
+        self.points.append(self.points[-1] - self._scalar.change(gradient))
         self._update_bound(curvature, oldest)
         return self.points[-1]
 
-    def _change(self, gradient: float) -> float:
-        """Return the optimizer's step, to be subtracted."""
-        if self._optimizer == "adam":
-            beta1, beta2 = BETAS
-            count = len(self.points)
-            self._mean = beta1 * self._mean + (1.0 - beta1) * gradient
-            self._square = beta2 * self._square + (1.0 - beta2) * gradient * gradient
-            root = math.sqrt(self._square / (1.0 - beta2**count))
-            return self._lr * self._mean / (1.0 - beta1**count) / (root + EPS)
-        self._velocity = self._momentum * self._velocity + gradient
-        if self._optimizer == "nesterov":
-            return self._lr * (gradient + self._momentum * self._velocity)
-        return self._lr * self._velocity
+    def _update(self, part: AppliedPush) -> float:
+        return part.curvature * (self.points[part.version] - self._answer) if part.update is None else part.update
 
     def _update_bound(self, curvature: float, seen: int) -> None:
         """Update the bound after one more update computed from version `seen`."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.settings.codecs import codec_of
 from paceline.settings.fault_table import Fault, faults_toml, read_faults
-from paceline.settings.rules import rule_of
+from paceline.settings.rules import average_horizon, rule_of
 from paceline.settings.strategies import strategy_of
 from paceline.simulation.soak.draw import Trial, draw, with_faults
 from paceline.simulation.soak.trial import TrialRecord, perform
@@ -18,6 +19,7 @@ from paceline.simulation.soak.violation import InvariantViolation
 
 REPEATED = 4
 PROGRESS_SECONDS = 5.0
+COUNTED = ("faults", "strategies", "optimizers", "rules", "codecs")
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,13 @@ class SoakSummary:
     unfinished: int = 0
     diverged: int = 0
     elastic: int = 0
+    averaged: int = 0
+    dropped: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     strategies: Counter[str] = field(default_factory=Counter)
     optimizers: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
+    codecs: Counter[str] = field(default_factory=Counter)
     failure: FailedSeed | None = None
     interrupted: bool = False
 
@@ -104,6 +109,9 @@ class SoakSummary:
         self.strategies[strategy_of(trial.strategy).name] += 1
         self.optimizers[trial.optimizer] += 1
         self.rules[rule_of(trial.rule).name] += 1
+        self.codecs.update(codec_of(codec).name for codec in (trial.codec, trial.pull_codec) if codec is not None)
+        self.averaged += average_horizon(trial.config) is not None
+        self.dropped += record.dropped
 
     def progress(self) -> str:
         rate = self.seeds / (time.monotonic() - self.began)
@@ -118,8 +126,9 @@ class SoakSummary:
             + ("every promise was kept" if self.failure is None else "a promise was broken"),
             f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server; "
             f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN, "
-            f"in {self.elastic} the data was divided again",
-            *(f"{name}: {_counts(getattr(self, name))}" for name in ("faults", "strategies", "optimizers", "rules")),
+            f"in {self.elastic} the data was divided again; {self.dropped} pushes were dropped, "
+            f"{self.averaged} runs averaged their weights",
+            *(f"{name}: {_counts(getattr(self, name))}" for name in COUNTED),
             *([] if self.failure is None else ["", *self.failure.lines()]),
         ]
 

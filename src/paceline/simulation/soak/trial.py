@@ -10,9 +10,8 @@ from random import Random
 import torch
 
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Disposition, Input, Join, Push, Reply, Resume
-from paceline.core.schedules import Schedule, Training
-from paceline.core.server import Roster, Server
+from paceline.core.messages import Disposition, Input, Join, Push, Reply, Resume, SetLocalSteps
+from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import LocalWorker
 from paceline.runs.arrival_log import Record
 from paceline.runs.checkpoint import Checkpoint, take_checkpoint
@@ -49,6 +48,7 @@ class TrialRecord:
     restarts: int
     pushes: int
     updates: int
+    dropped: int
     finished: bool
     diverged: bool
 
@@ -57,8 +57,8 @@ class TrialDriver:
     """Runs the server of a trial, with log and checkpoints in memory, across all its restarts."""
 
     def __init__(self, trial: Trial) -> None:
-        self.trial, self.queue, self.checker = trial, BoundedEventQueue(), InvariantChecker(trial)
         self.memories: dict[int, WorkerBuffers] = {}
+        self.trial, self.queue, self.checker = trial, BoundedEventQueue(), InvariantChecker(trial, self.memories)
         self.send: Callable[[Reply], None]
         self.records: list[Record] = []
         self.restarts = -1  # the first start counts as none
@@ -68,11 +68,11 @@ class TrialDriver:
 
     def _new_server(self) -> Server:
         trial = self.trial
-        training, roster = Training(trial.budget, Schedule(trial.lr)), Roster(trial.workers, trial.room)
-        return Server(torch.zeros(len(OPTIMUM)), trial.make_rule(), trial.make_policy(), training, roster)
+        parts = (trial.make_rule(), trial.make_policy(), trial.make_training(), Roster(trial.workers, trial.room))
+        return Server(torch.zeros(len(OPTIMUM)), *parts, Exchange(trial.make_codecs()))
 
     def _observed(self, server: Server) -> Server:
-        server.on_update = lambda update: self.checker.on_update(update.pushes, server)
+        server.on_update = lambda update: self.checker.on_update(update, server)
         return server
 
     def start(self, send: Callable[[Reply], None]) -> TrialDriver:
@@ -107,7 +107,7 @@ class TrialDriver:
         for reply in outcome.replies:
             if outcome.disposition != Disposition.REPEATED:
                 self.server.send_weights(reply, self.memories[reply.worker])
-                self.checker.on_weights(reply.worker, self.memories[reply.worker].weights)
+                self.checker.on_weights(reply, self.server)
             self.send(reply)
         chance = self.trial.checkpoint_chance
         if chance and self.server.can_checkpoint and self._random.random() < chance:
@@ -121,6 +121,8 @@ def _record(message: Input, disposition: Disposition, now: float) -> Record:
         case Join(worker, incarnation, quota, threads):
             amount = 0xFFFFFFFF if quota is None else quota
             return Record("join", worker, incarnation, amount, threads, 0, 0.0, now, disposition)
+        case SetLocalSteps(worker, steps):
+            return Record("steps", worker, 0, steps, 0, 0, 0.0, now, disposition)
     worker, incarnation = getattr(message, "worker", 0), getattr(message, "incarnation", 0)
     return Record(type(message).__name__.lower(), worker, incarnation, 0, 0, 0, 0.0, now, disposition)
 
@@ -170,5 +172,5 @@ def perform(trial: Trial) -> TrialRecord:
     except Exception as error:
         raise InvariantViolation("crash", f"{type(error).__name__}: {error}") from error
     server, records, weights = driver.server, tuple(driver.records), tuple(driver.server.weights.tolist())
-    counts = simulation.num_events, driver.restarts, server.pushes, server.version
+    counts = simulation.num_events, driver.restarts, server.pushes, server.version, server.dropped
     return TrialRecord(records, weights, driver.queue.now, *counts, server.finished, server.divergence is not None)

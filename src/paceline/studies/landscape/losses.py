@@ -17,6 +17,7 @@ from paceline.errors import UserError
 from paceline.randomness import rng
 from paceline.system.cpu import cores
 from paceline.tasks.flat import sharing_parameters
+from paceline.tasks.metrics import weigh
 from paceline.tasks.nested import device_of, each, num_samples, outputs_of, rows_of
 from paceline.tasks.supervised import Pair, SupervisedTask
 
@@ -97,9 +98,11 @@ class Losses:
                 self._batch //= 2
 
     def _mean(self, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total, weights = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         for start in range(0, self.num_samples, self._batch):
             part = slice(start, start + self._batch)
             x, y = rows_of(self._inputs, part), rows_of(self._targets, part)
-            total += self._task.loss(outputs_of(model, x, tensors), y).double() * num_samples(x)
-        return total / self.num_samples
+            weight = weigh(self._task.weight, y, num_samples(x))
+            total += self._task.loss(outputs_of(model, x, tensors), y).double() * weight
+            weights += weight
+        return total / weights
