@@ -147,6 +147,8 @@ class Arrival(NamedTuple):
     lr: Tensor
     num_live: int | Tensor
     """The number of live workers."""
+    num_finished: int | Tensor = 0
+    """The number of workers that have reached their quota, if nobody else computes on their data."""
 
 
 class Rule(Protocol):

@@ -13,9 +13,10 @@ class Roster:
     """Every worker that joined, the start barrier, and what a reply asks of its worker.
 
     With `max_workers`, up to that many workers join and leave at any time, and the data is assigned again each time.
+    With `shared_data`, every worker computes on all of it.
     """
 
-    def __init__(self, num_workers: int, max_workers: int | None = None) -> None:
+    def __init__(self, num_workers: int, max_workers: int | None = None, shared_data: bool = False) -> None:
         self.num_workers, self.max_workers = num_workers, max_workers or num_workers
         self.assignments = DataAssignments(num_workers) if max_workers is not None else None
         self.members: dict[int, Member] = {}
@@ -23,12 +24,15 @@ class Roster:
         self.order: list[int] = []  # the numbers of all members, sorted
         self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
         self.at_work: set[int] = set()  # workers that are connected and have work left
+        self.finished: set[int] = set()  # workers at their quota whose data nobody else computes on
+        self._has_own_data = max_workers is None and not shared_data
         self._is_assigned = True
 
     def changed(self, worker: int) -> None:
         """Note that a worker came, left, or got to the end of its work: the next reply assigns the data again."""
         member = self.members[worker]
         (self.at_work.add if member.live and not member.inactive else self.at_work.discard)(worker)
+        (self.finished.add if member.quota_reached and self._has_own_data else self.finished.discard)(worker)
         self._is_assigned = False
 
     def admit(self, join: Join) -> Member | None:
@@ -84,5 +88,6 @@ class Roster:
         self.order[:] = sorted(members)
         self.pending = set(pending)
         self.at_work.clear()
+        self.finished.clear()
         for worker in self.order:
             self.changed(worker)

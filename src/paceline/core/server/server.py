@@ -267,8 +267,9 @@ class Server:
         pushes = [self.held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
-        lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, len(self.roster.at_work)
-        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
+        lr = self.training.lr(self.samples, self.version) * self.lr_factor
+        num_live, num_finished = len(self.roster.at_work), len(self.roster.finished)
+        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, num_finished)
         if broken is not None:
             self.divergence = Divergence(broken.worker, self.version, broken.loss)
             return False
@@ -283,7 +284,7 @@ class Server:
             if not member.waiting and member.fell_silent(self.version, num_live):
                 self.rule.expire(self.rule_state, checked)
         if self.on_update is not None:
-            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live))
+            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live, num_finished))
         return True
 
     def _finish(self) -> tuple[Reply, ...]:

@@ -46,6 +46,7 @@ class AppliedUpdate(NamedTuple):
     staleness: list[int]
     lr: float
     num_live: int
+    num_finished: int
 
 
 class Updater:
@@ -88,7 +89,9 @@ class Updater:
             return self.push_nbytes
         return self.decoder.nbytes_of(push.update)
 
-    def apply(self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int) -> Push | None:
+    def apply(
+        self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int, num_finished: int
+    ) -> Push | None:
         """Make one update of one push or of the mean of several.
 
         If a push holds a NaN or an infinity, return it and change nothing.
@@ -104,7 +107,8 @@ class Updater:
             self._lr.fill_(lr)
             self._lr_value = lr
         worker = pushes[0].worker if len(pushes) == 1 else None
-        self.rule.apply(self.weights, self.rule_state, update, Arrival(worker, staleness, self._lr, num_live))
+        arrival = Arrival(worker, staleness, self._lr, num_live, num_finished)
+        self.rule.apply(self.weights, self.rule_state, update, arrival)
         if self.decoder is not None:
             self.free(pushes)
         return None

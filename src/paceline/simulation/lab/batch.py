@@ -83,7 +83,8 @@ class RunBatch:
             return torch.from_numpy(np.stack([_long(array, self.num_updates) for array in arrays], 1)).to(device, dtype)
 
         traces = [row.trace for row in rows]
-        numbers = [np.stack([one.staleness[span], one.lr[span], one.num_live[span]], 1) for one in traces]
+        columns = [(one.staleness, one.lr, one.num_live, one.num_finished) for one in traces]
+        numbers = [np.stack([column[span] for column in each], 1) for each in columns]
         self._numbers = stacked(numbers, torch.float32)
         keys = []
         for layer in DROPOUT_LAYERS[rows[0].config.model]:
@@ -126,7 +127,7 @@ class RunBatch:
         with torch.no_grad():
             numbers = self._numbers.index_select(0, at)[0]
             worker = None if self._worker is None else self._worker.index_select(0, at)[0]
-            arrival = Arrival(worker, numbers[:, 0:1], numbers[:, 1:2], numbers[:, 2:3])
+            arrival = Arrival(worker, *numbers.split(1, -1))
             self.rule.apply(self.weights, self.state, self._gradient, arrival)
             for released in self._released:
                 place = released.index_select(0, at)[0]
