@@ -171,6 +171,9 @@ class Rule(Protocol):
     def leave(self, state: State, worker: int) -> None:
         """Remove `worker`: set its rows to zero and subtract them from sums over all workers."""
 
+    def recompute_sums(self, state: State) -> None:
+        """Recompute sums over all workers from their rows, in worker order: running sums keep every rounding error."""
+
     def expire(self, state: State, worker: int) -> None:
         """Discard the worker's cached gradient because it has gone silent. It stays a member and may push again."""
 

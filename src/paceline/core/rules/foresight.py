@@ -22,6 +22,7 @@ from paceline.core.rules.worker_rows import (
     load_all,
     pushers_place,
     scale,
+    sum_rows,
     table,
 )
 from paceline.interfaces import Arrival, State
@@ -80,6 +81,9 @@ class ForesightCached(StatelessHooks):
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
         state["numbers"][worker].zero_()  # an assignment would synchronise a GPU
+
+    def recompute_sums(self, state: State) -> None:
+        sum_rows(state["cache"], state["total"])
 
     def expire(self, state: State, worker: int) -> None:
         forget(state, worker)

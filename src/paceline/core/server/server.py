@@ -24,7 +24,7 @@ from paceline.core.messages import (
 )
 from paceline.core.schedules import Training
 from paceline.core.server.roster import Roster
-from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, Updater
+from paceline.core.server.updates import RECOMPUTE_EVERY, AppliedUpdate, Divergence, Exchange, Updater
 from paceline.interfaces import Decision, Policy, Rule
 
 
@@ -199,6 +199,7 @@ class Server:
             return Outcome(Disposition.TAKEN, self._open_barrier(was_started))
         had_work = not member.inactive
         self._disconnect(worker)
+        self.updater.recompute_sums()
         if worker in self.held:
             self._drop([worker])
         if not had_work or self.finished:
@@ -232,6 +233,7 @@ class Server:
         self.lost += lost
         for worker in self.members:
             self._disconnect(worker)
+        self.updater.recompute_sums()
         self._drop(self.held)
         self.policy.clear()
         self.roster.expect_again()
@@ -257,6 +259,7 @@ class Server:
         for worker in finished:
             replies.append(self._reply(worker, finished=True))
             self.rule.leave(self.rule_state, worker)
+            self.updater.recompute_sums()
             replies.extend(self._carry_out(self.policy.leave(worker)))
         if any(members[worker].quota_reached for worker in finished) and not self.num_live and self.started:
             self.finished = True
@@ -283,6 +286,9 @@ class Server:
             member = self.members[checked]
             if not member.waiting and member.fell_silent(self.version, num_live):
                 self.rule.expire(self.rule_state, checked)
+                self.updater.recompute_sums()
+        if self.version % RECOMPUTE_EVERY == 0:
+            self.updater.recompute_sums()
         if self.on_update is not None:
             self.on_update(AppliedUpdate(pushes, staleness, lr, num_live, num_finished))
         return True

@@ -15,6 +15,8 @@ from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
 from paceline.interfaces import Arrival, Codec, Rule
 
+RECOMPUTE_EVERY = 256  # updates after which sums over all workers are recomputed
+
 Mean: TypeAlias = Callable[[list[Push], int], Tensor]  # averages the pushes of a round over that many samples
 
 
@@ -112,6 +114,11 @@ class Updater:
         if self.decoder is not None:
             self.free(pushes)
         return None
+
+    def recompute_sums(self) -> None:
+        """Recompute the rule's sums over all workers: after every departure, and every `RECOMPUTE_EVERY` updates."""
+        if self.weights.numel():
+            self.rule.recompute_sums(self.rule_state)
 
     def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
         """Average over samples; the sum runs in worker order, so every process gets the same bits."""

@@ -18,6 +18,7 @@ from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
 from paceline.core.rules.plain import StatelessHooks
 from paceline.core.rules.wrapper import RuleWrapper
+from paceline.core.server import RECOMPUTE_EVERY
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
 from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
@@ -146,7 +147,7 @@ class RunBatch:
         number = min(updates, self.left)
         target = self._done + number
         while self._done < target:
-            stop = next((place for place in range(self._done + 1, target) if place in self._stops), target)
+            stop = next((place for place in range(self._done + 1, target) if self._is_stop(place)), target)
             if self._stream is None:
                 for _ in range(stop - self._done):
                     self._update()
@@ -167,14 +168,21 @@ class RunBatch:
             del self._queued[0]
         return len(self._queued)
 
+    def _is_stop(self, place: int) -> bool:
+        return place in self._stops or (self._begin + place) % RECOMPUTE_EVERY == 0
+
     def _stop_at(self, place: int) -> None:
-        """Remove workers that left from the rule, and save the weights of runs that ended."""
+        """Do what the server does between updates, remove workers that left, and save the weights of runs that ended."""
+        if (self._begin + place) % RECOMPUTE_EVERY == 0:
+            self.rule.recompute_sums(self.state)
         for number, worker in self._stops.get(place, ()):
             if worker == NO_WORKER:
                 evaluated = self.rule.evaluated(self.weights, self.state)
                 self.final[number] = evaluated[number].clone(), self.weights[number].clone()
             else:
-                self.rule.leave({name: tensor[number] for name, tensor in self.state.items()}, worker)
+                state = {name: tensor[number] for name, tensor in self.state.items()}
+                self.rule.leave(state, worker)
+                self.rule.recompute_sums(state)
 
     def _replay(self, number: int) -> None:
         while number:
