@@ -12,10 +12,12 @@ import torch
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
+from paceline.assembly.preflight import announce_rule
+from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Join
 from paceline.core.schedules import Budget, Training
-from paceline.core.server import Roster, Server
+from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import RunFolder
@@ -44,6 +46,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         resolved, model, server = learn(config, first, num_fitting, folder)
         if not spec.get("resume"):
             folder.update_config(resolved)
+            announce_rule(resolved, first.facts["skew"], control.send)
         peers: Peers[SharedMemoryPeer] = Peers()
         rebuilt = None
         if spec.get("resume"):
@@ -119,8 +122,8 @@ def learn(config: RunConfig, first: Hello, workers: int, folder: RunFolder) -> t
     passes = max(1, round(config.epochs * (int(facts["shard_samples"]) if own else size)))
     budget = Budget(passes * (workers if own else 1), size, steps=config.steps, per_worker=own)
     rule, policy, training = (
-        make_rule(config, model.layout),
+        make_rule(config, model.layout, skew=facts["skew"]),
         make_policy(config),
         Training(budget, make_schedule(config)),
     )
-    return config, model, Server(first.slot.weights.clone(), rule, policy, training, Roster(config.workers or 1))
+    return config, model, Server(first.slot.weights.clone(), rule, policy, training, make_roster(config))

@@ -151,7 +151,7 @@ class Session:
             flat = FlatModule(handed.model)
         bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
         if isinstance(self._transport, InProcessClient):
-            self._transport.start(self.config, flat.layout, bound.slot, work.budget)
+            self._transport.start(self.config, flat.layout, bound.slot, work.budget, work.skew)
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
         sources = flat.sources()
@@ -161,6 +161,7 @@ class Session:
             "state_layout": flat.state_layout.to_rows(),
             "num_samples": len(work.train),
             "shard_samples": len(work.shards[self.worker]),
+            "skew": work.skew,
             "batch_size": self.config.batch_size,
             "settings": settings,
             "sources": None if sources == own_names else sources,
