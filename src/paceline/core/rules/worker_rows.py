@@ -172,8 +172,7 @@ def at_most(value: Scalar, most: Scalar) -> Scalar:
     """
     if isinstance(most, Tensor):
         return torch.minimum(torch.as_tensor(value).to(most.dtype), most)
-    assert not isinstance(value, Tensor), "one run has plain numbers"
-    return min(value, most)
+    return value.clamp(max=most) if isinstance(value, Tensor) else min(value, most)
 
 
 def add_scaled(vector: Tensor, other: Tensor, factor: Scalar, out: Tensor | None = None) -> None:
