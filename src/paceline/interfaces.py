@@ -147,8 +147,8 @@ class Arrival(NamedTuple):
     lr: Tensor
     num_live: int | Tensor
     """The number of live workers."""
-    num_finished: int | Tensor = 0
-    """The number of workers that have reached their quota, if nobody else computes on their data."""
+    present: float | Tensor = 1.0
+    """The share of the data that is still computed on: below 1 once workers with data of their own have finished."""
 
 
 class Rule(Protocol):

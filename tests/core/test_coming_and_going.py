@@ -263,17 +263,18 @@ def test_the_average_follows_the_live_weights_after_most_workers_have_left(
     assert abs(server.weights.item()) < 0.1 and abs(server.evaluated.item()) < 0.1
 
 
-@pytest.mark.parametrize(("roster", "found"), [(Roster(3), [0, 1, 2]), (Roster(3, shared_data=True), [0, 0, 0])])
-def test_workers_that_finish_are_counted_unless_others_have_their_data(roster: Roster, found: list[int]) -> None:
-    server = averaging_server(roster)
-    counted: list[int] = []
-    server.on_update = lambda update: counted.append(update.num_finished)
-    for worker, quota in enumerate((1, 1, 9)):
+@pytest.mark.parametrize(("shared", "found"), [(False, [1.0, 0.9, 0.6]), (True, [1.0, 1.0, 1.0])])
+def test_the_data_of_workers_that_finish_is_missing_unless_others_have_it(shared: bool, found: list[float]) -> None:
+    server = averaging_server(Roster(3, shared_data=shared))
+    seen: list[float] = []
+    server.on_update = lambda update: seen.append(update.present)
+    for worker, quota in enumerate((1, 3, 6)):
         server.handle(Join(worker, 0, quota))
-    for worker in range(3):
-        push_downhill(server, worker, 0)
-    assert counted == found
-    twin = averaging_server(Roster(3, shared_data=found[-1] == 0))
+    for worker, pushes in enumerate((1, 3, 1)):
+        for seq in range(pushes):
+            push_downhill(server, worker, seq)
+    assert [seen[0], seen[1], seen[4]] == found
+    twin = averaging_server(Roster(3, shared_data=shared))
     restore_server(twin, json.loads(json.dumps(server_facts(server))), server.weights, server.rule_state)
     for seq in range(1, 5):
         push_downhill(server, 2, seq)
@@ -288,4 +289,4 @@ def test_who_is_lost_or_drained_before_its_quota_has_not_finished() -> None:
     server.handle(Leave(0, 0))
     server.handle(Drain(1))
     push_downhill(server, 1, 0)
-    assert server.num_live == 1 and not server.roster.finished
+    assert server.num_live == 1 and server.roster.present == 1.0

@@ -61,18 +61,18 @@ def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> No
 
 def test_updates_count_less_while_finished_workers_are_missing() -> None:
     """Alone, and side by side with a run in which nobody finishes."""
-    finished = [min(3, update // 40) for update in range(150)]
+    present = [(1.0, 0.75, 0.5, 0.25)[update // 40] for update in range(150)]
     rule, batched = Averaged(Plain(Sgd())), torch.full((2, 1), START[0])
     alone, state = torch.full((1,), START[0]), rule.start(batched)
     other, path = Averaged(Plain(Sgd())), []
     beside = other.start(alone)
-    for update, number in enumerate(finished):
+    for update, share in enumerate(present):
         gradient = torch.full((1,), float(update % 7) - 2.5)
-        counts = torch.tensor([[4 - number], [4]]), torch.tensor([[number], [0]])
-        rule.apply(batched, state, gradient.repeat(2, 1), Arrival(None, 0, torch.full((2, 1), 0.1), *counts))
-        other.apply(alone, beside, gradient, Arrival(None, 0, torch.tensor(0.1), 4 - number, number))
+        shares = torch.tensor([[share], [1.0]])
+        rule.apply(batched, state, gradient.repeat(2, 1), Arrival(None, 0, torch.full((2, 1), 0.1), 4, shares))
+        other.apply(alone, beside, gradient, Arrival(None, 0, torch.tensor(0.1), 4, share))
         path.append(alone.tolist())
-    expected = torch.tensor(slow_average(path, None, [(4 - number) / 4 for number in finished]))
+    expected = torch.tensor(slow_average(path, None, present))
     torch.testing.assert_close(other.evaluated(alone, beside), expected)
     torch.testing.assert_close(rule.evaluated(batched, state)[0], expected)
     torch.testing.assert_close(rule.evaluated(batched, state)[1], torch.tensor(slow_average(path, None)))

@@ -23,9 +23,9 @@ class Averaged(RuleWrapper):
     With a horizon H: a_t = max(2/(t + 1), 1/H). From update 64 on, only every eighth is averaged, with the share of
     eight, 1 - (1 - a_t)^8: the weights between differ little. Costs one more pass over 2 tensors then, and P floats.
 
-    If workers have reached their quota and nobody else computes on their data, the live weights lean towards the data
-    of the others: then a_t is multiplied by (live / (live + finished))^4. Workers that are lost or drained change
-    nothing.
+    Once workers have reached their quota and nobody else computes on their data, the live weights lean towards the
+    data of the others: a_t is multiplied by present^4, where `present` is the share of the data that is still computed
+    on. Workers that are lost or drained change nothing (docs/rules.md has the ablation).
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain
@@ -39,9 +39,9 @@ class Averaged(RuleWrapper):
 
     suffix = "averaged"
 
-    def __init__(self, rule: Rule, horizon: float | None = None) -> None:
+    def __init__(self, rule: Rule, horizon: float | None = None, power: int = POWER) -> None:
         super().__init__(rule)
-        self.horizon = horizon
+        self.horizon, self.power = horizon, power
 
     def start(self, weights: Tensor) -> State:
         count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
@@ -56,8 +56,7 @@ class Averaged(RuleWrapper):
             return  # many runs at once make this pass with a share of zero
         one = self._share(count)
         share = often * one + (1.0 - often) * due * (1.0 - (1.0 - one) ** EVERY)
-        present = arrival.num_live / (arrival.num_live + arrival.num_finished)
-        move_towards(state["average"], weights, share * present**POWER)
+        move_towards(state["average"], weights, share * arrival.present**self.power)
 
     def _share(self, count: Scalar) -> Scalar:
         """The share of update `count`, counted from 1, in the average after it."""

@@ -20,8 +20,9 @@ class Ringleader(WorkerMomentumRule):
     No push is dropped, and every push makes a new version, though not every push moves the weights. The row of a
     worker that has made its step holds its next mean, so one table is enough; if such a worker leaves, it still counts
     until the round ends. The others do not wait for a silent worker: its mean is discarded, and its next push counts
-    in the round of that time. The sums begin anew each round, so no rounding error outlasts two. The paper has no momentum (gamma = 0). Plain momentum fits, other optimizers do not, for the
-    same reason as in `buffered`. Touches 6 tensors: g, G_i, this and the next round's sum, v, the weights.
+    in the round of that time. The sums begin anew each round, so no rounding error outlasts two. The paper has no
+    momentum (gamma = 0). Plain momentum fits, other optimizers do not, for the same reason as in `buffered`. Touches 6
+    tensors: g, G_i, this and the next round's sum, v, the weights.
 
     >>> weights, rule = torch.zeros(1), Ringleader(0.0, max_workers=2)
     >>> state = rule.start(weights)

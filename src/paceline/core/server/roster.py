@@ -24,16 +24,33 @@ class Roster:
         self.order: list[int] = []  # the numbers of all members, sorted
         self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
         self.at_work: set[int] = set()  # workers that are connected and have work left
-        self.finished: set[int] = set()  # workers at their quota whose data nobody else computes on
+        self._batches_at_work = self._batches_finished = (
+            0  # the quotas of the workers at work, and of those that have reached theirs
+        )
+        self._counted: dict[int, tuple[int, int]] = {}  # what each worker adds to these two sums
         self._has_own_data = max_workers is None and not shared_data
         self._is_assigned = True
 
     def changed(self, worker: int) -> None:
         """Note that a worker came, left, or got to the end of its work: the next reply assigns the data again."""
         member = self.members[worker]
-        (self.at_work.add if member.live and not member.inactive else self.at_work.discard)(worker)
-        (self.finished.add if member.quota_reached and self._has_own_data else self.finished.discard)(worker)
+        works = member.live and not member.inactive
+        (self.at_work.add if works else self.at_work.discard)(worker)
+        before, quota = self._counted.get(worker, (0, 0)), member.quota or 0
+        self._counted[worker] = now = quota * works, quota * member.quota_reached
+        self._batches_at_work += now[0] - before[0]
+        self._batches_finished += now[1] - before[1]
         self._is_assigned = False
+
+    @property
+    def present(self) -> float:
+        """The share of the data that is still computed on, without that of lost and drained workers.
+
+        1 without quotas, and if the data of a worker that has finished is also that of others.
+        """
+        if not self._has_own_data or not self._batches_finished:
+            return 1.0
+        return self._batches_at_work / (self._batches_at_work + self._batches_finished)
 
     def admit(self, join: Join) -> Member | None:
         """Make a worker, or its next incarnation, a member; None if it is not admitted."""
@@ -88,6 +105,7 @@ class Roster:
         self.order[:] = sorted(members)
         self.pending = set(pending)
         self.at_work.clear()
-        self.finished.clear()
+        self._counted.clear()
+        self._batches_at_work = self._batches_finished = 0
         for worker in self.order:
             self.changed(worker)

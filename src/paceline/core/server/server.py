@@ -271,8 +271,8 @@ class Server:
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
         lr = self.training.lr(self.samples, self.version) * self.lr_factor
-        num_live, num_finished = len(self.roster.at_work), len(self.roster.finished)
-        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, num_finished)
+        num_live, present = len(self.roster.at_work), self.roster.present
+        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, present)
         if broken is not None:
             self.divergence = Divergence(broken.worker, self.version, broken.loss)
             return False
@@ -290,7 +290,7 @@ class Server:
         if self.version % RECOMPUTE_EVERY == 0:
             self.updater.recompute_sums()
         if self.on_update is not None:
-            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live, num_finished))
+            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live, present))
         return True
 
     def _finish(self) -> tuple[Reply, ...]:

@@ -48,7 +48,7 @@ class AppliedUpdate(NamedTuple):
     staleness: list[int]
     lr: float
     num_live: int
-    num_finished: int
+    present: float
 
 
 class Updater:
@@ -92,7 +92,7 @@ class Updater:
         return self.decoder.nbytes_of(push.update)
 
     def apply(
-        self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int, num_finished: int
+        self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int, present: float
     ) -> Push | None:
         """Make one update of one push or of the mean of several.
 
@@ -109,7 +109,7 @@ class Updater:
             self._lr.fill_(lr)
             self._lr_value = lr
         worker = pushes[0].worker if len(pushes) == 1 else None
-        arrival = Arrival(worker, staleness, self._lr, num_live, num_finished)
+        arrival = Arrival(worker, staleness, self._lr, num_live, present)
         self.rule.apply(self.weights, self.rule_state, update, arrival)
         if self.decoder is not None:
             self.free(pushes)

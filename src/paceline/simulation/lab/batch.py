@@ -84,7 +84,7 @@ class RunBatch:
             return torch.from_numpy(np.stack([_long(array, self.num_updates) for array in arrays], 1)).to(device, dtype)
 
         traces = [row.trace for row in rows]
-        columns = [(one.staleness, one.lr, one.num_live, one.num_finished) for one in traces]
+        columns = [(one.staleness, one.lr, one.num_live, one.present) for one in traces]
         numbers = [np.stack([column[span] for column in each], 1) for each in columns]
         self._numbers = stacked(numbers, torch.float32)
         keys = []
@@ -128,7 +128,7 @@ class RunBatch:
         with torch.no_grad():
             numbers = self._numbers.index_select(0, at)[0]
             worker = None if self._worker is None else self._worker.index_select(0, at)[0]
-            arrival = Arrival(worker, *numbers.split(1, -1))
+            arrival = Arrival(worker, *torch.split(numbers, 1, -1))
             self.rule.apply(self.weights, self.state, self._gradient, arrival)
             for released in self._released:
                 place = released.index_select(0, at)[0]
@@ -172,7 +172,7 @@ class RunBatch:
         return place in self._stops or (self._begin + place) % RECOMPUTE_EVERY == 0
 
     def _stop_at(self, place: int) -> None:
-        """Do what the server does between updates, remove workers that left, and save the weights of runs that ended."""
+        """Recompute sums over workers when due, remove workers that left, and save the weights of runs that ended."""
         if (self._begin + place) % RECOMPUTE_EVERY == 0:
             self.rule.recompute_sums(self.state)
         for number, worker in self._stops.get(place, ()):
