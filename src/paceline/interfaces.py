@@ -151,6 +151,8 @@ class Arrival(NamedTuple):
     lr: Tensor
     num_live: int | Tensor
     """The number of live workers."""
+    present: float | Tensor = 1.0
+    """The share of the data that is still computed on: below 1 once workers with data of their own have finished."""
 
 
 class Rule(Protocol):
@@ -172,6 +174,9 @@ class Rule(Protocol):
 
     def leave(self, state: State, worker: int) -> None:
         """Remove `worker`: set its rows to zero and subtract them from sums over all workers."""
+
+    def recompute_sums(self, state: State) -> None:
+        """Recompute sums over all workers from their rows, in worker order: running sums keep every rounding error."""
 
     def expire(self, state: State, worker: int) -> None:
         """Discard the worker's cached gradient because it has gone silent. It stays a member and may push again."""

@@ -260,7 +260,7 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
     assert bool(rows) == RULES[name].knows_workers
     assert all(len(tensor) == 3 for tensor in rows)
     assert isinstance(make_policy(config), DropStale) == (name == "ringmaster")
-    assert rule.name == {"ringmaster": "plain", "auto": "foresight-fair (lr scaled)"}.get(name, config.rule)
+    assert rule.name == {"ringmaster": "plain", "auto": "foresight (lr scaled)"}.get(name, config.rule)
     assert rows_nbytes(config, 100) == (1200 if RULES[name].knows_workers else 0)
 
 

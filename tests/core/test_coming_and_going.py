@@ -12,6 +12,7 @@ from paceline.config import RunConfig
 from paceline.core.messages import DataAssignment, Disposition, Drain, Join, Leave, Outcome, Push, Reply, Resume
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
+from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
@@ -257,3 +258,61 @@ def test_a_rule_with_a_row_a_worker_has_one_for_newcomers_and_forgets_who_was_dr
     server.handle(Drain(2))
     server.handle(Push(2, 0, 1, 1, 1, 0.5, torch.ones(1), torch.empty(0)))
     assert server.rule_state["total"].item() == 1.0 and not server.rule_state["cache"][2].any()
+
+
+def averaging_server(roster: Roster) -> Server:
+    return Server(torch.full((1,), 4.0), Averaged(Plain(Sgd(0.5))), Async(), Training(LONG, Schedule(0.01)), roster)
+
+
+def push_downhill(server: Server, worker: int, seq: int) -> None:
+    """The gradient of weights^2 / 2."""
+    assert server.handle(Push(worker, 0, seq, seq, 1, 0.5, server.weights.clone(), torch.empty(0))).replies
+
+
+@pytest.mark.parametrize("max_workers", [None, 6])
+@pytest.mark.parametrize("kind", [Drain, Leave])
+def test_the_average_follows_the_live_weights_after_most_workers_have_left(
+    max_workers: int | None, kind: type[Drain | Leave]
+) -> None:
+    server = averaging_server(Roster(6, max_workers))
+    for worker in range(6):
+        server.handle(Join(worker, 0, None))
+    for update in range(30):
+        push_downhill(server, update % 6, update // 6)
+    for worker in range(1, 6):
+        server.handle(Drain(worker) if kind is Drain else Leave(worker, 0))
+        if kind is Drain:
+            push_downhill(server, worker, 5)
+    assert server.num_live == 1
+    for seq in range(5, 305):
+        push_downhill(server, 0, seq)
+    assert abs(server.weights.item()) < 0.1 and abs(server.evaluated.item()) < 0.1
+
+
+@pytest.mark.parametrize(("shared", "found"), [(False, [1.0, 0.9, 0.6]), (True, [1.0, 1.0, 1.0])])
+def test_the_data_of_workers_that_finish_is_missing_unless_others_have_it(shared: bool, found: list[float]) -> None:
+    server = averaging_server(Roster(3, shared_data=shared))
+    seen: list[float] = []
+    server.on_update = lambda update: seen.append(update.present)
+    for worker, quota in enumerate((1, 3, 6)):
+        server.handle(Join(worker, 0, quota))
+    for worker, pushes in enumerate((1, 3, 1)):
+        for seq in range(pushes):
+            push_downhill(server, worker, seq)
+    assert [seen[0], seen[1], seen[4]] == found
+    twin = averaging_server(Roster(3, shared_data=shared))
+    restore_server(twin, json.loads(json.dumps(server_facts(server))), server.weights, server.rule_state)
+    for seq in range(1, 5):
+        push_downhill(server, 2, seq)
+        push_downhill(twin, 2, seq)
+        assert torch.equal(server.evaluated, twin.evaluated)
+
+
+def test_who_is_lost_or_drained_before_its_quota_has_not_finished() -> None:
+    server = averaging_server(Roster(3))
+    for worker in range(3):
+        server.handle(Join(worker, 0, 9))
+    server.handle(Leave(0, 0))
+    server.handle(Drain(1))
+    push_downhill(server, 1, 0)
+    assert server.num_live == 1 and server.roster.present == 1.0

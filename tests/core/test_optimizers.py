@@ -171,7 +171,7 @@ def test_a_saved_state_goes_on_bit_for_bit(make: Any) -> None:
     assert torch.equal(weights, copied)
 
 
-LAYERS = pack([("weight", (5, 3), True), ("bias", (7,), False), ("zeros", (2,), True)])
+LAYERS = pack([("weight", (5, 3), True), ("bias", (7,), False), ("zeros", (2, 1), True)])
 
 
 def lars_written_out(momentum: float, decay: float, clip: float | None) -> dict[str, list[float]]:
@@ -188,9 +188,9 @@ def lars_written_out(momentum: float, decay: float, clip: float | None) -> dict[
             gradient = [g * scale for g in flat[at : at + len(values)]]
             at += len(values)
             size, slope = math.sqrt(sum(w * w for w in values)), math.sqrt(sum(g * g for g in gradient))
-            ratio = 0.001 * size / (slope + decays[name] * size) if size else 0.001
+            ratio = 0.001 * size / (slope + decays[name] * size) if size and name != "bias" else 1.0
             velocities[name] = [
-                momentum * v + 100 * lr_at(step) * ratio * (g + decays[name] * w)
+                momentum * v + lr_at(step) * ratio * (g + decays[name] * w)
                 for v, g, w in zip(velocities[name], gradient, values, strict=True)
             ]
             weights[name] = [w - v for w, v in zip(values, velocities[name], strict=True)]
@@ -223,11 +223,27 @@ def test_lars_scales_each_parameter_by_its_own_norms(momentum: float, decay: flo
         for view in LAYERS.views(gradient).values():
             view.copy_(values[: view.numel()].view(view.shape))
             values = values[view.numel() :]
-        lars.step(weights, state, gradient, torch.tensor(100 * lr_at(step)))
-        lars.step(several, states, torch.stack([gradient, gradient]), torch.full((2, 1), 100 * lr_at(step)))
+        lars.step(weights, state, gradient, torch.tensor(lr_at(step)))
+        lars.step(several, states, torch.stack([gradient, gradient]), torch.full((2, 1), lr_at(step)))
     for name, expected in lars_written_out(momentum, decay, clip).items():
         found = LAYERS.views(weights)[name].flatten()
-        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(several, torch.stack([weights, weights]), rtol=1e-5, atol=1e-6)
     lying = torch.cat([view.flatten() for view in LAYERS.views(weights.clone()).values()])
     assert weights.count_nonzero() == lying.count_nonzero(), "gaps stay zero"
+
+
+@pytest.mark.parametrize("shape", [(4,), (), (2, 2)])
+def test_lars_moves_biases_and_zeros_as_sgd_does(shape: tuple[int, ...]) -> None:
+    """A bias from zero towards one; a matrix takes only its first step like that, because then it is not zero."""
+    layout = pack([("parameter", shape, True)])
+    ours, theirs = torch.zeros(layout.size), torch.zeros(layout.size)
+    lars, sgd = Lars(layout, 0.9), Sgd(0.9)
+    state, other = lars.start(ours), sgd.start(theirs)
+    view, inside, lr = layout.views(ours)["parameter"], torch.zeros(layout.size), torch.tensor(0.01)
+    layout.views(inside)["parameter"].fill_(1.0)
+    for _ in range(1 if len(shape) > 1 else 300):
+        lars.step(ours, state, (ours - 1.0) * inside, lr)
+        sgd.step(theirs, other, (theirs - 1.0) * inside, lr)
+    torch.testing.assert_close(ours, theirs)
+    assert (view > 0.9 * (0.01 if len(shape) > 1 else 1.0)).all()

@@ -12,13 +12,18 @@ from paceline.core.membership import SILENCE_FACTOR, Member
 from paceline.core.optimizers import Sgd
 from paceline.core.policies import Async
 from paceline.core.rules.cached import Cached
+from paceline.core.rules.dana import Dana
 from paceline.core.rules.foresight import Foresight, ForesightCached
+from paceline.core.rules.ringleader import Ringleader
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server, restore_server, server_facts
 from paceline.interfaces import Rule
 from tests.support.toy_cluster import Ledger, ToyCluster
 
+CACHING = ("cached", "foresight-cached", "foresight")
 RULES: dict[str, Callable[[int], Rule]] = {
+    "dana": lambda max_workers: Dana(0.5, max_workers),
+    "ringleader": lambda max_workers: Ringleader(0.0, max_workers),
     "cached": lambda max_workers: Cached(Sgd(), max_workers),
     "foresight-cached": lambda max_workers: ForesightCached(0.9, max_workers),
     "foresight": lambda max_workers: Foresight(0.9, max_workers),
@@ -40,7 +45,7 @@ def kept_of(toys: ToyCluster, worker: int) -> float:
     return float(toys.server.rule_state["cache"][worker].abs().sum())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CACHING)
 def test_its_last_push_lapses_and_its_next_one_counts(rule: str) -> None:
     toys = cluster(rule)
     for number in range(SILENT_AFTER):
@@ -54,6 +59,40 @@ def test_its_last_push_lapses_and_its_next_one_counts(rule: str) -> None:
     toys.push(2)
     assert not toys.server.members[2].silent and kept_of(toys, 2) == 1.0
     assert toys.server.rule_state["total"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_others_do_not_look_ahead_along_its_momentum() -> None:
+    toys = cluster("dana")
+    for number in range(SILENT_AFTER):
+        toys.push(number % 2)
+    assert toys.server.rule_state["total"][2] == 1.0
+    for number in range(4):
+        toys.push(number % 2)
+    assert toys.server.members[2].silent and toys.server.rule_state["total"][2] == 0.0
+    toys.push(2)
+    assert toys.server.rule_state["total"][2] == 1.0
+
+
+@pytest.mark.parametrize("pushes_before", [0, 1, 2])
+def test_a_round_does_not_wait_for_it_and_its_next_push_counts(pushes_before: int) -> None:
+    """Silent before it has a mean of the round, before its step, and after it."""
+    toys = ToyCluster("async", 3, Budget(1_000_000, 100), make_rule=RULES["ringleader"])
+    for worker in range(3):
+        toys.join(worker)
+    for worker in [2, 0, 1, 2][: 2 * pushes_before]:
+        toys.push(worker)
+    for number in range(2 * SILENT_AFTER):
+        toys.push(number % 2)
+    assert toys.server.members[2].silent
+    before = toys.server.weights.clone()
+    for number in range(8):
+        toys.push(number % 2)
+    moved = before - toys.server.weights
+    assert moved[0] > 0 and moved[1] > 0 and moved[2] == 0.0
+    toys.push(2)
+    for number in range(4):
+        toys.push(number % 2)
+    assert toys.server.weights[2] < before[2]
 
 
 def test_a_steady_worker_is_slow_and_not_silent() -> None:

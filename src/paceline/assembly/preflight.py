@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.data.datasets import Location
 from paceline.errors import UserError
+from paceline.interfaces import Report
 from paceline.settings.resolve import lr_scale
 from paceline.settings.rules import chosen
 from paceline.settings.strategies import strategy_of
@@ -41,8 +42,14 @@ def _require_compiler(config: RunConfig) -> None:
         raise UserError("--compile on a GPU needs triton, which is missing: 'pip install triton', or leave it out")
 
 
-def startup_warnings(config: RunConfig, location: Location | None, skew: float | None = None) -> list[str]:
-    """Warnings for the user before the run starts, one line each; `skew` says how far labels differ."""
+def announce_rule(config: RunConfig, skew: float, report: Report) -> None:
+    """Say which rule `auto` has chosen; called where the rule is built, with the same skew."""
+    if config.rule == "auto":
+        report({"kind": "note", "text": chosen(config, skew).line(config.workers or 1)})
+
+
+def startup_warnings(config: RunConfig, location: Location | None) -> list[str]:
+    """Warnings for the user before the run starts, one line each."""
     lines = []
     if location is not None and location.sample:
         lines.append(
@@ -56,8 +63,6 @@ def startup_warnings(config: RunConfig, location: Location | None, skew: float |
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
             "--scale-lr auto scales it, with warm-up"
         )
-    if config.rule == "auto" and not config.timing_only:
-        lines.append(chosen(config, skew).line(config.workers or 1))
     return lines + advice(config)
 
 

@@ -22,6 +22,7 @@ from paceline.interfaces import Codec, Layout, Loader, Task
 from paceline.randomness import mix64
 from paceline.settings.codecs import build_codec
 from paceline.settings.notation import count
+from paceline.settings.preprocessing import split_of
 from paceline.settings.rules import rows_nbytes
 from paceline.settings.strategies import strategy_of
 from paceline.system.memory import require_memory
@@ -63,7 +64,7 @@ def make_server(
 
 def make_roster(config: RunConfig) -> Roster:
     """The workers that a run expects, before any has joined."""
-    return Roster(config.workers or 1, config.max_workers)
+    return Roster(config.workers or 1, config.max_workers, shared_data=split_of(config).kind == "full")
 
 
 def key_of(config: RunConfig) -> Callable[[int], int]:

@@ -145,13 +145,13 @@ TRUST = 0.001
 
 
 class Lars(GradientTransform):
-    """LARS (arXiv 1708.03888): SGD with momentum; the step of each parameter is proportional to its norm.
+    """LARS (arXiv 1708.03888): SGD with momentum; the step of each weight matrix is proportional to its norm.
 
-    r = .001 |w| / (|g| + decay |w|) of each parameter, .001 if it is all zeros;
+    r = .001 |w| / (|g| + decay |w|) of each parameter; 1 if it has fewer than 2 axes (biases, norms) or is all zeros
     v = momentum v + lr r (g + decay w);  w -= v.  Reads the layout; gaps between parameters stay zero.
 
     >>> from paceline.interfaces import pack
-    >>> layout = pack([("a", (2,), True)])
+    >>> layout = pack([("a", (1, 2), True)])
     >>> weights, lars = torch.zeros(layout.size), Lars(layout)
     >>> weights[:2] = torch.tensor([3.0, 4.0])
     >>> lars.step(weights, lars.start(weights), weights / 5, torch.tensor(100.0))
@@ -176,19 +176,21 @@ class Lars(GradientTransform):
         for number, (span, end) in enumerate(zip(self._spans, starts, strict=False)):
             self._owner[span.start : end] = number
         self._weight_decay = torch.tensor([weight_decay * p.decay for p in layout.parameters])
+        self._adapted = torch.tensor([len(p.shape) > 1 for p in layout.parameters], dtype=torch.bool)
 
     def start(self, weights: Tensor) -> State:
         device = weights.device
         self.move_to(device)
         self.momentum, self._owner = self.momentum.to(device), self._owner.to(device)
-        self._weight_decay = self._weight_decay.to(device)
+        self._weight_decay, self._adapted = self._weight_decay.to(device), self._adapted.to(device)
         return {"velocity": torch.zeros_like(weights)}
 
     def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
         if self.clip is not None:
             gradient = clipped(gradient, self.clip)
         norms, slopes = self._norms(weights), self._norms(gradient)
-        ratios = torch.where(norms > 0, TRUST * norms / (slopes + self._weight_decay * norms).clamp(min=1e-30), TRUST)
+        found = TRUST * norms / (slopes + self._weight_decay * norms).clamp(min=1e-30)
+        ratios = torch.where((norms > 0) & self._adapted, found, 1.0)
         if self._decay is not None:
             gradient = torch.addcmul(gradient, weights, self._decay)
         velocity = state["velocity"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.config import RunConfig, is_script, max_workers_of
 from paceline.errors import UserError
 from paceline.settings.notation import name_and_argument, whole_number
+from paceline.settings.preprocessing import split_of
 from paceline.settings.strategies import Feature, require_feature, strategy_of
 
 if TYPE_CHECKING:
@@ -181,7 +182,15 @@ def rows_nbytes(config: RunConfig, num_floats: int) -> int:
 
 
 def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
-    """The rule that `auto` chooses for this run; one worker that others may join counts as two."""
+    """The rule that `auto` chooses for this run; one worker that others may join counts as two.
+
+    `skew` is that of the work assignment. A split that does not look at labels has none, whatever is known of them.
+
+    >>> [chosen(RunConfig(workers=4, split=split), None).rule for split in ("iid", "full", "labels")]
+    ['foresight', 'foresight', 'foresight-fair']
+    """
+    if split_of(config).kind in ("iid", "full"):
+        skew = 0.0
     workers = max(config.workers or 1, min(max_workers_of(config), 2))
     return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
 

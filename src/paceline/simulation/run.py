@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.assembly.preflight import provenance, startup_warnings
+from paceline.assembly.preflight import announce_rule, provenance, startup_warnings
 from paceline.assembly.run import make_server, make_worker, timing_layout, timing_server, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.assembly.work import WorkAssignment
@@ -73,8 +73,10 @@ def _simulate(
     from paceline.runs.recovery import rebuild
 
     parts = _timing_parts(config) if config.timing_only else _training_parts(config, location, console)
-    for line in startup_warnings(config, location, parts.work.skew if parts.work is not None else None):
+    for line in startup_warnings(config, location):
         console.note(line)
+    if parts.work is not None:
+        announce_rule(config, parts.work.skew, console.report)
     queue = EventQueue()
     hosts: list[Host] = []
 

@@ -7,36 +7,26 @@ import torch
 from hypothesis import given, settings
 
 from paceline.core.optimizers import Sgd
-from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.averaged import POWER, Averaged
 from paceline.core.rules.foresight import ForesightCached
 from paceline.core.rules.plain import Plain
 from paceline.interfaces import Arrival
 from tests.support.courses import GAP, START, Course, Walk, course, courses
 
 
-def slow_average(path: list[list[float]], live: list[int], horizon: float | None) -> list[float]:
+def slow_average(path: list[list[float]], horizon: float | None, present: list[float] | None = None) -> list[float]:
     """Every share worked back from the last: what is left of the whole after those that came later."""
-    shares, most = [], 0.0
-    for t, number in enumerate(live, 1):
-        most = max(number, most - 0.001 * (most - number))
+    shares = []
+    for t, fraction in enumerate(present or [1.0] * len(path), 1):
         share = 9 / (t + 8) if horizon is None else max(2 / (t + 1), 1 / horizon)
         if t >= 64:
             share = 1 - (1 - share) ** 8 if t % 8 == 0 else 0.0
-        shares.append(share * (number / most) ** 4)
+        shares.append(share * fraction**POWER)
     left, average = 1.0, [0.0] * len(path[0])
     for share, weights in zip(reversed(shares), reversed(path), strict=True):
         average = [a + left * share * w for a, w in zip(average, weights, strict=True)]
         left *= 1 - share
-    return [a + left * w for a, w in zip(average, START, strict=True)]
-
-
-def num_live(along: Course) -> list[int]:
-    """At every push."""
-    here, found = set(range(along.max_workers)), []
-    for turn in along.turns:
-        here = (here - {turn.leave}) | ({turn.join} if turn.join is not None else set())
-        found.append(len(here))
-    return found
+    return [a + left * w for a, w in zip(average, START[: len(average)], strict=True)]
 
 
 @pytest.mark.parametrize("horizon", [None, 1.0, 7.0, 500.0])
@@ -46,7 +36,7 @@ def test_the_average_is_the_weighted_mean_of_all_weights_so_far(horizon: float |
     walk = Walk(Averaged(ForesightCached(0.9, along.max_workers), horizon), along)
     path = walk.to_the_end()
     found = walk.rule.evaluated(walk.weights, walk.state)
-    torch.testing.assert_close(found, torch.tensor(slow_average(path, num_live(along), horizon)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, torch.tensor(slow_average(path, horizon)), rtol=1e-4, atol=1e-5)
     assert found[GAP] == 0
 
 
@@ -57,7 +47,7 @@ def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> No
     walk = Walk(Averaged(ForesightCached(0.9, along.max_workers), horizon), along)
     path = walk.to_the_end()
     found = walk.rule.evaluated(walk.weights, walk.state)
-    torch.testing.assert_close(found, torch.tensor(slow_average(path, num_live(along), horizon)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, torch.tensor(slow_average(path, horizon)), rtol=1e-4, atol=1e-5)
     rule, batched = Averaged(Plain(Sgd()), horizon), torch.zeros(2, 3)
     alone, state = torch.zeros(3), rule.start(batched)
     other = Averaged(Plain(Sgd()), horizon)
@@ -67,6 +57,25 @@ def test_later_only_every_eighth_update_is_averaged(horizon: float | None) -> No
         rule.apply(batched, state, gradient.repeat(2, 1), Arrival(None, 0, torch.full((2, 1), 0.1), 1))
         other.apply(alone, beside, gradient, Arrival(None, 0, torch.tensor(0.1), 1))
     torch.testing.assert_close(rule.evaluated(batched, state)[1], other.evaluated(alone, beside))
+
+
+def test_updates_count_less_while_finished_workers_are_missing() -> None:
+    """Alone, and side by side with a run in which nobody finishes."""
+    present = [(1.0, 0.75, 0.5, 0.25)[update // 40] for update in range(150)]
+    rule, batched = Averaged(Plain(Sgd())), torch.full((2, 1), START[0])
+    alone, state = torch.full((1,), START[0]), rule.start(batched)
+    other, path = Averaged(Plain(Sgd())), []
+    beside = other.start(alone)
+    for update, share in enumerate(present):
+        gradient = torch.full((1,), float(update % 7) - 2.5)
+        shares = torch.tensor([[share], [1.0]])
+        rule.apply(batched, state, gradient.repeat(2, 1), Arrival(None, 0, torch.full((2, 1), 0.1), 4, shares))
+        other.apply(alone, beside, gradient, Arrival(None, 0, torch.tensor(0.1), 4, share))
+        path.append(alone.tolist())
+    expected = torch.tensor(slow_average(path, None, present))
+    torch.testing.assert_close(other.evaluated(alone, beside), expected)
+    torch.testing.assert_close(rule.evaluated(batched, state)[0], expected)
+    torch.testing.assert_close(rule.evaluated(batched, state)[1], torch.tensor(slow_average(path, None)))
 
 
 @given(along=courses)

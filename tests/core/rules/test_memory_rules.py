@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
 from paceline.core.rules.ringleader import Ringleader
+from paceline.interfaces import Arrival
 from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
 from tests.support.slow_optimizers import BOTH, SlowOptimizer, SlowSgd
 
@@ -86,7 +88,7 @@ class SlowFarsight(SlowForesight):
 
 class SlowFairFarsight(SlowFarsight):
     def weight(self, worker: int, num_live: int) -> float:
-        return self.interval[worker] / num_live
+        return min(self.interval[worker] / num_live, 3.0)
 
 
 def test_the_look_ahead_is_the_sum_of_the_next_steps() -> None:
@@ -166,3 +168,21 @@ def test_farsight(momentum: float, along: Course) -> None:
 @settings(max_examples=25)
 def test_ringleader(momentum: float, along: Course) -> None:
     require_the_oracles_way(Ringleader(momentum, along.max_workers), SlowRingleader(momentum), along)
+
+
+def test_a_push_of_a_worker_ten_times_slower_counts_at_most_three_times() -> None:
+    """One run, and many at once: worker 0 pushes once in 40 updates of 4 workers."""
+    rule, batched = ForesightFair(0.0, 4), ForesightFair(0.0, 4)
+    weights, both = torch.zeros(1), torch.zeros(2, 1)
+    state, states = rule.start(weights), batched.start(both)
+    for _ in range(60):
+        moved = weights.clone()
+        rule.apply(weights, state, torch.ones(1), Arrival(0, 39, torch.tensor(1.0), 4))
+        staleness, live = torch.tensor([[39], [3]]), torch.full((2, 1), 4)
+        arrival = Arrival(torch.zeros(2, dtype=torch.int64), staleness, torch.ones(2, 1), live)
+        batched.apply(both, states, torch.ones(2, 1), arrival)
+        moved -= weights
+    assert state["numbers"][0] > 35.0, "its interval is known"
+    assert moved.item() == pytest.approx(3.0)
+    torch.testing.assert_close(both[0], weights)
+    assert both[1].item() == pytest.approx(-60.0), "a worker of the usual speed counts once"

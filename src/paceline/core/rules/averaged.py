@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.worker_rows import Scalar, at_least, keep_all, load_all, move_towards
+from paceline.core.rules.worker_rows import Scalar, at_least, keep, load, move_towards
 from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import Arrival, Rule, State
 
 GROWTH = 9.0
 EVERY_ONE_BEFORE = 64
 EVERY = 8
-FADING = 0.001
+POWER = 4
 
 
 class Averaged(RuleWrapper):
@@ -23,9 +23,9 @@ class Averaged(RuleWrapper):
     With a horizon H: a_t = max(2/(t + 1), 1/H). From update 64 on, only every eighth is averaged, with the share of
     eight, 1 - (1 - a_t)^8: the weights between differ little. Costs one more pass over 2 tensors then, and P floats.
 
-    A worker that leaves takes its data along, and the live weights lean towards the others: then a_t is multiplied by
-    (live / most)^4. `most` is the largest number of live workers; it decays to the current one within some thousand
-    updates.
+    Once workers have reached their quota and nobody else computes on their data, the live weights lean towards the
+    data of the others: a_t is multiplied by present^4, where `present` is the share of the data that is still computed
+    on. Workers that are lost or drained change nothing (docs/rules.md has the ablation).
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain
@@ -39,26 +39,24 @@ class Averaged(RuleWrapper):
 
     suffix = "averaged"
 
-    def __init__(self, rule: Rule, horizon: float | None = None) -> None:
+    def __init__(self, rule: Rule, horizon: float | None = None, power: int = POWER) -> None:
         super().__init__(rule)
-        self.horizon = horizon
+        self.horizon, self.power = horizon, power
 
     def start(self, weights: Tensor) -> State:
-        numbers = torch.zeros((*weights.shape[:-1], 2), dtype=torch.float64, device=weights.device)
-        return {**self.rule.start(weights), "average": weights.clone(), "averaging": numbers}
+        count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        return {**self.rule.start(weights), "average": weights.clone(), "num_updates": count}
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         self.rule.apply(weights, state, update, arrival)
-        count, most = load_all(state["averaging"])
-        count = count + 1.0
-        most = at_least(most - FADING * (most - arrival.num_live), arrival.num_live)
-        keep_all(state["averaging"], (count, most))
+        count = load(state["num_updates"]) + 1.0
+        keep(state["num_updates"], count)
         often, due = (count < EVERY_ONE_BEFORE) * 1.0, (count % EVERY == 0) * 1.0
         if not isinstance(count, Tensor) and not (often or due):
             return  # many runs at once make this pass with a share of zero
         one = self._share(count)
         share = often * one + (1.0 - often) * due * (1.0 - (1.0 - one) ** EVERY)
-        move_towards(state["average"], weights, share * (arrival.num_live / most) ** 4)
+        move_towards(state["average"], weights, share * arrival.present**self.power)
 
     def _share(self, count: Scalar) -> Scalar:
         """The share of update `count`, counted from 1, in the average after it."""

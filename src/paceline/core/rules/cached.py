@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.core.optimizers import Optimizer
 from paceline.core.rules.plain import StatelessHooks
-from paceline.core.rules.worker_rows import pushers_place, read, table, write
+from paceline.core.rules.worker_rows import pushers_place, read, sum_rows, table, write
 from paceline.interfaces import Arrival, State
 
 
@@ -42,6 +42,9 @@ class Cached(StatelessHooks):
 
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
+
+    def recompute_sums(self, state: State) -> None:
+        sum_rows(state["cache"], state["total"])
 
     def expire(self, state: State, worker: int) -> None:
         forget(state, worker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.rules.worker_rows import WorkerMomentumRule, pushers_place, put_back, read, table
+from paceline.core.rules.worker_rows import WorkerMomentumRule, pushers_place, put_back, read, sum_rows, table
 from paceline.interfaces import Arrival, State
 
 
@@ -38,6 +38,12 @@ class Dana(WorkerMomentumRule):
         row = read(state["velocities"], worker)
         state["total"].sub_(row)
         row.zero_()
+
+    def recompute_sums(self, state: State) -> None:
+        sum_rows(state["velocities"], state["total"])
+
+    def expire(self, state: State, worker: int) -> None:
+        self.leave(state, worker)  # the others look ahead along its momentum
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
         place = pushers_place(state["velocities"], arrival)

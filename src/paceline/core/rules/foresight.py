@@ -22,6 +22,7 @@ from paceline.core.rules.worker_rows import (
     load_all,
     pushers_place,
     scale,
+    sum_rows,
     table,
 )
 from paceline.interfaces import Arrival, State
@@ -80,6 +81,9 @@ class ForesightCached(StatelessHooks):
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
         state["numbers"][worker].zero_()  # an assignment would synchronise a GPU
+
+    def recompute_sums(self, state: State) -> None:
+        sum_rows(state["cache"], state["total"])
 
     def expire(self, state: State, worker: int) -> None:
         forget(state, worker)
@@ -169,10 +173,11 @@ class Foresight(ForesightCached):
 
 
 class ForesightFair(Foresight):
-    """`foresight` with v = gamma_u v + (tau_i/n) g: the data of every worker counts equally, however often it pushes.
+    """`foresight` with v = gamma_u v + min(tau_i/n, 3) g: a worker's data counts equally, however often it pushes.
 
     tau_i, the updates between two arrivals of worker i, is n if all workers are equally fast. Use it if slow workers
-    hold labels that the others lack; on evenly split data it only gives the stalest gradients the most weight.
+    hold labels that the others lack; on evenly split data it only gives the stalest gradients the most weight. A push
+    counts at most three times: the rarest are also the stalest (docs/rules.md has the ablation).
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
@@ -184,7 +189,8 @@ class ForesightFair(Foresight):
     """
 
     name = "foresight-fair"
+    max_weight = 3.0
 
     def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
         scale(state["velocity"], decay)
-        add_scaled(state["velocity"], gradient, interval * share)
+        add_scaled(state["velocity"], gradient, at_most(interval * share, self.max_weight))

@@ -17,6 +17,9 @@ class StatelessHooks:
     def leave(self, state: State, worker: int) -> None:
         pass
 
+    def recompute_sums(self, state: State) -> None:
+        pass
+
     def expire(self, state: State, worker: int) -> None:
         pass
 

@@ -49,6 +49,9 @@ class ShardedRule(RuleWrapper):
     def leave(self, state: State, worker: int) -> None:
         self.part.leave(self.of_span(state), worker)
 
+    def recompute_sums(self, state: State) -> None:
+        self.part.recompute_sums(self.of_span(state))
+
     def expire(self, state: State, worker: int) -> None:
         self.part.expire(self.of_span(state), worker)
 

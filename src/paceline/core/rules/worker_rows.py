@@ -53,6 +53,20 @@ def put_back(rows: Tensor, place: int | Tensor, row: Tensor) -> None:
         write(rows, place, row)
 
 
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """Write the sum of all rows to `out`, added in worker order.
+
+    >>> total = torch.zeros(2)
+    >>> sum_rows(arange(6.0).view(3, 2), total)
+    >>> total.tolist()
+    [6.0, 9.0]
+    """
+    first, *others = rows.unbind(-2)
+    out.copy_(first)
+    for row in others:
+        out.add_(row)
+
+
 def pushers_place(rows: Tensor, arrival: Arrival) -> int | Tensor:
     """The row of the worker that pushed; a rule with one row per worker never gets the mean of a round."""
     assert arrival.worker is not None, "a rule that knows its workers was handed the mean of several"
@@ -158,8 +172,7 @@ def at_most(value: Scalar, most: Scalar) -> Scalar:
     """
     if isinstance(most, Tensor):
         return torch.minimum(torch.as_tensor(value).to(most.dtype), most)
-    assert not isinstance(value, Tensor), "one run has plain numbers"
-    return min(value, most)
+    return value.clamp(max=most) if isinstance(value, Tensor) else min(value, most)
 
 
 def add_scaled(vector: Tensor, other: Tensor, factor: Scalar, out: Tensor | None = None) -> None:

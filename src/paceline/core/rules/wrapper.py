@@ -25,6 +25,9 @@ class RuleWrapper:
     def leave(self, state: State, worker: int) -> None:
         self.rule.leave(state, worker)
 
+    def recompute_sums(self, state: State) -> None:
+        self.rule.recompute_sums(state)
+
     def expire(self, state: State, worker: int) -> None:
         self.rule.expire(state, worker)
 

@@ -3,9 +3,18 @@
 from paceline.core.server.checkpoint import restore_server, server_facts
 from paceline.core.server.roster import Roster
 from paceline.core.server.server import Server
-from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, LrDisagreement, Mean, Updater
+from paceline.core.server.updates import (
+    RECOMPUTE_EVERY,
+    AppliedUpdate,
+    Divergence,
+    Exchange,
+    LrDisagreement,
+    Mean,
+    Updater,
+)
 
 __all__ = [
+    "RECOMPUTE_EVERY",
     "AppliedUpdate",
     "Divergence",
     "Exchange",

@@ -13,9 +13,10 @@ class Roster:
     """Every worker that joined, the start barrier, and what a reply asks of its worker.
 
     With `max_workers`, up to that many workers join and leave at any time, and the data is assigned again each time.
+    With `shared_data`, every worker computes on all of it.
     """
 
-    def __init__(self, num_workers: int, max_workers: int | None = None) -> None:
+    def __init__(self, num_workers: int, max_workers: int | None = None, shared_data: bool = False) -> None:
         self.num_workers, self.max_workers = num_workers, max_workers or num_workers
         self.assignments = DataAssignments(num_workers) if max_workers is not None else None
         self.members: dict[int, Member] = {}
@@ -23,13 +24,33 @@ class Roster:
         self.order: list[int] = []  # the numbers of all members, sorted
         self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
         self.at_work: set[int] = set()  # workers that are connected and have work left
+        self._batches_at_work = self._batches_finished = (
+            0  # the quotas of the workers at work, and of those that have reached theirs
+        )
+        self._counted: dict[int, tuple[int, int]] = {}  # what each worker adds to these two sums
+        self._has_own_data = max_workers is None and not shared_data
         self._is_assigned = True
 
     def changed(self, worker: int) -> None:
         """Note that a worker came, left, or got to the end of its work: the next reply assigns the data again."""
         member = self.members[worker]
-        (self.at_work.add if member.live and not member.inactive else self.at_work.discard)(worker)
+        works = member.live and not member.inactive
+        (self.at_work.add if works else self.at_work.discard)(worker)
+        before, quota = self._counted.get(worker, (0, 0)), member.quota or 0
+        self._counted[worker] = now = quota * works, quota * member.quota_reached
+        self._batches_at_work += now[0] - before[0]
+        self._batches_finished += now[1] - before[1]
         self._is_assigned = False
+
+    @property
+    def present(self) -> float:
+        """The share of the data that is still computed on, without that of lost and drained workers.
+
+        1 without quotas, and if the data of a worker that has finished is also that of others.
+        """
+        if not self._has_own_data or not self._batches_finished:
+            return 1.0
+        return self._batches_at_work / (self._batches_at_work + self._batches_finished)
 
     def admit(self, join: Join) -> Member | None:
         """Make a worker, or its next incarnation, a member; None if it is not admitted."""
@@ -84,5 +105,7 @@ class Roster:
         self.order[:] = sorted(members)
         self.pending = set(pending)
         self.at_work.clear()
+        self._counted.clear()
+        self._batches_at_work = self._batches_finished = 0
         for worker in self.order:
             self.changed(worker)

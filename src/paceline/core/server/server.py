@@ -24,7 +24,14 @@ from paceline.core.messages import (
 )
 from paceline.core.schedules import Training
 from paceline.core.server.roster import Roster
-from paceline.core.server.updates import AppliedUpdate, Divergence, Exchange, LrDisagreement, Updater
+from paceline.core.server.updates import (
+    RECOMPUTE_EVERY,
+    AppliedUpdate,
+    Divergence,
+    Exchange,
+    LrDisagreement,
+    Updater,
+)
 from paceline.interfaces import Decision, Policy, Rule
 
 
@@ -210,6 +217,7 @@ class Server:
             return Outcome(Disposition.TAKEN, self._open_barrier(was_started))
         had_work = not member.inactive
         self._disconnect(worker)
+        self.updater.recompute_sums()
         if worker in self.held:
             self._drop([worker])
         if not had_work or self.finished:
@@ -243,6 +251,7 @@ class Server:
         self.lost += lost
         for worker in self.members:
             self._disconnect(worker)
+        self.updater.recompute_sums()
         self._drop(self.held)
         self.policy.clear()
         self.roster.expect_again()
@@ -268,6 +277,7 @@ class Server:
         for worker in finished:
             replies.append(self._reply(worker, finished=True))
             self.rule.leave(self.rule_state, worker)
+            self.updater.recompute_sums()
             replies.extend(self._carry_out(self.policy.leave(worker)))
         if any(members[worker].quota_reached for worker in finished) and not self.num_live and self.started:
             self.finished = True
@@ -278,10 +288,10 @@ class Server:
         pushes = [self.held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
-        lr, num_live = self.training.lr(self.samples, self.version), len(self.roster.at_work)
+        lr, num_live, present = self.training.lr(self.samples, self.version), self.num_live, self.roster.present
         if self.lr_factors:
             lr *= self._agreed_factor(workers)
-        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
+        broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, present)
         if broken is not None:
             self.divergence = Divergence(broken.worker, self.version, broken.loss)
             return False
@@ -295,8 +305,11 @@ class Server:
             member = self.members[checked]
             if not member.waiting and member.fell_silent(self.version, num_live):
                 self.rule.expire(self.rule_state, checked)
+                self.updater.recompute_sums()
+        if self.version % RECOMPUTE_EVERY == 0:
+            self.updater.recompute_sums()
         if self.on_update is not None:
-            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live))
+            self.on_update(AppliedUpdate(pushes, staleness, lr, num_live, present))
         return True
 
     def _agreed_factor(self, workers: tuple[int, ...]) -> float:

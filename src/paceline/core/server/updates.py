@@ -15,6 +15,8 @@ from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
 from paceline.interfaces import Arrival, Codec, Rule
 
+RECOMPUTE_EVERY = 256  # updates after which sums over all workers are recomputed
+
 Mean: TypeAlias = Callable[[list[Push], int], Tensor]  # averages the pushes of a round over that many samples
 
 
@@ -54,6 +56,7 @@ class AppliedUpdate(NamedTuple):
     staleness: list[int]
     lr: float
     num_live: int
+    present: float
 
 
 class Updater:
@@ -96,7 +99,9 @@ class Updater:
             return self.push_nbytes
         return self.decoder.nbytes_of(push.update)
 
-    def apply(self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int) -> Push | None:
+    def apply(
+        self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int, present: float
+    ) -> Push | None:
         """Make one update of one push or of the mean of several.
 
         If a push holds a NaN or an infinity, return it and change nothing.
@@ -112,10 +117,16 @@ class Updater:
             self._lr.fill_(lr)
             self._lr_value = lr
         worker = pushes[0].worker if len(pushes) == 1 else None
-        self.rule.apply(self.weights, self.rule_state, update, Arrival(worker, staleness, self._lr, num_live))
+        arrival = Arrival(worker, staleness, self._lr, num_live, present)
+        self.rule.apply(self.weights, self.rule_state, update, arrival)
         if self.decoder is not None:
             self.free(pushes)
         return None
+
+    def recompute_sums(self) -> None:
+        """Recompute the rule's sums over all workers: after every departure, and every `RECOMPUTE_EVERY` updates."""
+        if self.weights.numel():
+            self.rule.recompute_sums(self.rule_state)
 
     def _weighted_mean(self, pushes: list[Push], samples: int) -> Tensor:
         """Average over samples, or weights; the sum runs in worker order, so every process gets the same bits."""

@@ -171,7 +171,7 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
         host = make_host(config, dataset, folder, console.report, peers, facts, resume)
         assert host.work is not None
         if not resume:
-            for warning in startup_warnings(config, location, host.work.skew):
+            for warning in startup_warnings(config, location):
                 console.note(warning)
         service = shards.service(host, peers, line, console, options.wait)
         known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **shards.known}

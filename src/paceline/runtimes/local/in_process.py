@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.preflight import provenance, startup_warnings
+from paceline.assembly.preflight import announce_rule, provenance, startup_warnings
 from paceline.assembly.run import make_join, make_server, make_worker, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.config import RunConfig
@@ -35,8 +35,9 @@ def train_in_process(
     task = make_task(config, dataset).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    for line in startup_warnings(config, location, work.skew):
+    for line in startup_warnings(config, location):
         report({"kind": "note", "text": line})
+    announce_rule(config, work.skew, report)
 
     def instance(join: Join) -> LocalWorker:
         return make_worker(config, make_task(config, dataset).to(device), work, join)

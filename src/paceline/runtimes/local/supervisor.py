@@ -226,8 +226,9 @@ def train_on_processes(
 ) -> dict[str, Any]:
     """Decode the data while the fork server imports torch, then train on processes of this machine."""
     shared = SharedDataset(location, report) if location is not None else None
-    skew = divide_work(shared.dataset.train_labels, config).skew if shared is not None else None
-    for line in startup_warnings(config, location, skew):
+    if shared is not None:
+        divide_work(shared.dataset.train_labels, config)  # refuses a division that fails before a process is started
+    for line in startup_warnings(config, location):
         report({"kind": "note", "text": line})
     dataset, fds = (shared.spec(), shared.fds) if shared is not None else (None, [])
     spec = {"dataset": dataset, "facts": provenance(config, location), "resume": incarnation > 0}

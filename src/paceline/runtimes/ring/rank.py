@@ -49,7 +49,7 @@ def train_as_rank(
         folder = RunFolder.create(config)
         with holding(folder):
             member = RankWorker(config, rank, dataset, meeting)
-            for line in startup_warnings(config, location, member.place.work.skew):
+            for line in startup_warnings(config, location):
                 report({"kind": "note", "text": line})
             facts = {**provenance(config, location), "folder": str(folder.path)}
             return folder, member.lead(folder, report, facts, lambda: reasons[0] if reasons else None)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
+from paceline.assembly.preflight import announce_rule
+from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import EstimatedStatistics, Join, Leave, OwnLoopInput, ReadWeights
 from paceline.core.schedules import Training
-from paceline.core.server import Roster, Server
+from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import ALL_GONE, RunFolder
@@ -150,6 +152,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         resolved, model, server = learn(config, fitting, folder)
         if not spec.get("resume"):
             folder.update_config(resolved)
+            announce_rule(resolved, first.facts["skew"], control.send)
         peers: Peers[SharedMemoryPeer] = Peers()
         rebuilt = None
         if spec.get("resume"):
@@ -223,8 +226,8 @@ def learn(config: RunConfig, hellos: list[Hello], folder: RunFolder) -> tuple[Ru
     quota_samples = sum(int(hello.facts["quota_samples"]) for hello in hellos)
     budget = loop_budget(config, int(facts["num_samples"]), quota_samples)
     rule, policy, training = (
-        make_rule(config, model.layout),
+        make_rule(config, model.layout, skew=facts["skew"]),
         make_policy(config),
         Training(budget, make_schedule(config)),
     )
-    return config, model, Server(first.slot.weights.clone(), rule, policy, training, Roster(config.workers or 1))
+    return config, model, Server(first.slot.weights.clone(), rule, policy, training, make_roster(config))

@@ -133,7 +133,7 @@ class Session:
             flat = FlatModule(handed.model)
         bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
         if isinstance(self._transport, InProcessClient):
-            self._transport.start(self.config, flat.layout, bound.slot, work.budget(self.config))
+            self._transport.start(self.config, flat.layout, bound.slot, work.budget(self.config), work.skew)
         elif self._folder is not None:
             self._keep_frozen(flat, RunFolder(self._folder))
         self._pass_samples = work.batches.per_epoch * work.batch_size
@@ -145,6 +145,7 @@ class Session:
             "num_samples": work.epoch_samples,
             "quota_samples": work.quota_samples,
             "order": work.order,
+            "skew": work.skew,
             "batch_size": self.config.batch_size,
             "settings": settings,
             "sources": None if sources == own_names else sources,

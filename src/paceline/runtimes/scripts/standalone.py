@@ -24,9 +24,10 @@ class InProcessClient(ScriptTransport):
         self._memory: WorkerBuffers | None = None
         self.figures: dict[str, float] = {}
 
-    def start(self, config: RunConfig, layout: Layout, memory: WorkerBuffers, budget: Budget) -> None:
+    def start(self, config: RunConfig, layout: Layout, memory: WorkerBuffers, budget: Budget, skew: float) -> None:
         """Start the server from the model's current weights."""
-        rule, policy, training = make_rule(config, layout), make_policy(config), Training(budget, make_schedule(config))
+        rule, policy = make_rule(config, layout, skew=skew), make_policy(config)
+        training = Training(budget, make_schedule(config))
         self._server = Server(memory.weights.clone(), rule, policy, training, Roster(1))
         self._memory, self._goal = memory, goal_of(config)
 

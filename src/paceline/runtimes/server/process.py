@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
+from paceline.assembly.preflight import announce_rule
 from paceline.assembly.run import make_server, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task
 from paceline.assembly.work import WorkAssignment
@@ -78,6 +79,8 @@ def make_host(
     task = make_task(config, dataset)
     work = work_of(task, config)
     server = make_server(config, task, work)
+    if not resume:
+        announce_rule(config, work.skew, report)
     sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
     require_memory(max_workers_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))

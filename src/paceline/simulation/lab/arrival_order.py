@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.run import make_roster
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.driver import BareDriver
 from paceline.core.messages import Disposition, Input, Join, Reply
 from paceline.core.schedules import Training
-from paceline.core.server import AppliedUpdate, Exchange, Roster, Server
+from paceline.core.server import AppliedUpdate, Exchange, Server
 from paceline.core.worker import LocalWorker
 from paceline.data.sampler import Batches
 from paceline.interfaces import Batch, Layout
@@ -38,6 +39,7 @@ class ArrivalOrder:
     staleness: NDArray[np.int32]  # [T]: the maximum of its pushes
     lr: NDArray[np.float32]  # [T]
     num_live: NDArray[np.int32]  # [T]
+    present: NDArray[np.float32]  # [T]
     left: NDArray[np.int32]  # [number, 2]: update after which a worker had finished its work, worker
     virtual_seconds: float
     server: Server  # the server after the simulation, with its counts of versions, samples, drops and staleness
@@ -52,14 +54,15 @@ class _TracingDriver(BareDriver):
     def __init__(self, server: Server, send: Callable[[Reply], None]) -> None:
         super().__init__(server, send)
         server.on_update = self._record
-        self.rows: list[tuple[list[int], list[int], int, float, int]] = []
+        self.rows: list[tuple[list[int], list[int], int, float, int, float]] = []
         self.released: list[list[int]] = [[]]  # by version, the workers that were sent on with its weights
         self.left: list[tuple[int, int]] = []
 
     def _record(self, update: AppliedUpdate) -> None:
         workers = [push.worker for push in update.pushes]
         batches = [self.server.members[worker].accepted - 1 for worker in workers]
-        self.rows.append((workers, batches, max(update.staleness), update.lr, update.num_live))
+        row = (workers, batches, max(update.staleness), update.lr, update.num_live, update.present)
+        self.rows.append(row)
         self.released.append([])
 
     def handle(self, message: Input) -> None:
@@ -90,8 +93,8 @@ def trace_of(config: RunConfig, work: WorkAssignment, num_floats: int) -> Arriva
 
     def start(send: Callable[[Reply], None]) -> BareDriver:
         rule, training = make_rule(config, Layout((), 0)), Training(work.budget, make_schedule(config))
-        roster, exchange = Roster(num_workers), Exchange(nbytes=4 * num_floats)
-        server = Server(torch.empty(0), rule, make_policy(config), training, roster, exchange)
+        exchange = Exchange(nbytes=4 * num_floats)
+        server = Server(torch.empty(0), rule, make_policy(config), training, make_roster(config), exchange)
         drivers.append(_TracingDriver(server, send))
         return drivers[-1]
 
@@ -103,10 +106,11 @@ def trace_of(config: RunConfig, work: WorkAssignment, num_floats: int) -> Arriva
     Simulation(queue, cluster_of(config, num_floats), num_workers, make_worker, start).run()
     trace = drivers[-1]
     trace.server.on_update = None  # the trace outlives the driver
-    workers, batches, staleness, lr, live = zip(*trace.rows, strict=True)
+    workers, batches, staleness, lr, live, present = zip(*trace.rows, strict=True)
     padded = _padded(workers), _padded(batches), _padded(trace.released[1:])
-    columns = np.array(staleness, np.int32), np.array(lr, np.float32), np.array(live, np.int32)
-    return ArrivalOrder(*padded, *columns, np.array(trace.left, np.int32).reshape(-1, 2), queue.now, trace.server)
+    numbers = np.array(staleness, np.int32), np.array(lr, np.float32), np.array(live, np.int32)
+    left = np.array(trace.left, np.int32).reshape(-1, 2)
+    return ArrivalOrder(*padded, *numbers, np.array(present, np.float32), left, queue.now, trace.server)
 
 
 def _padded(rows: Any) -> NDArray[np.int32]:

@@ -18,6 +18,7 @@ from paceline.assembly.core import make_rule
 from paceline.config import RunConfig
 from paceline.core.rules.plain import StatelessHooks
 from paceline.core.rules.wrapper import RuleWrapper
+from paceline.core.server import RECOMPUTE_EVERY
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
 from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
@@ -83,7 +84,8 @@ class RunBatch:
             return torch.from_numpy(np.stack([_long(array, self.num_updates) for array in arrays], 1)).to(device, dtype)
 
         traces = [row.trace for row in rows]
-        numbers = [np.stack([one.staleness[span], one.lr[span], one.num_live[span]], 1) for one in traces]
+        columns = [(one.staleness, one.lr, one.num_live, one.present) for one in traces]
+        numbers = [np.stack([column[span] for column in each], 1) for each in columns]
         self._numbers = stacked(numbers, torch.float32)
         keys = []
         for layer in DROPOUT_LAYERS[rows[0].config.model]:
@@ -126,7 +128,7 @@ class RunBatch:
         with torch.no_grad():
             numbers = self._numbers.index_select(0, at)[0]
             worker = None if self._worker is None else self._worker.index_select(0, at)[0]
-            arrival = Arrival(worker, numbers[:, 0:1], numbers[:, 1:2], numbers[:, 2:3])
+            arrival = Arrival(worker, *torch.split(numbers, 1, -1))
             self.rule.apply(self.weights, self.state, self._gradient, arrival)
             for released in self._released:
                 place = released.index_select(0, at)[0]
@@ -145,7 +147,7 @@ class RunBatch:
         number = min(updates, self.left)
         target = self._done + number
         while self._done < target:
-            stop = next((place for place in range(self._done + 1, target) if place in self._stops), target)
+            stop = next((place for place in range(self._done + 1, target) if self._is_stop(place)), target)
             if self._stream is None:
                 for _ in range(stop - self._done):
                     self._update()
@@ -166,14 +168,21 @@ class RunBatch:
             del self._queued[0]
         return len(self._queued)
 
+    def _is_stop(self, place: int) -> bool:
+        return place in self._stops or (self._begin + place) % RECOMPUTE_EVERY == 0
+
     def _stop_at(self, place: int) -> None:
-        """Remove workers that left from the rule, and save the weights of runs that ended."""
+        """Recompute sums over workers when due, remove workers that left, and save the weights of runs that ended."""
+        if (self._begin + place) % RECOMPUTE_EVERY == 0:
+            self.rule.recompute_sums(self.state)
         for number, worker in self._stops.get(place, ()):
             if worker == NO_WORKER:
                 evaluated = self.rule.evaluated(self.weights, self.state)
                 self.final[number] = evaluated[number].clone(), self.weights[number].clone()
             else:
-                self.rule.leave({name: tensor[number] for name, tensor in self.state.items()}, worker)
+                state = {name: tensor[number] for name, tensor in self.state.items()}
+                self.rule.leave(state, worker)
+                self.rule.recompute_sums(state)
 
     def _replay(self, number: int) -> None:
         while number:
