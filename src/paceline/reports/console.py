@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.analysis.reported import read_reported
+from paceline.analysis.scored_weights import AVERAGED, SCORES, kind_of
 from paceline.system.terminal import can_redraw, fold_for, terminal_width
 
 if TYPE_CHECKING:
@@ -150,6 +152,7 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
             lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
         for name, value in (result.get(f"{which}_metrics") or {}).items():
             lines.append(f"{which.capitalize()} {name}: {_measured(value)}")
+    lines += _scored_weights(result)
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
     stale = result["staleness"]
@@ -159,14 +162,36 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     )
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
-    for worker, figures in (result.get("reported") or {}).items():
-        text = ", ".join(f"{name} {_measured(value)}" for name, value in figures.items())
-        lines.append(f"reported by worker {worker}: {text}")
+    lines += _reported(result)
     if result.get("simulated"):
         lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _scored_weights(result: dict[str, Any]) -> list[str]:
+    """Return which weights the scores belong to, and those of the live weights if a run that averages has them."""
+    if all(result.get(score) is None for score in SCORES):
+        return []
+    texts = []
+    for part in ("validation", "test"):
+        accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
+        texts += [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
+        texts += [f"{part} loss {loss:.4f}"] if loss is not None else []
+    kind = kind_of(result)
+    return [f"scored weights: {kind}" + (f"; live weights: {', '.join(texts)}" if kind == AVERAGED and texts else "")]
+
+
+def _reported(result: dict[str, Any]) -> list[str]:
+    """Return the metrics of an own loop: the value that holds, whose it is, and how far those of other workers lie."""
+    by_worker: dict[int, list[str]] = {}
+    for name, one in read_reported(result).items():
+        others = [row[name] for worker, row in result["reported"].items() if name in row and int(worker) != one.worker]
+        finite = [value for value in others if value is not None]
+        spread = f" ({len(others)} others: {_measured(min(finite))} to {_measured(max(finite))})" if finite else ""
+        by_worker.setdefault(one.worker, []).append(f"{name} {_measured(one.value)}{spread}")
+    return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
 
 
 def _measured(value: float | None) -> str:
