@@ -50,12 +50,12 @@ def by_weights(result: Mapping[str, Any]) -> dict[str, Any]:
 def comparable(results: Iterable[Mapping[str, Any]], score: str) -> str | None:
     """The key under which all results have this score for the same kind of weights; None if there is none.
 
-    Takes results with the keys of `by_weights`, and ignores those without the score. If all score the same kind of
-    weights, it is that one; else it is the live weights, which a run that averages scores too.
+    Ignores results without the score. If all score the same kind of weights, it is that one; else it is the live
+    weights, which a run that averages scores too.
     """
     scored = [result for result in results if result.get(score) is not None]
     kinds = {kind_of(result) for result in scored}
     for kind in sorted(kinds) if len(kinds) == 1 else KINDS:
-        if all(result.get(f"{kind}_{score}") is not None for result in scored):
+        if all(by_weights(result)[f"{kind}_{score}"] is not None for result in scored):
             return f"{kind}_{score}"
     return None
