@@ -56,7 +56,8 @@ def test_the_kind_of_weights_is_read_from_old_and_new_results(result: dict[str, 
 def test_a_run_without_a_result_is_judged_by_its_settings(tmp_path: Path) -> None:
     assert read_status(make_folder(tmp_path, "a", strategy="async", workers=2).path).weights == "averaged"
     assert read_status(make_folder(tmp_path, "b", strategy="sync", workers=2).path).weights == "live"
-    assert [row["weights"] for row in choose(runs_in(tmp_path), [], "run")] == ["averaged", "live"]
+    rows = choose(runs_in(tmp_path), [], "run")
+    assert [(row["weights"], row["average"]) for row in rows] == [("averaged", "on"), ("live", "none")]
 
 
 def test_scores_are_comparable_only_if_they_belong_to_the_same_kind_of_weights() -> None:

@@ -17,6 +17,7 @@ from paceline.config import ALIASES, FIELDS, is_simulated, to_dict
 from paceline.errors import UserError, unknown_name
 from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
+from paceline.settings.rules import average_in_words
 
 Row = dict[str, Any]
 FIGURES = (
@@ -107,6 +108,7 @@ def _row(folder: RunFolder, name: str) -> Row:
         settings = to_dict(config)
         row |= {setting: settings[setting] for setting in SETTINGS}
         row |= {"kind": "simulated" if is_simulated(config) else "real", "model": config.task or config.model}
+        row["average"] = average_in_words(config)  # auto means another thing for each strategy
         result = folder.result()
         row["weights"] = kind_of(result if isinstance(result, dict) else {}, config)
         if result is None:
