@@ -134,7 +134,7 @@ def _ended(result: dict[str, Any], weights: str) -> Row:
 def _metrics(result: dict[str, Any]) -> dict[str, float] | None:
     """Return what a task measured on its test data, or a loop reported, except losses and accuracies."""
     measured = result.get("test_metrics")
-    named = {name: one.value for name, one in read_reported(result).items()}
+    named: dict[str, Any] = {name: one.value for name, one in read_reported(result).items()}
     named |= measured if isinstance(measured, dict) else {}
     return {name: value for name, value in named.items() if is_number(value)} or None
 
