@@ -25,7 +25,19 @@ FIGURES = (
     *("staleness_mean", "staleness_max"),
     *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
 )
-ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics", "weights")
+ABOUT = (
+    "run",
+    "path",
+    "kind",
+    "status",
+    "fraction",
+    "reason",
+    "problem",
+    "changed",
+    "metrics",
+    "reported_by",
+    "weights",
+)
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
 TAIL_BYTES = 1 << 16
@@ -127,7 +139,13 @@ def _ended(result: dict[str, Any], weights: str) -> Row:
     result = {**result, **by_weights({**result, "weights": weights})}
     figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
     kind = {"kind": "lab"} if result.get("lab") else {}
-    about = {"metrics": _metrics(result), "status": result["status"], "reason": result.get("reason")}
+    workers = {name: one.worker for name, one in read_reported(result).items()}
+    about = {
+        "metrics": _metrics(result),
+        "reported_by": workers or None,
+        "status": result["status"],
+        "reason": result.get("reason"),
+    }
     return {**figures, **kind, **about}
 
 

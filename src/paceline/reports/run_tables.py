@@ -61,7 +61,7 @@ def run_list(rows: list[Row], where: str, width: int) -> str:
         (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
     ]
     text = fit_table([column for column, _ in columns], [[cell(row) for _, cell in columns] for row in rows], width)
-    return "\n".join([text, *_legend(text, width), *_problems(rows, width)])
+    return "\n".join([text, *_legend(text, rows, width), *_problems(rows, width)])
 
 
 def compare(rows: list[Row], width: int) -> str:
@@ -88,7 +88,7 @@ def compare(rows: list[Row], width: int) -> str:
         for row in rows
     ]
     text = fit_table(columns, cells, width)
-    lines = [text, *_legend(text, width), *_problems(rows, width)]
+    lines = [text, *_legend(text, rows, width), *_problems(rows, width)]
     more = [name.replace("_", "-") for name in differing if name not in shown]
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
@@ -103,10 +103,14 @@ def _metric(row: Row, name: str) -> str:
     return _number((row["metrics"] or {}).get(name), ".4g")
 
 
-def _legend(text: str, width: int) -> list[str]:
-    """Explain the two kinds of weights if the table has both, so that nobody compares one with the other."""
-    head = text.partition("\n")[0]
-    return [fold(LEGEND, width)] if all(f" {short}" in head for short in SHORT.values()) else []
+def _legend(text: str, rows: list[Row], width: int) -> list[str]:
+    """Explain the two kinds of weights if the table has both, and say whose report a metric of an own loop is."""
+    head = text.partition("\n")[0].split()
+    lines = [LEGEND] if set(SHORT.values()) <= set(head) else []
+    for name in head:
+        workers = {row["reported_by"][name] for row in rows if row["reported_by"] and name in row["reported_by"]}
+        lines += [f"{name}: as reported by worker {', '.join(map(str, sorted(workers)))}"] if workers else []
+    return [fold(line, width) for line in lines]
 
 
 def _problems(rows: list[Row], width: int) -> list[str]:
