@@ -45,7 +45,7 @@ def test_equal_runs_show_equal_values_whoever_reports_first(record: Record, orde
     assert all("90.17" in text for text in shown)
     assert not any("87.83" in text for text in shown[:3])
     assert all(text.endswith("score: as reported by worker 0") for text in shown[:2])
-    assert "reported by worker 0: score 90.17 (2 others: 87.83 to 88.5)" in shown[3]
+    assert "reported by worker 0: score 90.17 (3 workers: 87.83 to 90.17)" in shown[3]
     reader = RunReader(run.folder.path)
     reader.refresh()
     assert reader.digest()["figures"]["metrics"] == {"score": 90.17}

@@ -48,7 +48,7 @@ class ReportedMetrics:
         for worker in sorted(self.by_worker, key=lambda worker: (worker in lost, worker)):
             for name, value in self.by_worker[worker].items():
                 found.setdefault(name, ReportedValue(worker, value))
-        return dict(sorted(found.items()))
+        return found
 
     def goal_value(self, metric: str, lost: Collection[Any] = ()) -> float | None:
         """The value that a target is compared with.

@@ -187,9 +187,11 @@ def _reported(result: dict[str, Any]) -> list[str]:
     """Return the metrics of an own loop: the value that holds, whose it is, and how far those of other workers lie."""
     by_worker: dict[int, list[str]] = {}
     for name, one in read_reported(result).items():
-        others = [row[name] for worker, row in result["reported"].items() if name in row and int(worker) != one.worker]
-        finite = [value for value in others if value is not None]
-        spread = f" ({len(others)} others: {_measured(min(finite))} to {_measured(max(finite))})" if finite else ""
+        values = [row[name] for row in result["reported"].values() if name in row]
+        finite = [value for value in values if value is not None]
+        spread = ""
+        if len({_measured(value) for value in values}) > 1 and finite:
+            spread = f" ({len(values)} workers: {_measured(min(finite))} to {_measured(max(finite))})"
         by_worker.setdefault(one.worker, []).append(f"{name} {_measured(one.value)}{spread}")
     return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
 
