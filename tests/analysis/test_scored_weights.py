@@ -113,8 +113,8 @@ def test_sorting_scores_that_cannot_be_compared_is_refused(runs: Path, capsys: p
 def test_the_closing_lines_and_the_report_name_the_weights(runs: Path) -> None:
     averaged, live = RunFolder.open(runs / "averaged"), RunFolder.open(runs / "live")
     lines = closing_lines(averaged.result() or {}, None, "here")
-    assert "scored weights: averaged; live weights: test accuracy 86.50 %, test loss 0.4500" in lines
-    assert "scored weights: live" in closing_lines(live.result() or {}, None, "here")
+    assert "scored and saved: the averaged weights (live weights: test accuracy 86.50 %, test loss 0.4500)" in lines
+    assert "scored and saved: the live weights" in closing_lines(live.result() or {}, None, "here")
     verdicts = {}
     for folder in (averaged, live):
         reader = RunReader(folder.path)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.analysis.reported import read_reported
-from paceline.analysis.scored_weights import AVERAGED, SCORES, kind_of
+from paceline.analysis.scored_weights import LIVE, kind_of
 from paceline.system.terminal import can_redraw, fold_for, terminal_width
 
 if TYPE_CHECKING:
@@ -171,16 +171,16 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
 
 
 def _scored_weights(result: dict[str, Any]) -> list[str]:
-    """Return which weights the scores belong to, and those of the live weights if a run that averages has them."""
-    if all(result.get(score) is None for score in SCORES):
+    """Return which weights the scores belong to, and the live weights' scores if they are others and known."""
+    part = next((part for part in ("test", "validation", "train") if result.get(f"{part}_loss") is not None), None)
+    if part is None:
         return []
-    texts = []
-    for part in ("validation", "test"):
-        accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
-        texts += [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
-        texts += [f"{part} loss {loss:.4f}"] if loss is not None else []
-    kind = kind_of(result)
-    return [f"scored weights: {kind}" + (f"; live weights: {', '.join(texts)}" if kind == AVERAGED and texts else "")]
+    if kind_of(result) == LIVE:
+        return ["scored and saved: the live weights"]
+    accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
+    live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
+    live += [f"{part} loss {loss:.4f}"] if loss is not None else []
+    return ["scored and saved: the averaged weights" + (f" (live weights: {', '.join(live)})" if live else "")]
 
 
 def _reported(result: dict[str, Any]) -> list[str]:
