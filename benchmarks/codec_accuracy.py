@@ -83,7 +83,7 @@ def tell(row: Row) -> None:
     print(f"{row.model}, codec {row.codec}, pull codec {row.pull_codec}: {row.accuracy:.2f} %", file=sys.stderr)
 
 
-HEADER = ["model", "codec", "pull", "accuracy %", "lost", "by seed", "MB pushed", "pulled", "both"]
+HEADER = ["model", "codec", "pull", "accuracy % avg", "lost", "by seed", "MB pushed", "pulled", "both"]
 HEADER += ["times fewer pushed", "both ways"]
 
 
@@ -107,6 +107,7 @@ def main() -> int:
         workers=WORKERS,
         epochs=0.1 if asked.quick else asked.epochs,
         threads=1,
+        average="on",
         speeds="lognormal:1s,.3",
         checkpoint_every=1e9,
     )

@@ -3,7 +3,8 @@
     python benchmarks/local_steps.py --data-dir DIR [--steps H] [--epochs E] [--seeds N] [--only NAME ...] [--quick]
 
 Every cell is a `paceline simulate` per seed, so that other programs do not disturb the figures: steps of 5 ms with
-20 % jitter, on a link of 100 Mbit/s and 1 ms. The weights are those of real processes.
+20 % jitter, on a link of 100 Mbit/s and 1 ms. The weights are those of real processes. All rows average their weights
+(`--average on`), so that like is compared with like.
 With --quick it trains one epoch on the built-in sample, only to test the script.
 """
 
@@ -69,7 +70,7 @@ def main() -> int:
     epochs = parsed.epochs or (1.0 if parsed.quick else 6.0)
     data = ["--dataset", "fashion-mnist-sample" if parsed.quick else "fashion-mnist", "--model", "lenet5"]
     data += ["--data-dir", parsed.data_dir] if parsed.data_dir is not None and not parsed.quick else []
-    common = [*data, "--workers", str(WORKERS), "--epochs", str(epochs)]
+    common = [*data, "--workers", str(WORKERS), "--epochs", str(epochs), "--average", "on"]
     lines, rows = [], []
     for name in parsed.only:
         words = [word.format(steps=parsed.steps) for word in ROWS[name]]
@@ -80,7 +81,7 @@ def main() -> int:
         lines.append(line(words[1] if words[-1] == words[1] else name, found))
         rows += [{"row": name, **result} for results in found.values() for result in results]
         print(" ".join(lines[-1]), file=sys.stderr, flush=True)
-    head = ["test accuracy, %", *SPLITS, "updates", "MB moved", "virtual s", "computing"]
+    head = ["test accuracy, % (averaged weights)", *SPLITS, "updates", "MB moved", "virtual s", "computing"]
     print(table(head, lines))
     print(f"{WORKERS} workers, {epochs:g} epochs, {parsed.seeds} seed(s)")
     if parsed.json:

@@ -18,9 +18,9 @@ def paceline(*arguments: str) -> None:
 
 
 def main() -> None:
-    """Train LeNet5 on the built-in sample with four strategies and compare them."""
+    """Train LeNet5 on the built-in sample with four strategies and compare them, all with averaged weights."""
     runs = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    dataset = ("--dataset", "fashion-mnist-sample", "--model", "lenet5", "--epochs", EPOCHS)
+    dataset = ("--dataset", "fashion-mnist-sample", "--model", "lenet5", "--epochs", EPOCHS, "--average", "on")
     for strategy, workers in PACES:
         name = strategy.replace(":", "")
         paceline("train", "--strategy", strategy, "--workers", workers, *dataset, "--runs", str(runs), "--name", name)

@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.cli.main import main
-from tests.support.made_up_runs import whole_run
+from tests.support.made_up_runs import result_of, whole_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: 'apt-get install chromium' brings one")
@@ -58,3 +59,29 @@ def test_the_page_draws_and_logs_no_error(tmp_path: Path, names: list[str]) -> N
         assert {"Over time", "Over samples", "Scaling"} <= set(shown)
         assert drawn.count('class="badge killed"') == 1
         assert "events.jsonl is cut off after row" in drawn
+
+
+BOTH = {"weights": "averaged", "live_test_accuracy": 80.0, "live_test_loss": 0.6}
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("averaged", "said"),
+    [
+        (BOTH, "Best is live with 81.50 % test accuracy (live weights)"),
+        ({"average": "on"}, "No best run: some were scored on live weights only, others on averaged weights only."),
+    ],
+    ids=["both", "averaged only"],
+)
+def test_the_best_run_is_chosen_on_one_kind_of_weights(tmp_path: Path, averaged: dict[str, Any], said: str) -> None:
+    """The highest figure of all is that of averaged weights."""
+    for name, more in (("averaged", {"test_accuracy": 85.0, **averaged}), ("live", {"average": "none"})):
+        folder = whole_run(tmp_path / "runs", name)
+        folder.write_result(result_of(folder, **more))
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(page)]) == 0
+    document, console = opened(page, tmp_path / "profile")
+    assert console == []
+    drawn = re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL)
+    assert said in drawn
+    assert drawn.count("test %, live") == 1 and drawn.count("test %, avg") == 1

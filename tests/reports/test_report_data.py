@@ -45,7 +45,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     found = digest_of(whole_run(tmp_path))
     assert found["status"] == "finished"
     assert found["verdict"] == (
-        "Finished: 81.50 % test accuracy after 1,280 samples, in 4.0 s on 2 workers (320 samples/s)."
+        "Finished: 81.50 % test accuracy (averaged weights) after 1,280 samples, in 4.0 s on 2 workers (320 samples/s)."
     )
     assert found["closing"][0] == "training time: 00:04:000"
     assert found["notes"] == []
@@ -227,7 +227,7 @@ def test_a_stopped_run_has_the_scores_of_its_way(tmp_path: Path) -> None:
     folder.write_result({"status": "stopped", "reason": "interrupted", "test_accuracy": None, "samples": 1280})
     found = digest_of(folder)
     assert found["verdict"].startswith(
-        "Stopped early (interrupted): 80.00 % test accuracy at the last evaluation, after 1,280"
+        "Stopped early (interrupted): 80.00 % test accuracy (averaged weights) at the last evaluation, after 1,280"
     )
     assert found["figures"]["scored_early"] and found["figures"]["test_accuracy"] == 80.0
     assert not digest_of(whole_run(tmp_path / "other"))["figures"]["scored_early"]

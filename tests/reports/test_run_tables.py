@@ -26,7 +26,14 @@ from paceline.runs.folder import RunFolder
 
 def finished(accuracy: float | None, **more: Any) -> dict[str, Any]:
     figures = {"train_seconds": 10.0, "samples_per_second": 1000.0, "train_accuracy": 80.0, "test_loss": 0.5}
-    return {"status": "finished", "staleness": {"mean": 1.0, "max": 3}, "test_accuracy": accuracy, **figures, **more}
+    return {
+        "status": "finished",
+        "staleness": {"mean": 1.0, "max": 3},
+        "test_accuracy": accuracy,
+        "average": "none",
+        **figures,
+        **more,
+    }
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from paceline.settings.resolve import resolve
 from paceline.simulation.lab.run import LabResult, run_rows
 from paceline.studies import batch_runs as many_runs
 from paceline.studies.sweep_file import SweepGrid, read_grid, run_name
-from paceline.studies.sweep_table import disposition, gather
+from paceline.studies.sweep_table import disposition, draw, gather, plain
 
 SETTINGS = """
 [run]
@@ -53,13 +53,13 @@ def test_a_grid_runs_once_may_grow_and_names_its_best(capsys: pytest.CaptureFixt
     write(SETTINGS + "[grid]\nlr = [1e20, 0.01]\nseed = [0, 1]\n")
     assert main(["sweep", "try.toml"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(" % test accuracy")
+    assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(" % test accuracy, averaged weights")
     assert out[1].startswith("0.01") and out[2].split()[-1] == "2"
     best, worst = table("table.csv")
     assert (best["lr"], best["runs"], best["diverged"]) == ("0.01", "2", "0") and float(
-        best["test_accuracy_spread"]
+        best["averaged_test_accuracy_spread"]
     ) >= 0
-    assert (worst["lr"], worst["diverged"], worst["test_accuracy_mean"]) == ("1e+20", "2", "")
+    assert (worst["lr"], worst["diverged"], worst["averaged_test_accuracy_mean"]) == ("1e+20", "2", "")
     assert [row["status"] for row in table("runs.csv")] == ["diverged", "diverged", "finished", "finished"]
     made = {path: path.stat().st_mtime_ns for path in Path("runs/try").glob("*/result.json")}
     assert len(made) == 4
@@ -68,12 +68,12 @@ def test_a_grid_runs_once_may_grow_and_names_its_best(capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert "4 of 6 runs are there already" in said.err
     shown = json.loads(said.out)
-    assert shown["score"] == "test_accuracy" and len(shown["settings"]) == 3 and shown["best"]["diverged"] == 0
+    assert shown["score"] == "averaged_test_accuracy" and len(shown["settings"]) == 3 and shown["best"]["diverged"] == 0
     assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
 def test_folds_train_on_the_rest_and_leave_the_test_set_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    write("folds = 3\n" + SETTINGS + '[grid]\nstrategy = ["async", "local:2"]\n')
+    write("folds = 3\n" + SETTINGS + 'average = "on"\n[grid]\nstrategy = ["async", "local:2"]\n')
     assert main(["sweep", "try.toml"]) == 0
     assert "% validation accuracy" in capsys.readouterr().out
     found = results()
@@ -210,16 +210,16 @@ def grid_of(**axes: list[Any]) -> SweepGrid:
     return SweepGrid(Path("try.toml"), "try", {}, axes, None)
 
 
-def result(accuracy: float | None, loss: float | None, status: str = "finished") -> dict[str, Any]:
+def result(accuracy: float | None, loss: float | None, status: str = "finished", **more: Any) -> dict[str, Any]:
     none = {"validation_loss": None, "validation_accuracy": None}
-    return {"status": status, "test_accuracy": accuracy, "test_loss": loss, **none}
+    return {"status": status, "test_accuracy": accuracy, "test_loss": loss, "average": "none", **none, **more}
 
 
 def test_the_best_is_one_of_which_no_run_diverged() -> None:
     found = [result(90.0, 0.1), result(None, None, "diverged"), result(70.0, 0.5), result(74.0, 0.4)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
     assert [setting.values["lr"] for setting in swept.settings] == [0.2, 0.1]
-    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy"
+    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy, live weights"
     lost = gather(grid_of(lr=[0.1]), [result(None, None, "diverged")])
     assert disposition(lost).startswith("no best setting")
 
@@ -227,7 +227,31 @@ def test_the_best_is_one_of_which_no_run_diverged() -> None:
 def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named() -> None:
     found = [result(None, 0.5), result(None, 0.7), result(None, 0.55), result(None, 0.75)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
-    assert disposition(swept) == "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
+    said = "best: lr = 0.1: 0.6000 ± 0.1414 test loss, live weights; the next, lr = 0.2, is within the spread"
+    assert disposition(swept) == said
+
+
+def test_settings_are_compared_on_weights_that_all_runs_scored() -> None:
+    """The highest figure of all is that of averaged weights, but live weights are all that both runs have."""
+    averaged = result(90.0, 0.1, weights="averaged", live_test_accuracy=80.0, live_test_loss=0.3)
+    grid = grid_of(strategy=["async", "sync"])
+    swept = gather(grid, [averaged, result(85.0, 0.2)])
+    assert disposition(swept) == "best: strategy = sync: 85.00 % test accuracy, live weights"
+    lines = plain(swept).splitlines()
+    assert lines[0].startswith("strategy  test % live  test % avg")
+    assert [line.split()[:3] for line in lines[1:]] == [["sync", "85.00", "-"], ["async", "80.00", "90.00"]]
+    narrow = plain(swept, 30).splitlines()[0]
+    assert "test % live" in narrow and len(narrow) <= 30
+    both = gather(grid, [averaged, {**averaged, "test_accuracy": 91.0, "live_test_accuracy": 70.0}])
+    assert disposition(both) == "best: strategy = sync: 91.00 % test accuracy, averaged weights"
+
+
+def test_settings_scored_on_different_weights_have_no_best() -> None:
+    swept = gather(grid_of(strategy=["async", "sync"]), [result(90.0, 0.1, average="on"), result(85.0, 0.2)])
+    assert swept.best is None and swept.score is None
+    assert disposition(swept).endswith('write average = "on" under [run]')
+    assert plain(swept).splitlines()[0].startswith("strategy  test % live  test % avg")
+    assert draw(grid_of(strategy=["async", "sync"]), swept, Path("figure.png")) is not None
 
 
 def test_the_page_about_studies_shows_the_example() -> None:

@@ -11,18 +11,33 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.reported import read_reported
+from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable, kind_of
 from paceline.config import ALIASES, FIELDS, is_simulated, to_dict
 from paceline.errors import UserError, unknown_name
 from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
+from paceline.settings.rules import average_in_words
 
 Row = dict[str, Any]
 FIGURES = (
-    *("updates", "samples", "train_seconds", "samples_per_second", "train_accuracy", "train_loss"),
-    *("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "staleness_mean", "staleness_max"),
+    *("updates", "samples", "train_seconds", "samples_per_second", *SCORES, *BY_WEIGHTS),
+    *("staleness_mean", "staleness_max"),
     *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
 )
-ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics")
+ABOUT = (
+    "run",
+    "path",
+    "kind",
+    "status",
+    "fraction",
+    "reason",
+    "problem",
+    "changed",
+    "metrics",
+    "reported_by",
+    "weights",
+)
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
 TAIL_BYTES = 1 << 16
@@ -105,31 +120,41 @@ def _row(folder: RunFolder, name: str) -> Row:
         settings = to_dict(config)
         row |= {setting: settings[setting] for setting in SETTINGS}
         row |= {"kind": "simulated" if is_simulated(config) else "real", "model": config.task or config.model}
+        row["average"] = average_in_words(config)  # auto means another thing for each strategy
         result = folder.result()
+        row["weights"] = kind_of(result if isinstance(result, dict) else {}, config)
         if result is None:
             return row | _so_far(folder)
         if not isinstance(result, dict) or not isinstance(result.get("status"), str):
             return row | {"problem": f"{folder.result_file.name} is not a run result"}
-        return row | _ended(result)
+        return row | _ended(result, row["weights"])
     except (UserError, OSError) as error:
         return row | {"problem": str(error).replace(f"{folder.path}/", "")}
 
 
-def _ended(result: dict[str, Any]) -> Row:
+def _ended(result: dict[str, Any], weights: str) -> Row:
     staleness = result.get("staleness")
     if isinstance(staleness, dict):
         result = {**result, "staleness_mean": staleness.get("mean"), "staleness_max": staleness.get("max")}
+    result = {**result, **by_weights({**result, "weights": weights})}
     figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
     kind = {"kind": "lab"} if result.get("lab") else {}
-    return {**figures, **kind, "metrics": _metrics(result), "status": result["status"], "reason": result.get("reason")}
+    workers = {name: one.worker for name, one in read_reported(result).items()}
+    about = {
+        "metrics": _metrics(result),
+        "reported_by": workers or None,
+        "status": result["status"],
+        "reason": result.get("reason"),
+    }
+    return {**figures, **kind, **about}
 
 
 def _metrics(result: dict[str, Any]) -> dict[str, float] | None:
     """Return what a task measured on its test data, or a loop reported, except losses and accuracies."""
-    reported = result.get("reported")
-    candidates = [result.get("test_metrics"), *(reported.values() if isinstance(reported, dict) else ())]
-    named = [row for row in candidates if isinstance(row, dict)]
-    return {name: value for row in named[::-1] for name, value in row.items() if is_number(value)} or None
+    measured = result.get("test_metrics")
+    named: dict[str, Any] = {name: one.value for name, one in read_reported(result).items()}
+    named |= measured if isinstance(measured, dict) else {}
+    return {name: value for name, value in named.items() if is_number(value)} or None
 
 
 def _so_far(folder: RunFolder) -> Row:
@@ -157,12 +182,24 @@ def choose(rows: Iterable[Row], where: list[str], sort: str | None = None, rever
     kept = [row for row in rows if all(fits(row) for fits in conditions)]
     if sort is None:
         return kept[::-1] if reverse else kept
-    key = _key(sort, "--sort")
+    key = sort_key(kept, sort)
     there = [row for row in kept if row[key] is not None]
     there.sort(key=lambda row: (is_number(row[key]), row[key] if is_number(row[key]) else _text(row[key])))
     if bool(DESCENDING.search(key)) != reverse:
         there.reverse()
     return there + [row for row in kept if row[key] is None]
+
+
+def sort_key(rows: list[Row], name: str) -> str:
+    """Return the key that `--sort NAME` sorts by: a score of averaged weights is not compared with one of live ones."""
+    key = _key(name, "--sort")
+    if key not in SCORES or all(row[key] is None for row in rows):
+        return key
+    common = comparable(rows, key)
+    if common is None:
+        why = "some of these runs have it for averaged weights only, others for live ones only"
+        raise UserError(f"--sort {name}: {why}: sort by averaged_{key} or live_{key}")
+    return common
 
 
 def _key(name: str, flag: str) -> str:

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.analysis.scored_weights import BY_WEIGHTS, by_weights
+
 
 @dataclass(frozen=True)
 class RunStatistics:
@@ -15,8 +17,9 @@ class RunStatistics:
     results: list[dict[str, Any]]
 
     def values(self, figure: str) -> list[float]:
-        """Return the figure of each finished run that has it."""
-        found = [result.get(figure) for result in self.results if result["status"] == "finished"]
+        """Return the figure of each finished run that has it, also under the names of `by_weights`."""
+        finished = [result for result in self.results if result["status"] == "finished"]
+        found = [(by_weights(result) if figure in BY_WEIGHTS else result).get(figure) for result in finished]
         return [float(value) for value in found if value is not None]
 
     def mean(self, figure: str) -> float | None:

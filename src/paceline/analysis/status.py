@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.analysis.reported import ReportedValue, read_reported, reported_so_far
+from paceline.analysis.scored_weights import kind_of
 from paceline.config import is_simulated
 from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
@@ -63,6 +65,8 @@ class RunStatus:
     loss: float | None = None  # mean over the latest pushes
     staleness: float | None = None  # mean over all pushes so far
     test_accuracy: float | None = None  # latest evaluation, in percent
+    weights: str = "live"  # those that are scored: live, or averaged
+    reported: dict[str, ReportedValue] = field(default_factory=dict)  # metrics of an own loop: the values that hold
 
 
 class RunSnapshot(NamedTuple):
@@ -117,6 +121,8 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None) -> Run
         loss=last.get("loss"),
         staleness=last.get("staleness"),
         test_accuracy=(result or _last(events, "evaluation")).get("test_accuracy"),
+        weights=kind_of(result or {}, config),
+        reported=read_reported(result) if result is not None else reported_so_far(events),
     )
 
 

@@ -71,6 +71,18 @@ def _add_selection(parser: Parser) -> None:
     parser.add_either(json="print all settings and results as JSON", csv="print all settings and results as CSV")
 
 
+def _choose(found: list[dict[str, Any]], parsed: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the chosen rows in order; if they mix averaged and live weights, say which of the two sorts them."""
+    from paceline.analysis.listing import choose, sort_key
+
+    rows = choose(found, parsed.where, parsed.sort, parsed.reverse)
+    if parsed.sort is not None and len({row["weights"] for row in rows if row["status"] != "damaged"}) > 1:
+        asked, key = parsed.sort.replace("-", "_"), sort_key(rows, parsed.sort)
+        if key.endswith(f"_{asked}"):
+            print(f"paceline: sorted by {key}, which all of these runs have", file=sys.stderr)
+    return rows
+
+
 def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: str) -> None:
     from paceline.analysis.listing import KEYS, as_texts
     from paceline.reports.tables import as_csv
@@ -88,10 +100,10 @@ def list_verb(arguments: list[str]) -> int:
     parser.add("folder", "folder of runs [runs]", nargs="?", default="runs", metavar="DIR")
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
-    from paceline.analysis.listing import choose, runs_in
+    from paceline.analysis.listing import runs_in
     from paceline.reports.run_tables import run_list
 
-    rows = choose(runs_in(Path(parsed.folder)), parsed.where, parsed.sort, parsed.reverse)
+    rows = _choose(runs_in(Path(parsed.folder)), parsed)
     _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width()))
     return 0
 
@@ -101,13 +113,13 @@ def compare_verb(arguments: list[str]) -> int:
     parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
-    from paceline.analysis.listing import choose, runs_of
+    from paceline.analysis.listing import runs_of
     from paceline.reports.run_tables import compare
 
     found, others = runs_of([Path(run) for run in parsed.runs])
     for line in others:
         print(f"paceline: {line}", file=sys.stderr)
-    rows = choose(found, parsed.where, parsed.sort, parsed.reverse)
+    rows = _choose(found, parsed)
     if not rows:
         raise UserError(f"none of {len(found)} runs fits --where {' --where '.join(parsed.where)}: ask for less")
     _print_runs(rows, parsed, compare(rows, table_width()))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.analysis.reported import ReportedMetrics
 from paceline.analysis.status import STARTS, WINDOW_SECONDS, WorkerStatus, is_whole, workers_of
 from paceline.analysis.tail import Records
 from paceline.reports.sentences import event_sentence
@@ -15,7 +16,8 @@ from paceline.reports.worker_lanes import WorkerLanes
 from paceline.runs.arrival_log import PUSH_KIND
 
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
-SCORES = ("samples", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
+EVALUATED = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "live_test_accuracy", "live_test_loss")
+SCORES = ("samples", *EVALUATED)
 TAKEN = 0  # verdict of an accepted push
 MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160
 """Events listed one by one, at the start and at the end; those between are counted."""
@@ -34,6 +36,7 @@ class Aggregates:
         self.now = 0.0
         self.counts: dict[str, int] = {}
         self.stale: list[list[int]] | None = None
+        self.reported, self.lost = ReportedMetrics(), set[Any]()
         self._accounts: deque[dict[str, Any]] = deque()
         self._first_events: list[dict[str, Any]] = []
         self._last_events: deque[dict[str, Any]] = deque(maxlen=MAX_LAST_EVENTS)
@@ -82,6 +85,10 @@ class Aggregates:
             self.lanes.joined(worker, now)
         elif kind in ("worker_lost", "worker_left") and isinstance(worker, int):
             self.lanes.left(worker, now)
+        if kind == "worker_lost":
+            self.lost.add(worker)
+        elif kind == "reported":
+            self.reported.add_row(worker, row.get("figures"))
         text = event_sentence(row)
         if text is not None:
             self._num_events += 1

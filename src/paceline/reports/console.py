@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.analysis.reported import read_reported
+from paceline.analysis.scored_weights import LIVE, kind_of
 from paceline.system.terminal import can_redraw, fold_for, terminal_width
 
 if TYPE_CHECKING:
@@ -150,10 +152,7 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
             lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
         for name, value in (result.get(f"{which}_metrics") or {}).items():
             lines.append(f"{which.capitalize()} {name}: {_measured(value)}")
-    for part in ("test", "validation"):
-        if "weights" in result and result[f"{part}_loss"] is not None:
-            lines.append(_scored_weights(result, part))
-            break
+    lines += _scored_weights(result)
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
     stale = result["staleness"]
@@ -163,9 +162,7 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     )
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
-    for worker, figures in (result.get("reported") or {}).items():
-        text = ", ".join(f"{name} {_measured(value)}" for name, value in figures.items())
-        lines.append(f"reported by worker {worker}: {text}")
+    lines += _reported(result)
     if result.get("simulated"):
         lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
@@ -173,14 +170,30 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     return lines
 
 
-def _scored_weights(result: dict[str, Any], part: str) -> str:
-    """Return which weights the scores belong to, and the live weights' scores on `part` if they are others."""
-    if result["weights"] == "live":
-        return "scored and saved: the live weights"
-    accuracy, loss = result[f"live_{part}_accuracy"], result[f"live_{part}_loss"]
+def _scored_weights(result: dict[str, Any]) -> list[str]:
+    """Return which weights the scores belong to, and the live weights' scores if they are others and known."""
+    part = next((part for part in ("test", "validation", "train") if result.get(f"{part}_loss") is not None), None)
+    if part is None:
+        return []
+    if kind_of(result) == LIVE:
+        return ["scored and saved: the live weights"]
+    accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
     live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
-    live.append(f"{part} loss {f'{loss:.4f}' if loss is not None else 'not finite'}")
-    return f"scored and saved: the averaged weights (live weights: {', '.join(live)})"
+    live += [f"{part} loss {loss:.4f}"] if loss is not None else []
+    return ["scored and saved: the averaged weights" + (f" (live weights: {', '.join(live)})" if live else "")]
+
+
+def _reported(result: dict[str, Any]) -> list[str]:
+    """Return the metrics of an own loop: the value that holds, whose it is, and how far those of other workers lie."""
+    by_worker: dict[int, list[str]] = {}
+    for name, one in read_reported(result).items():
+        values = [row[name] for row in result["reported"].values() if name in row]
+        finite = [value for value in values if value is not None]
+        spread = ""
+        if len({_measured(value) for value in values}) > 1 and finite:
+            spread = f" ({len(values)} workers: {_measured(min(finite))} to {_measured(max(finite))})"
+        by_worker.setdefault(one.worker, []).append(f"{name} {_measured(one.value)}{spread}")
+    return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
 
 
 def _measured(value: float | None) -> str:

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from paceline.analysis.reported import read_reported
+from paceline.analysis.scored_weights import SCORES as FINAL_SCORES
+from paceline.analysis.scored_weights import by_weights, kind_of
 from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
 from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
 from paceline.errors import UserError
-from paceline.reports.aggregates import SCORES, Aggregates, number
+from paceline.reports.aggregates import EVALUATED, SCORES, Aggregates, number
 from paceline.reports.sentences import class_names, closing, outcome_sentence
 from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
@@ -23,7 +26,6 @@ MAX_BARS = 48  # bars of a histogram
 FIGURES = (
     *("samples", "updates", "reason", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
 )
-PARTS = ("train", "validation", "test")
 
 
 class RunReader:
@@ -132,11 +134,11 @@ class RunReader:
         row = {**last, **result}
         simulated = config is not None and is_simulated(config) and not result.get("lab")
         found: dict[str, Any] = {name: row.get(name) for name in FIGURES}
-        found |= {f"{part}_{what}": row.get(f"{part}_{what}") for part in PARTS for what in ("accuracy", "loss")}
-        found["scored_early"] = False
-        if all(found[name] is None for name in SCORES[1:]):
-            found |= {name: _last(aggregates.scores, name) for name in SCORES[1:]}
-            found["scored_early"] = any(found[name] is not None for name in SCORES[1:])
+        scores = {name: row.get(name) for name in (*FINAL_SCORES, *EVALUATED)}
+        early = {name: _last(aggregates.scores, name) for name in EVALUATED}
+        is_early = all(scores[name] is None for name in EVALUATED) and any(one is not None for one in early.values())
+        scores |= {**(early if is_early else {}), "weights": kind_of(result, config)}
+        found |= {**scores, **by_weights(scores), "scored_early": is_early, "metrics": self._metrics()}
         over = status == "finished" and not result.get("reason")
         timed = status == "running" and not simulated and bool(aggregates.latest)
         return found | {
@@ -156,6 +158,12 @@ class RunReader:
             "lost_workers": len(result.get("lost_workers") or ()) or aggregates.counts.get("worker_lost", 0),
             "resumes": aggregates.counts.get("run_resumed", 0),
         }
+
+    def _metrics(self) -> dict[str, float | None]:
+        """Return the metrics of an own loop: the values that hold."""
+        so_far = self._aggregates.reported.values(self._aggregates.lost)
+        found = read_reported(self._result) if self._result is not None else so_far
+        return {name: one.value for name, one in found.items()}
 
     def _notes(self, going_on: bool) -> list[str]:
         notes = [*self._problems, *self._events.notes(going_on), *self._arrivals.notes(going_on)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paceline.analysis.listing import SETTINGS, Row, is_number
+from paceline.analysis.scored_weights import KINDS, SHORT
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold
 
@@ -27,15 +28,22 @@ class FigureColumn(NamedTuple):
     drop_order: int
 
 
+def _by_weights(head: str, score: str, form: str, drop_order: int) -> list[FigureColumn]:
+    """Return a column for the scores of live weights and one for those of averaged ones."""
+    return [FigureColumn(f"{head} {SHORT[kind]}", f"{kind}_{score}", form, drop_order) for kind in KINDS]
+
+
+TEST_ACCURACIES = _by_weights("test %", "test_accuracy", ".2f", 9)
 FIGURES = (
     FigureColumn("seconds", "train_seconds", ",.1f", 7),
     FigureColumn("samples/s", "samples_per_second", ",.0f", 6),
-    FigureColumn("train %", "train_accuracy", ".2f", 4),
-    FigureColumn("test %", "test_accuracy", ".2f", 9),
-    FigureColumn("test loss", "test_loss", ".4f", 3),
+    *_by_weights("train %", "train_accuracy", ".2f", 4),
+    *TEST_ACCURACIES,
+    *_by_weights("test loss", "test_loss", ".4f", 3),
     FigureColumn("stale", "staleness_mean", ".2f", 2),
     FigureColumn("dropped", "dropped_pushes", ",.0f", 1),
 )
+LEGEND = "live: the weights that are trained; avg: their running average (--average)"
 
 
 def run_list(rows: list[Row], where: str, width: int) -> str:
@@ -48,11 +56,12 @@ def run_list(rows: list[Row], where: str, width: int) -> str:
         (Column("model", 2), lambda row: str(row["model"] or "-")),
         (Column("workers", 3), lambda row: str(row["workers"] or "-")),
         (Column("status", 0), _status),
-        (Column("test %", 4), lambda row: _number(row["test_accuracy"], ".2f")),
+        *((Column(one.head, 4), lambda row, one=one: _number(row[one.key], one.form)) for one in TEST_ACCURACIES),
+        *((Column(name, 2), lambda row, name=name: _metric(row, name)) for name in _metric_names(rows)),
         (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
     ]
     text = fit_table([column for column, _ in columns], [[cell(row) for _, cell in columns] for row in rows], width)
-    return "\n".join([text, *_problems(rows, width)])
+    return "\n".join([text, *_legend(text, rows, width), *_problems(rows, width)])
 
 
 def compare(rows: list[Row], width: int) -> str:
@@ -65,7 +74,7 @@ def compare(rows: list[Row], width: int) -> str:
         figures = [figure for figure in figures if figure.key != "dropped_pushes"]
     telling = {name: 5 if name not in differing else 10 if name == "strategy" else 8 for name in shown}
     columns = [Column("run", 0), *(Column(name.replace("_", "-"), drop_order) for name, drop_order in telling.items())]
-    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"] or {}))
+    metrics = _metric_names(rows)
     columns += [*(Column(figure.head, figure.drop_order) for figure in figures), *(Column(name, 5) for name in metrics)]
     columns.append(Column("status", 0))
     cells = [
@@ -73,16 +82,35 @@ def compare(rows: list[Row], width: int) -> str:
             row["run"],
             *(_setting(row[name]) for name in shown),
             *(_number(row[figure.key], figure.form) for figure in figures),
-            *(_number((row["metrics"] or {}).get(name), ".4g") for name in metrics),
+            *(_metric(row, name) for name in metrics),
             _status(row),
         ]
         for row in rows
     ]
-    lines = [fit_table(columns, cells, width), *_problems(rows, width)]
+    text = fit_table(columns, cells, width)
+    lines = [text, *_legend(text, rows, width), *_problems(rows, width)]
     more = [name.replace("_", "-") for name in differing if name not in shown]
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
     return "\n".join(lines)
+
+
+def _metric_names(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["metrics"] or {}))
+
+
+def _metric(row: Row, name: str) -> str:
+    return _number((row["metrics"] or {}).get(name), ".4g")
+
+
+def _legend(text: str, rows: list[Row], width: int) -> list[str]:
+    """Explain the two kinds of weights if the table has both, and say whose report a metric of an own loop is."""
+    head = text.partition("\n")[0].split()
+    lines = [LEGEND] if set(SHORT.values()) <= set(head) else []
+    for name in head:
+        workers = {row["reported_by"][name] for row in rows if row["reported_by"] and name in row["reported_by"]}
+        lines += [f"{name}: as reported by worker {', '.join(map(str, sorted(workers)))}"] if workers else []
+    return [fold(line, width) for line in lines]
 
 
 def _problems(rows: list[Row], width: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.analysis.scored_weights import AVERAGED
 from paceline.data.catalog import DATASETS
 from paceline.reports.console import closing_lines
 from paceline.reports.status_table import seconds_text
@@ -28,10 +29,18 @@ def _how_good(figures: dict[str, Any]) -> str:
     for which in ("test", "validation", "train"):
         accuracy, loss = figures.get(f"{which}_accuracy"), figures.get(f"{which}_loss")
         if accuracy is not None:
-            return f"{accuracy:.2f} % {which} accuracy{when}"
+            return f"{accuracy:.2f} % {which} accuracy{_of_weights(figures, f'{which}_accuracy', '.2f', ' %')}{when}"
         if loss is not None:
-            return f"{which} loss {loss:.4f}{when}"
+            return f"{which} loss {loss:.4f}{_of_weights(figures, f'{which}_loss', '.4f')}{when}"
     return ""
+
+
+def _of_weights(figures: dict[str, Any], score: str, form: str, unit: str = "") -> str:
+    """Return which weights the score belongs to, and that of the live weights if it is another."""
+    if figures.get("weights") != AVERAGED:
+        return " (live weights)"
+    live = figures.get(f"live_{score}")
+    return " (averaged weights" + (f"; live weights: {live:{form}}{unit})" if live is not None else ")")
 
 
 def _how_much(figures: dict[str, Any], status: str) -> str:

@@ -77,6 +77,8 @@ def _run_line(status: RunStatus) -> str:
         parts.append(f"data reassigned {'once' if status.deals == 1 else f'{status.deals:,} times'}")
     if status.seconds_left is not None:
         parts.append(f"about {seconds_text(status.seconds_left)} left")
+    for name, one in status.reported.items():
+        parts.append(f"{name} {'not finite' if one.value is None else f'{one.value:.4g}'} (worker {one.worker})")
     return ", ".join(parts)
 
 

@@ -29,7 +29,7 @@ def test_a_name_with_anything_in_it_is_escaped() -> None:
     (found,) = [
         one for one in parse(exposition([RunStatus(name, "async", "lenet5", 2, "running")])) if "info" in one[0]
     ]
-    assert found[1] == {"run": name, "strategy": "async", "model": "lenet5"}
+    assert found[1] == {"run": name, "strategy": "async", "model": "lenet5", "weights": "live"}
 
 
 def test_what_is_not_known_has_no_sample() -> None:

@@ -43,7 +43,7 @@ def look(run: Path, *arguments: str) -> None:
     """Everything but the picture, which takes matplotlib seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        assert main(["landscape", str(run), "-o", "out", *arguments]) == 2
+        assert main(["landscape", str(run), *arguments, "-o", "out"]) == 2
 
 
 def snapshots(run: Path) -> torch.Tensor:
@@ -160,3 +160,13 @@ def test_several_runs_make_one_picture(run: Path, capsys: pytest.CaptureFixture[
     assert [len(one["path"]) for one in facts["runs"]] == [9, 9, 9]
     picture = Path("out/deep/landscape.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+@pytest.mark.parametrize("average", ["on", "none"])
+def test_paths_of_different_weights_are_told_apart(run: Path, average: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = train("other", "--snapshots", "2", "--average", average)
+    capsys.readouterr()
+    look(run, str(other), "--grid", "5")
+    assert ("these are paths of different weights" in capsys.readouterr().out) == (average == "on")
+    kinds = [one["weights"] for one in json.loads(Path("out/landscape.json").read_text())["runs"]]
+    assert kinds == ["live", "averaged" if average == "on" else "live"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.scored_weights import kind_of
 from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.data.datasets import DATASETS, Location
@@ -35,6 +36,13 @@ def test_the_tables_have_all_their_rows() -> None:
 def test_speed_ups_are_of_the_baseline_beside_them() -> None:
     for row in distml.published_rows():
         assert row.samples_per_second / row.baseline == pytest.approx(row.speedup, abs=0.021), row.name
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "async"}], ids=["as published", "async"])
+def test_every_row_is_scored_on_live_weights_as_the_published_ones(settings: dict[str, object]) -> None:
+    asked = RowOptions(None, None, "cpu", None, "runs", settings)
+    rows = (*distml.published_rows(), *mxnet.published_rows())
+    assert {kind_of({}, row.config(asked)) for row in rows} == {"live"}
 
 
 @pytest.mark.parametrize("steps", [None, 5])

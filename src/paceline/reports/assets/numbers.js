@@ -128,6 +128,9 @@ function smooth(values, weights) {
   return values.map((value, place) => (known(value) ? sums[place] / counts[place] : null));
 }
 
+// A score belongs to the live weights or to their running average; one is never compared with the other.
+const WEIGHTS = ["live", "averaged"];
+
 const COLOURS = 7;
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 

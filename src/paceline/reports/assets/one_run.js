@@ -169,9 +169,11 @@ function tilesOf(run) {
   const bytes = (figures.bytes_pushed || 0) + (figures.bytes_pulled || 0);
   const stale = figures.staleness;
   return [
-    ["test accuracy", known(figures.test_accuracy) ? KINDS.percent(figures.test_accuracy) : null],
-    ["test loss", known(figures.test_loss) ? digits(figures.test_loss, 4) : null],
-    ["train accuracy", known(figures.train_accuracy) ? KINDS.percent(figures.train_accuracy) : null],
+    ...[...WEIGHTS].sort((kind) => (kind === figures.weights ? -1 : 1)).flatMap((kind) => [["test", "accuracy"], ["test", "loss"], ["train", "accuracy"]].map(([part, what]) => {
+      const value = figures[`${kind}_${part}_${what}`];
+      return [`${part} ${what}, ${kind} weights`, known(value) ? (what === "loss" ? digits(value, 4) : KINDS.percent(value)) : null];
+    })),
+    ...Object.entries(figures.metrics).map(([name, value]) => [name, known(value) ? digits(value, 4) : "not finite"]),
     [timeLabel(run), known(figures.seconds) ? clock(figures.seconds) : null],
     ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],
     ["samples/s", known(figures.rate) ? digits(figures.rate, 4) : null],

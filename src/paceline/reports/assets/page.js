@@ -71,9 +71,8 @@ class Page {
     const busy = facts.live && !this.picked ? all.filter((run) => run.going_on) : [];
     if (busy.length) this.chosen = busy.reduce((a, b) => ((b.made || "") > (a.made || "") ? b : a)).id;
     if (!runs.has(this.chosen)) {
-      const scored = all.filter((run) => known(run.figures.test_accuracy));
-      const best = scored.reduce((a, b) => (b.figures.test_accuracy > a.figures.test_accuracy ? b : a), scored[0] || all[0]);
-      this.chosen = best.id;
+      const [best] = bestOf(all);
+      this.chosen = (best || all[0]).id;
     }
     if (this.select.options.length !== all.length) {
       this.select.replaceChildren(...all.map((run) => el("option", { value: run.id }, run.name)));

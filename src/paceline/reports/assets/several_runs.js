@@ -1,6 +1,7 @@
 // Several runs side by side: a table, curves, scaling, classes, and differing settings.
 
-const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
+const METRICS = [...["accuracy", "loss"].flatMap((what) => WEIGHTS.map((kind) => [`${kind}_test_${what}`, `test ${what}, ${kind}`])),
+  ["train", "train loss of pushes"]];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
 
 class SeveralRuns {
@@ -11,7 +12,7 @@ class SeveralRuns {
     this.notes = el("ul", { class: "notes", hidden: true });
     top.append(this.verdict, this.notes);
     const all = section(top, "All runs", "all-runs");
-    this.table = new SortedTable(all, [], { caption: "Runs", sortBy: facts.live ? null : "test", falling: true });
+    this.table = new SortedTable(all, [], { caption: "Runs", falling: true });
     const curves = section(parent, "Training curves", "curves");
     this.metric = new Choice(curves, "what is drawn", METRICS, () => this.update(this.runs));
     const grid = el("div", { class: "grid" });
@@ -33,6 +34,7 @@ class SeveralRuns {
   update(runs) {
     this.runs = runs;
     if (!this.chosen) this.firstMetric(runs);
+    this.metric.offer((name) => name === "train" || runs.some((run) => curveOf(run, name).some(known)));
     setText(this.verdict, overall(runs));
     const notes = runs.flatMap((run) => run.notes.map((text) => `${run.name}: ${text}`));
     this.notes.hidden = !notes.length;
@@ -59,20 +61,26 @@ class SeveralRuns {
   // Return the first metric for which any run has a curve.
   firstMetric(runs) {
     this.chosen = true;
-    const has = (name) => runs.some((run) => run.scores[name].filter(known).length > 1);
-    this.metric.set(has("test_accuracy") ? "test_accuracy" : has("test_loss") ? "test_loss" : "train");
+    const has = (name) => runs.some((run) => curveOf(run, name).filter(known).length > 1);
+    const compared = ["test_accuracy", "test_loss"].map((name) => `${comparable(runs, name)}_${name}`);
+    const names = [...compared, ...METRICS.map(([name]) => name)].filter((name) => name !== "train" && has(name));
+    this.metric.set(names[0] || "train");
   }
 
   updateTable(runs, differing) {
     const named = differing.filter(([name]) => name !== "workers").slice(0, 6).map(([name]) => name);
+    const kind = comparable(runs, "test_accuracy");
+    if (!facts.live && !this.table.sort.by && kind) this.table.sort = { by: `${kind}_test_accuracy`, falling: true };
     const rows = runs.map((run, number) => ({ run, number, key: run.id, state: this.hidden.has(run.id), className: this.hidden.has(run.id) ? "off" : null }));
     const columns = [
       { name: "run", title: "run", value: (row) => row.run.name, cell: (row) => this.nameCell(row) },
       { name: "status", title: "status", value: (row) => row.run.status, cell: (row) => badge(row.run) },
       measured("workers", "workers", (figures) => figures.workers, KINDS.count),
-      measured("test", "test %", (figures) => figures.test_accuracy, (value) => (known(value) ? value.toFixed(2) : "–")),
-      measured("train", "train %", (figures) => figures.train_accuracy, (value) => (known(value) ? value.toFixed(2) : "–")),
-      measured("loss", "test loss", (figures) => figures.test_loss, (value) => (known(value) ? value.toFixed(4) : "–")),
+      ...[["test_accuracy", "test %", 2], ["train_accuracy", "train %", 2], ["test_loss", "test loss", 4]].flatMap(([name, title, places]) =>
+        WEIGHTS.map((of) => measured(`${of}_${name}`, `${title}, ${of === "live" ? of : "avg"}`, (figures) => figures[`${of}_${name}`],
+          (value) => (known(value) ? value.toFixed(places) : "–")))),
+      ...[...new Set(runs.flatMap((run) => Object.keys(run.figures.metrics)))].map((name) =>
+        measured(`metric-${name}`, name, (figures) => figures.metrics[name], (value) => digits(value, 4))),
       measured("seconds", "time", (figures) => figures.seconds, clock),
       measured("rate", "samples/s", (figures) => figures.rate, (value) => digits(value, 4)),
       measured("stale", "staleness", (figures) => figures.staleness?.mean, digits),
@@ -125,11 +133,13 @@ function overall(runs) {
   const counts = new Map();
   for (const run of runs) counts.set(run.status, (counts.get(run.status) || 0) + 1);
   const how = [...counts].map(([status, count]) => `${count} ${status}`).join(", ");
-  const scored = runs.filter((run) => known(run.figures.test_accuracy) && run.status !== "diverged");
   const sentences = [`${runs.length} runs: ${how}.`];
-  if (scored.length) {
-    const best = scored.reduce((a, b) => (b.figures.test_accuracy > a.figures.test_accuracy ? b : a));
-    sentences.push(`Best is ${best.name} with ${KINDS.percent(best.figures.test_accuracy)} test accuracy in ${clock(best.figures.seconds)}.`);
+  const [best, kind] = bestOf(runs);
+  if (best) {
+    const accuracy = KINDS.percent(best.figures[`${kind}_test_accuracy`]);
+    sentences.push(`Best is ${best.name} with ${accuracy} test accuracy (${kind} weights) in ${clock(best.figures.seconds)}.`);
+  } else if (runs.some((run) => known(run.figures.test_accuracy))) {
+    sentences.push("No best run: some were scored on live weights only, others on averaged weights only.");
   }
   const timed = runs.filter((run) => known(run.figures.rate) && !run.figures.simulated && !run.figures.lab);
   if (new Set(timed.map((run) => run.figures.rate)).size > 1) {
@@ -137,6 +147,28 @@ function overall(runs) {
     sentences.push(`Fastest is ${fast.name} with ${digits(fast.figures.rate, 4)} samples/s.`);
   }
   return sentences.join(" ");
+}
+
+// Return the kind of weights that all scored runs have a score for; null if there is none.
+function comparable(runs, name) {
+  const scored = runs.filter((run) => known(run.figures[name]));
+  const kinds = [...new Set(scored.map((run) => run.figures.weights))];
+  return (kinds.length === 1 ? kinds : WEIGHTS).find((kind) => scored.every((run) => known(run.figures[`${kind}_${name}`]))) || null;
+}
+
+// Return the run with the highest test accuracy and the kind of weights it was compared on, of runs that trained to the end.
+function bestOf(runs) {
+  const scored = runs.filter((run) => known(run.figures.test_accuracy) && !["diverged", "collapsed"].includes(run.status));
+  const kind = comparable(scored, "test_accuracy");
+  if (!scored.length || !kind) return [null, null];
+  const name = `${kind}_test_accuracy`;
+  return [scored.reduce((a, b) => (b.figures[name] > a.figures[name] ? b : a)), kind];
+}
+
+// Return the evaluations of a run on one kind of weights, as in live_test_loss; empty if there were none.
+function curveOf(run, metric) {
+  const kind = run.figures.weights;
+  return run.scores[metric.startsWith(`${kind}_`) ? metric.slice(kind.length + 1) : metric] || [];
 }
 
 // Return each setting that differs: its values, and the runs that have them.
@@ -163,10 +195,10 @@ function curvesSpec(seen, metric, axis, x) {
     const look = { name: run.name, colour: colourOf(number), dash: dashOf(number) };
     if (metric === "train") {
       if (course.t.length) series.push({ ...look, x: course[axis], y: smooth(course.loss, course.count), dots: 1 });
-    } else if (scores[metric].some(known)) series.push({ ...look, x: scores[axis], y: scores[metric] });
+    } else if (curveOf(run, metric).some(known)) series.push({ ...look, x: scores[axis], y: curveOf(run, metric) });
   }
   if (!series.length) return null;
-  const percent = metric === "test_accuracy";
+  const percent = metric.endsWith("accuracy");
   const y = { label: METRICS.find(([name]) => name === metric)[1], kind: percent ? "percent" : "number" };
   if (percent) Object.assign(y, { floor: 0, ceiling: 100 });
   else Object.assign(y, { zero: true });
@@ -200,7 +232,9 @@ function scalingSpec(runs) {
 }
 
 function classesSpec(seen) {
-  const scored = seen.filter(({ run }) => run.per_class.some(([, value]) => known(value)));
+  const all = seen.filter(({ run }) => run.per_class.some(([, value]) => known(value)));
+  const groups = WEIGHTS.map((kind) => all.filter(({ run }) => run.figures.weights === kind));
+  const [scored, others] = groups[1].length > groups[0].length ? [groups[1], groups[0]] : groups;
   const names = [...new Set(scored.flatMap(({ run }) => run.per_class.map(([name]) => name)))];
   if (!scored.length || names.length > 200) return null;
   const tables = scored.map(({ run }) => new Map(run.per_class));
@@ -208,7 +242,10 @@ function classesSpec(seen) {
   const low = (row) => Math.min(...row.values.filter(known));
   const shown = rows.length > 20 ? rows.sort((a, b) => low(a) - low(b)).slice(0, 20) : rows;
   const look = scored.map(({ number }) => colourOf(number));
+  const captions = [`${scored[0].run.figures.weights} weights`];
+  if (others.length) captions.push(`not shown: ${others.map(({ run }) => run.name).slice(0, 3).join(", ")}${others.length > 3 ? ", …" : ""}, scored on ${others[0].run.figures.weights} weights`);
+  if (rows.length > 20) captions.push(`the 20 lowest of ${rows.length} classes`);
   return { rows: shown, single: false, colours: look, names: scored.map(({ run }) => run.name), label: "accuracy (%)",
-    caption: rows.length > 20 ? `the 20 lowest of ${rows.length}` : "", summary: `${scored.length} runs`,
+    caption: captions.join("; "), summary: `${scored.length} runs`,
     legend: scored.length <= 10 ? scored.map(({ run }, place) => [run.name, `background:${look[place]}`]) : [] };
 }

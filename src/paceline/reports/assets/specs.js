@@ -14,7 +14,7 @@ function lossSpec(run, axis, x, marks) {
     legend.push(["train, as pushed, smoothed", stroke("var(--c0)")]);
     if (band) legend.push(["least to greatest", "background:var(--c0);opacity:.25"]);
   }
-  for (const [name, text, colour] of [["test_loss", "test", "var(--c1)"], ["train_loss", "train, scored", "var(--c2)"]]) {
+  for (const [name, text, colour] of scoreLines(run, "loss")) {
     if (!scores[name].some(known)) continue;
     series.push({ name: text, x: scores[axis], y: scores[name], colour });
     legend.push([text, stroke(colour)]);
@@ -35,17 +35,23 @@ function spread(values) {
   return sorted.length ? [sorted[Math.floor(0.02 * sorted.length)], sorted[Math.ceil(0.98 * sorted.length) - 1]] : [];
 }
 
+// Return key, name and colour of each line of scores: those of the scored weights, and of the live ones if they are others.
+function scoreLines(run, what) {
+  const { weights } = run.figures;
+  return [[`test_${what}`, `test, ${weights}`, "var(--c1)"], [`train_${what}`, `train, ${weights}`, "var(--c2)"], [`live_test_${what}`, "test, live", "var(--c3)"]];
+}
+
 function accuracySpec(run, axis, x, marks) {
   const series = [];
   const legend = [];
-  for (const [name, text, colour] of [["test_accuracy", "test", "var(--c1)"], ["train_accuracy", "train", "var(--c2)"]]) {
+  for (const [name, text, colour] of scoreLines(run, "accuracy")) {
     if (!run.scores[name].some(known)) continue;
     series.push({ name: text, x: run.scores[axis], y: run.scores[name], colour });
     legend.push([text, stroke(colour)]);
   }
   if (!series.length) return null;
   const best = Math.max(...run.scores.test_accuracy.filter(known));
-  const summary = Number.isFinite(best) ? `Test accuracy at best ${KINDS.percent(best)}` : "";
+  const summary = Number.isFinite(best) ? `Test accuracy at best ${KINDS.percent(best)} (${run.figures.weights} weights)` : "";
   return { x, y: { label: "accuracy", kind: "percent", floor: 0, ceiling: 100 }, series, legend, marks, summary };
 }
 
@@ -55,7 +61,7 @@ function classSpec(run, most = 20) {
   const shown = scored.length > most ? [...scored].sort((a, b) => a[1] - b[1]).slice(0, most) : scored;
   const rows = shown.map(([name, value]) => ({ name, values: [value] }));
   const lowest = [...scored].sort((a, b) => a[1] - b[1])[0];
-  const caption = scored.length > most ? `the ${most} lowest of ${scored.length}` : "";
+  const caption = `${run.figures.weights} weights` + (scored.length > most ? `; the ${most} lowest of ${scored.length}` : "");
   return { rows, single: true, colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
     summary: `lowest: ${lowest[0]} with ${KINDS.percent(lowest[1])}` };
 }

@@ -62,6 +62,11 @@ class Choice {
     this.value = value;
     for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
   }
+
+  // Hide the options that have nothing to show.
+  offer(has) {
+    for (const button of this.buttons) button.hidden = !has(button.dataset.value);
+  }
 }
 
 // Call `draw` unless `value` is unchanged since the element was last drawn.

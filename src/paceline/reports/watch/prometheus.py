@@ -22,7 +22,12 @@ FIGURES = (
     ("samples_per_second", "gauge", "Samples applied per second, lately.", "rate"),
     ("loss", "gauge", "Mean training loss of the latest pushes.", "loss"),
     ("staleness", "gauge", "Mean staleness of all pushes.", "staleness"),
-    ("test_accuracy_percent", "gauge", "Test accuracy at the last evaluation.", "test_accuracy"),
+    (
+        "test_accuracy_percent",
+        "gauge",
+        "Test accuracy at the last evaluation, of the weights in paceline_run_info.",
+        "test_accuracy",
+    ),
     ("quiet_seconds", "gauge", "Seconds since the run last wrote an event.", "quiet_seconds"),
     ("workers_expected", "gauge", "Workers the run was started for.", "num_workers"),
 )
@@ -45,8 +50,9 @@ def exposition(runs: Sequence[RunStatus]) -> str:
 
 
 def _families(runs: Sequence[RunStatus]) -> Iterator[MetricFamily]:
-    info = [({"run": run.run, "strategy": run.strategy, "model": run.model}, 1.0) for run in runs]
-    yield MetricFamily("paceline_run_info", "gauge", "Strategy and model of the run.", info)
+    names = ("run", "strategy", "model", "weights")
+    info = [({name: getattr(run, name) for name in names}, 1.0) for run in runs]
+    yield MetricFamily("paceline_run_info", "gauge", "Strategy and model of the run, and the weights it scores.", info)
     status = [({"run": run.run, "status": one}, float(run.status == one)) for run in runs for one in STATES]
     yield MetricFamily("paceline_run_status", "gauge", "1 for the status of the run, 0 for the others.", status)
     for name, kind, text, field in FIGURES:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TextIO
 
+from paceline.analysis.scored_weights import SHORT
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
 from paceline.reports.status_table import MAX_WORKERS, format_run, format_workers, seconds_text
@@ -81,8 +82,8 @@ def bar(fraction: float, width: int) -> str:
     return "━" * full + "─" * (width - full)
 
 
-def sentences(events: Sequence[dict[str, Any]]) -> list[tuple[float, str]]:
-    """Return the time and text of each event; several joins in a row become one sentence.
+def sentences(events: Sequence[dict[str, Any]], weights: str = "live") -> list[tuple[float, str]]:
+    """Return the time and text of each event; several joins in a row become one sentence. `weights` are those scored.
 
     >>> sentences([{"kind": "worker_joined", "now": 0.0, "worker": worker} for worker in range(3)])
     [(0.0, '3 workers joined')]
@@ -94,15 +95,17 @@ def sentences(events: Sequence[dict[str, Any]]) -> list[tuple[float, str]]:
         if kind == "worker_joined" and len(same) > 1:
             found.append((same[-1]["now"], f"{len(same):,} workers {'joined again' if again else 'joined'}"))
             continue
-        found += [(row["now"], text) for row in same if (text := event_sentence(row) or _score(row)) is not None]
+        found += [
+            (row["now"], text) for row in same if (text := event_sentence(row) or _score(row, weights)) is not None
+        ]
     return found
 
 
-def _score(row: dict[str, Any]) -> str | None:
+def _score(row: dict[str, Any], weights: str) -> str | None:
     accuracy, loss = row.get("test_accuracy"), row.get("test_loss")
     if accuracy is not None:
-        return f"Test accuracy {accuracy:.2f} %"
-    return f"Test loss {loss:.4f}" if loss is not None else None
+        return f"Test accuracy {accuracy:.2f} % ({weights} weights)"
+    return f"Test loss {loss:.4f} ({weights} weights)" if loss is not None else None
 
 
 def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) -> list[StyledLine]:
@@ -115,7 +118,7 @@ def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) ->
     if history.losses:
         now = f"loss {history.losses[-1]:.4f} "
         lines.append(StyledLine(now + sparkline(history.losses, width - len(now)), "cyan"))
-    newest = reversed(sentences(events)[-MAX_EVENTS:])
+    newest = reversed(sentences(events, status.weights)[-MAX_EVENTS:])
     latest = [StyledLine(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in newest]
     workers = _worker_lines(status, width, height - len(lines) - len(latest))
     return (lines + workers + latest)[:height]
@@ -146,8 +149,10 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
     for status, _ in run_snapshots:
         if status is not shown.status:
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
-            accuracy = f"  {status.test_accuracy:.1f} % accuracy" if status.test_accuracy is not None else ""
-            text = f"{share}  {status.status:<10} {status.run}{accuracy}"
+            scored = (
+                f"  {status.test_accuracy:.1f} % {SHORT[status.weights]}" if status.test_accuracy is not None else ""
+            )
+            text = f"{share}  {status.status:<10} {status.run}{scored}"
             lines.append(StyledLine(_shorten(text, width), COLORS.get(status.status, "")))
     return lines
 

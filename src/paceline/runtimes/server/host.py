@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paceline.analysis.reported import ReportedMetrics
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.buffers import WorkerBuffers
@@ -61,7 +62,7 @@ class Host:
         self.task = task if isinstance(task, SupervisedTask) else None
         self.memories: dict[int, WorkerBuffers] = {}
         self.stop_reason: str | None = None
-        self.figures: dict[str, dict[str, float]] = {}
+        self.reported = ReportedMetrics()
         self.first_incarnation = 0
         """Of workers that join: in a resumed run, earlier ones may belong to joins that were undone."""
         self.unsent: list[Reply] = []  # replies that `commit` will send (`--durable`)
@@ -268,10 +269,10 @@ class Host:
 
     def note_figures(self, worker: int, figures: dict[str, float]) -> None:
         """Record what a user's own loop measured, and stop the run if it has reached its target."""
-        self.figures.setdefault(str(worker), {}).update(figures)
+        self.reported.add(worker, finite(figures))
         row = {"samples": self.server.samples, "figures": finite(figures)}
         self.events.write("reported", self.clock.now(), worker=worker, **row)
-        if self._goal is not None and self._goal.is_met(figures.get(self._goal.metric)):
+        if self._goal is not None and self._goal.is_met(self.reported.goal_value(self._goal.metric, self.lost)):
             self.stop(self._goal.reason)
 
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -308,8 +309,16 @@ class Host:
             {"deals": self._notes.generation} if self.server.assignments is not None else {},
             self._checkpoints.upkeep(),
             {"best": self._best.found} if self._best is not None else {},
-            {"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {},
+            self._reported_rows(),
         ]
+
+    def _reported_rows(self) -> dict[str, Any]:
+        """What own loops reported: the value that holds for each metric, and all by worker."""
+        found, by_worker = self.reported.values(self.lost), self.reported.by_worker
+        if not found:
+            return {}
+        reported = {str(worker): by_worker[worker] for worker in sorted(by_worker)}
+        return {"metrics": {name: one.value for name, one in found.items()}, "reported": reported}
 
     def close(self) -> None:
         """Close all files."""

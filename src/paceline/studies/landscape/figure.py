@@ -107,7 +107,7 @@ def _short(value: float) -> str:
 
 
 def _labels(runs: list[dict[str, Any]]) -> list[str]:
-    """Return a label per run: strategy, workers and split, plus the folder's name if these are not unique."""
+    """Return a label per run: strategy, workers, split and weights, plus the folder's name if these are not unique."""
     plain = [_label(run) for run in runs]
     names = [Path(run["run"]).name for run in runs]
     return [text if plain.count(text) == 1 else f"{text} ({name})" for text, name in zip(plain, names, strict=True)]
@@ -116,7 +116,8 @@ def _labels(runs: list[dict[str, Any]]) -> list[str]:
 def _label(run: dict[str, Any]) -> str:
     workers = run["workers"] or 1
     text = run["strategy"] if workers == 1 else f"{run['strategy']}, {workers} workers, {run['split']}"
-    return text if run["rule"] == "plain" else f"{text}, {run['rule']}"
+    text = text if run["rule"] == "plain" else f"{text}, {run['rule']}"
+    return f"{text}, {run['weights']} weights"
 
 
 def _draw_path(axes: Any, run: dict[str, Any], number: int, labels: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.analysis.scored_weights import kind_of
 from paceline.assembly.preflight import require_device
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
@@ -180,11 +181,12 @@ def _path_facts(path: TrainingPath, place: Tensor, true: Tensor, seen: Tensor, d
         losses = {"loss": _number(loss), "loss_in_plane": _number(in_plane)}
         points.append({**point, **losses, "distance_from_plane": distance})
     settings = {name: getattr(config, name) for name in ("strategy", "workers", "split", "rule")}
-    return {"run": str(path.run.folder.path), **settings, "left_out": path.left_out, "path": points}
+    about = {**settings, "weights": kind_of({}, config), "left_out": path.left_out}
+    return {"run": str(path.run.folder.path), **about, "path": points}
 
 
 def summary(facts: dict[str, Any]) -> list[str]:
-    """Return sentences on how well the plane represents the snapshots."""
+    """Return sentences on how well the plane represents the snapshots, and whether they can be compared."""
     first, second = facts["explained"]
     lines = [f"the plane holds {100 * (first + second):.1f} % of the snapshots' variance"]
     for run in facts["runs"]:
@@ -197,6 +199,11 @@ def summary(facts: dict[str, Any]) -> list[str]:
         if run["left_out"]:
             versions = ", ".join(map(str, run["left_out"]))
             lines.append(f"  left out because not finite: update{'s' if len(run['left_out']) > 1 else ''} {versions}")
+    if len({run["weights"] for run in facts["runs"]}) > 1:
+        kinds = ", ".join(f"{run['run']} {run['weights']}" for run in facts["runs"])
+        lines.append(
+            f"these are paths of different weights ({kinds}): --average on or none for all makes them comparable"
+        )
     if facts["statistics_of"] is not None:
         lines.append(f"running statistics on the plane are those at the end of {facts['statistics_of']}")
     return lines

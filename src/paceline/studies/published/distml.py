@@ -58,6 +58,7 @@ class DistmlRow:
             model=self.model,
             strategy="classic" if self.workers == 1 else "allreduce",
             workers=self.workers,
+            average="none",
             optimizer="adam",
             lr=LR,
             scale_lr=str(float(self.workers)) if self.workers > 1 else "none",

@@ -16,7 +16,8 @@ FORMS = ("", "", ".2f", ".2f", ".2f", ".2f", "g", ",.1f", "")
 NOTES = """Published: machines with two GTX 980 each and 1 Gbit/s between them; batch sizes are per machine; SGD with
 momentum .9. Each published machine is one worker here; if workers share a device, compare accuracy but not seconds.
 Our train accuracy is measured on the whole train set after the epoch, the published one during it on augmented images.
-Valid is the test set. The async rows on CIFAR-10 were published without figures."""
+Valid is the test set. Accuracies are of live weights on both sides. The async rows on CIFAR-10 were published without
+figures."""
 PAIRS = {"train_accuracy": "train_accuracy", "valid_accuracy": "test_accuracy", "seconds": "seconds"}
 """Published figures of an epoch, and the names of ours."""
 EVERY = 10  # shown epochs of a row published without figures: every tenth
