@@ -95,6 +95,10 @@ class Scores:
     per_class: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other metrics of the task, by name."""
+    constant_correct: int = 0
+    """How many samples have the most frequent class: what answering it always would get right."""
+    constant_loss: float | None = None
+    """The loss of predicting the class frequencies for every sample. None if targets are no class numbers."""
 
     def value(self, metric: str) -> float | None:
         """The value of a metric, the loss or the accuracy, by name. None if it was not measured."""

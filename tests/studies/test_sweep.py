@@ -21,7 +21,7 @@ from paceline.settings.resolve import resolve
 from paceline.simulation.lab.run import LabResult, run_rows
 from paceline.studies import batch_runs as many_runs
 from paceline.studies.sweep_file import SweepGrid, read_grid, run_name
-from paceline.studies.sweep_table import disposition, gather
+from paceline.studies.sweep_table import cells, disposition, gather, rows_of
 
 SETTINGS = """
 [run]
@@ -54,7 +54,7 @@ def test_a_grid_runs_once_may_grow_and_names_its_best(capsys: pytest.CaptureFixt
     assert main(["sweep", "try.toml"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(" % test accuracy")
-    assert out[1].startswith("0.01") and out[2].split()[-1] == "2"
+    assert out[1].startswith("0.01") and out[2].endswith("2 diverged")
     best, worst = table("table.csv")
     assert (best["lr"], best["runs"], best["diverged"]) == ("0.01", "2", "0") and float(
         best["test_accuracy_spread"]
@@ -222,6 +222,26 @@ def test_the_best_is_one_of_which_no_run_diverged() -> None:
     assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy"
     lost = gather(grid_of(lr=[0.1]), [result(None, None, "diverged")])
     assert disposition(lost).startswith("no best setting")
+
+
+def test_a_collapsed_run_is_never_best_and_counts_as_failed() -> None:
+    found = [result(90.0, 0.1), result(99.0, 0.01, "collapsed"), result(70.0, 0.5), result(74.0, 0.4)]
+    swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
+    assert [setting.values["lr"] for setting in swept.settings] == [0.2, 0.1]
+    assert swept.settings[1].runs.values("test_accuracy") == [90.0]
+    (_, rows), (_, worst) = cells(swept), rows_of(swept)
+    assert rows[1][-1] == "1 collapsed" and (worst["diverged"], worst["collapsed"]) == (0, 1)
+
+
+def test_the_lab_marks_a_run_that_collapsed() -> None:
+    epoch = SETTINGS.replace("steps = 4\n", 'epochs = 1\nthreads = 1\nstrategy = "async"\n')
+    write(epoch + "[grid]\nlr = [0.2, 0.01]\n")
+    assert main(["sweep", "try.toml"]) == 0
+    found = results()
+    assert all(result["lab"] for result in found.values())
+    high, usual = found["lr=0.2"], found["lr=0.01"]
+    assert (high["status"], usual["status"], usual["reason"]) == ("collapsed", "finished", None)
+    assert "training collapsed" in high["reason"] and "try --lr 0.1 (now 0.2)" in high["reason"]
 
 
 def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named() -> None:

@@ -16,7 +16,7 @@ PARTS = ("computing", "sending", "waiting", "server")  # the parts of a worker's
 COLUMNS = ("worker", "state", "steps", "pushes", "staleness", "ago")
 WINDOW_SECONDS = 30.0  # length of the latest events that the status of a running run covers
 TAIL_BYTES = 1 << 20
-ENDED = ("finished", "stopped", "diverged")
+ENDED = ("finished", "stopped", "diverged", "collapsed")
 UNDER_WAY = ("starting", "running", "evaluating")
 STARTS = ("run_started", "run_resumed")
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ class RunStatus:
     strategy: str
     model: str
     num_workers: int
-    status: str  # starting, running, evaluating or killed; or that of the result: finished, stopped, diverged
+    status: str  # starting, running, evaluating or killed; or that of the result, one of ENDED
     reason: str | None = None
     simulated: bool = False
     updates: int = 0

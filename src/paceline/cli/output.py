@@ -6,10 +6,11 @@ import json
 import sys
 from typing import Any
 
+from paceline.analysis.statistics import FAILED
 from paceline.reports.console import closing_lines
 from paceline.system.terminal import fold_for
 
-EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
+EXIT_CODES = {"finished": 0, "diverged": 3, "collapsed": 3, "stopped": 130}
 
 
 def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
@@ -22,7 +23,7 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     print(fold_for(stream, lines), file=stream)
     if as_json:
         print(json.dumps(result, indent=2))
-    if result["status"] == "diverged":
+    if result["status"] in FAILED:
         print(fold_for(sys.stderr, [f"paceline: {result['reason']}"]), file=sys.stderr)
     if result["status"] == "stopped":
         hint = f"paceline: stopped early; {folder.resume_hint(folder.config())}"

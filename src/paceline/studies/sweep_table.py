@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.statistics import RunStatistics
+from paceline.analysis.statistics import FAILED, RunStatistics
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
 from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
@@ -69,7 +69,7 @@ def disposition(swept: SweepResult) -> str:
     """Return the last line: the best setting, and whether the second differs by more than the spread."""
     best = swept.best
     if best is None:
-        return "no best setting: each has a run that diverged (try a lower lr) or was stopped"
+        return "no best setting: each has a run that diverged or collapsed (try a lower lr) or was stopped"
     unit = f"% {swept.part} accuracy" if swept.measure == "accuracy" else f"{swept.part} loss"
     form = ".2f" if swept.measure == "accuracy" else ".4f"
     line = f"best: {describe(best.values)}: {best.runs.text(swept.score, form)} {unit}"
@@ -92,13 +92,12 @@ def columns(swept: SweepResult) -> list[tuple[str, str, str]]:
 def cells(swept: SweepResult) -> tuple[list[str], list[list[str]]]:
     """Return the table's head and rows, best first."""
     axes = list(swept.settings[0].values) or ["setting"]
-    head = [*axes, *(title for title, _, _ in columns(swept)), "runs", "diverged"]
+    head = [*axes, *(title for title, _, _ in columns(swept)), "runs", "failed"]
     rows = []
     for setting in swept.settings:
         values = [value_text(value) for value in setting.values.values()] or ["the only one"]
         figures = [setting.runs.text(figure, form) for _, figure, form in columns(swept)]
-        lost = setting.runs.unfinished.replace(" diverged", "")
-        rows.append([*values, *figures, str(len(setting.runs.results)), lost or "-"])
+        rows.append([*values, *figures, str(len(setting.runs.results)), setting.runs.unfinished or "-"])
     return head, rows
 
 
@@ -107,7 +106,7 @@ def markdown(swept: SweepResult) -> str:
     return "\n".join([*markdown_table(head, rows), "", disposition(swept), ""])
 
 
-DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}
+DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "failed": 5}
 """Columns left out of a narrow table, lowest number first; the settings and the score always stay."""
 
 
@@ -126,7 +125,7 @@ def rows_of(swept: SweepResult) -> list[dict[str, Any]]:
         row = {name: value_text(value) if isinstance(value, list) else value for name, value in setting.values.items()}
         for _, figure, _ in columns(swept):
             row |= {f"{figure}_mean": setting.runs.mean(figure), f"{figure}_spread": setting.runs.spread(figure)}
-        row |= {"runs": len(setting.runs.results), "diverged": setting.runs.num_diverged}
+        row |= {"runs": len(setting.runs.results), **{status: setting.runs.count(status) for status in FAILED}}
         rows.append(row)
     return rows
 
@@ -174,4 +173,4 @@ def _is_scale(values: list[Any]) -> bool:
 
 
 def _point(setting: SweepPoint, score: str) -> Point:
-    return Point(setting.runs.mean(score), setting.runs.spread(score), setting.runs.num_diverged > 0)
+    return Point(setting.runs.mean(score), setting.runs.spread(score), setting.runs.num_failed > 0)

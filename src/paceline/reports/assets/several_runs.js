@@ -1,6 +1,7 @@
 // Several runs side by side: a table, curves, scaling, classes, and differing settings.
 
 const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
+const FAILED = ["diverged", "collapsed"];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
 
 class SeveralRuns {
@@ -125,7 +126,7 @@ function overall(runs) {
   const counts = new Map();
   for (const run of runs) counts.set(run.status, (counts.get(run.status) || 0) + 1);
   const how = [...counts].map(([status, count]) => `${count} ${status}`).join(", ");
-  const scored = runs.filter((run) => known(run.figures.test_accuracy) && run.status !== "diverged");
+  const scored = runs.filter((run) => known(run.figures.test_accuracy) && !FAILED.includes(run.status));
   const sentences = [`${runs.length} runs: ${how}.`];
   if (scored.length) {
     const best = scored.reduce((a, b) => (b.figures.test_accuracy > a.figures.test_accuracy ? b : a));
@@ -181,7 +182,7 @@ function scalingSpec(runs) {
   const lines = new Map();
   for (const run of runs) {
     const { rate, workers } = run.figures;
-    if (!known(rate) || !known(workers) || run.status === "diverged") continue;
+    if (!known(rate) || !known(workers) || FAILED.includes(run.status)) continue;
     const kind = JSON.stringify(Object.entries(run.settings).filter(([name]) => !ALIKE.has(name)));
     if (!lines.has(kind)) lines.set(kind, { name: `${run.settings.strategy}, ${run.settings.task || run.settings.model}`, line: new Map() });
     const { line } = lines.get(kind);

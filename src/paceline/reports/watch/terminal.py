@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TextIO
 
+from paceline.analysis.statistics import FAILED
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
 from paceline.reports.status_table import MAX_WORKERS, format_run, format_workers, seconds_text
@@ -18,7 +19,8 @@ LEVELS = "▁▂▃▄▅▆▇█"
 MAX_EVENTS = 5
 MAX_LOSSES = 400  # losses kept per run; at this number, every second one is dropped
 MIN_WIDTH = 20
-COLORS = {"running": "green", "evaluating": "green", "diverged": "red", "killed": "red", "stopped": "yellow"}
+COLORS = {"running": "green", "evaluating": "green", "stopped": "yellow"}
+COLORS |= dict.fromkeys((*FAILED, "killed"), "red")
 
 
 class StyledLine(NamedTuple):

@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Push, Reply, Stop
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.interfaces import Report
+from paceline.interfaces import Report, Scores
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.control_files import pop_requests
 from paceline.runs.events import EventLog
@@ -277,6 +278,8 @@ class Host:
             self.events.write("timing", self.clock.now(), **timing)
             found = {"utilisation": self.timings.shares(self.server.num_workers), **(found or {})}
         scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
+        if status == "finished" and (why := self._why_collapsed(scores)) is not None:
+            status, found = COLLAPSED, {**(found or {}), "status": COLLAPSED, "reason": why}
         try:
             if status == "stopped" and self.server.can_checkpoint and not self.config.timing_only:
                 self.checkpoint()
@@ -293,6 +296,10 @@ class Host:
             raise self._disk_error(error) from None
         self._trackers.end(hurry=self.stop_reason == TERMINATED)
         return result
+
+    def _why_collapsed(self, scores: dict[str, Scores | None]) -> str | None:
+        path, config = self.folder.arrivals_file, self.config
+        return why_collapsed(config, self.server, self.stop_reason, scores, lambda: logged_losses(path, config))
 
     def _more_rows(self) -> list[dict[str, Any]]:
         """Rows of the result that only some runs have."""

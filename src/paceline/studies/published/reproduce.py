@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.statistics import RunStatistics
+from paceline.analysis.statistics import FAILED, RunStatistics
 from paceline.config import RunConfig
 from paceline.reports import tables
 from paceline.reports.charts import Point, Series, draw_rows
@@ -89,11 +89,12 @@ def _cell(value: float | None, form: str = ".2f") -> str:
 
 
 def _accuracy(runs: RunStatistics) -> str:
-    """Return mean and spread of the test accuracy and the number of diverged runs; NaN if all diverged."""
-    total, diverged = len(runs.results), runs.num_diverged
+    """Return mean and spread of the test accuracy and the number of failed runs; NaN if all diverged."""
+    total, diverged, collapsed = len(runs.results), runs.count("diverged"), runs.count("collapsed")
     if diverged == total:
         return "NaN"
-    return runs.text("test_accuracy") + (f" ({diverged} of {total} NaN)" if diverged else "")
+    failed = [f"{count} of {total} {what}" for count, what in ((diverged, "NaN"), (collapsed, "collapsed")) if count]
+    return runs.text("test_accuracy") + (f" ({', '.join(failed)})" if failed else "")
 
 
 def as_csv(found: list[ReproducedRow]) -> str:
@@ -105,7 +106,7 @@ def as_csv(found: list[ReproducedRow]) -> str:
         for name in FIGURES:
             row |= {f"{name}_mean": one.ours.mean(name), f"{name}_spread": one.ours.spread(name)}
         automatic = one.automatic.mean("test_accuracy") if one.automatic is not None else None
-        row |= {"runs": len(one.ours.results), "diverged": one.ours.num_diverged}
+        row |= {"runs": len(one.ours.results), **{status: one.ours.count(status) for status in FAILED}}
         rows.append({**row, "automatic_test_accuracy_mean": automatic, "lab_seconds": one.lab_seconds})
     return tables.as_csv(rows)
 
@@ -133,7 +134,7 @@ def draw(found: list[ReproducedRow], path: Path) -> str | None:
 
 
 def _point(runs: RunStatistics) -> Point:
-    return Point(runs.mean("test_accuracy"), runs.spread("test_accuracy"), runs.num_diverged > 0)
+    return Point(runs.mean("test_accuracy"), runs.spread("test_accuracy"), runs.num_failed > 0)
 
 
 def summary(found: list[ReproducedRow]) -> list[str]:
@@ -143,7 +144,7 @@ def summary(found: list[ReproducedRow]) -> list[str]:
         rows = [one for one in found if one.published.mode == mode and one.published.test_accuracy is not None]
         same = [one for one in rows if not one.published.diverged]
         near = [one for one in same if one.difference is not None and abs(one.difference) <= within]
-        both = sum(one.published.diverged and bool(one.ours.num_diverged) for one in rows)
+        both = sum(one.published.diverged and bool(one.ours.num_failed) for one in rows)
         if rows:
             nan = f"; {both} diverged in both" if both else ""
             lines.append(f"{mode}: {len(near)} of {len(same)} rows within {within:g} of the published accuracy{nan}")
@@ -160,7 +161,7 @@ def _automatic_summary(found: list[ReproducedRow]) -> list[str]:
         if one.automatic is None or row.mode != "async" or target is None:
             continue
         total += 1
-        diverged += one.automatic.num_diverged > 0
+        diverged += one.automatic.num_failed > 0
         above += (one.automatic.mean("test_accuracy") or 0.0) >= target
     if not total:
         return []
