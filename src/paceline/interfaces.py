@@ -135,8 +135,8 @@ class Task(Protocol):
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         """Use these buffers from now on. Called once per worker; their addresses never change."""
 
-    def gradient(self, batch: Batch) -> float:
-        """Fill the bound gradient (and state) from the bound weights. Return the loss."""
+    def gradient(self, batch: Batch) -> float | None:
+        """Fill the bound gradient (and state) from the bound weights. Return the loss; None if there is none."""
 
 
 class Arrival(NamedTuple):

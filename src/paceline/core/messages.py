@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -23,7 +25,7 @@ class Push(NamedTuple):
     """A gradient, identified by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
     `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
-    the worker is answered.
+    the worker is answered. `loss` is what `loss_of_push` returns.
     """
 
     worker: int
@@ -34,6 +36,18 @@ class Push(NamedTuple):
     loss: float
     update: Tensor
     state: Tensor
+
+
+def loss_of_push(loss: float | None) -> float:
+    """Return a loss as a push holds it: float32, as the log stores it; infinity if not finite, NaN if unknown.
+
+    >>> loss_of_push(0.5), loss_of_push(math.nan), loss_of_push(-math.inf), loss_of_push(1e300), loss_of_push(None)
+    (0.5, inf, inf, inf, nan)
+    """
+    if loss is None:
+        return math.nan
+    value = c_float(loss).value
+    return value if math.isfinite(value) else math.inf
 
 
 class Leave(NamedTuple):

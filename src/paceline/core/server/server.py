@@ -270,7 +270,7 @@ class Server:
         lr, num_live = self.training.lr(self.samples, self.version) * self.lr_factor, len(self.roster.at_work)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live)
         if broken is not None:
-            self.divergence = Divergence(broken.worker, self.version, broken.loss)
+            self.divergence = Divergence(broken.worker, self.version, broken.loss, bool(broken.update.isfinite().all()))
             return False
         self.version += 1
         self.samples += samples

@@ -32,11 +32,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The push that ended a run: it held a NaN or an infinity and was not applied."""
+    """The push that ended a run: it, or the loss of its worker, held a NaN or an infinity. It was not applied."""
 
     worker: int
     version: int
     loss: float
+    is_update_finite: bool = False
 
 
 class AppliedUpdate(NamedTuple):
@@ -91,7 +92,7 @@ class Updater:
     def apply(self, pushes: list[Push], samples: int, staleness: int, lr: float, num_live: int) -> Push | None:
         """Make one update of one push or of the mean of several.
 
-        If a push holds a NaN or an infinity, return it and change nothing.
+        If a push holds a NaN or an infinity, or its loss is known and not finite, return it and change nothing.
         """
         if not self.weights.numel():
             return None
@@ -100,6 +101,9 @@ class Updater:
             broken = [push for push in pushes if not torch.isfinite(push.update).all()]
             if broken:
                 return next((push for push in broken if not math.isfinite(push.loss)), broken[0])
+        for push in pushes:
+            if push.loss == math.inf:
+                return push
         if lr != self._lr_value:
             self._lr.fill_(lr)
             self._lr_value = lr

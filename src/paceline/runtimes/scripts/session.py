@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping
-from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from paceline.assembly.task import class_labels, seed_generators
 from paceline.assembly.work import WorkAssignment, divide_work
 from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.core.buffers import BufferSizes
-from paceline.core.messages import Join, Push, Reply, SetLrFactor
+from paceline.core.messages import Join, Push, Reply, SetLrFactor, loss_of_push
 from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
@@ -89,7 +88,7 @@ class Session:
         self._handed: adopt.UserObjects | None = None
         self._reply: Reply | None = None
         self._samples = self._parts_left = 0
-        self._loss = math.nan
+        self._loss: float | None = None  # of the batch; None: the script did not tell it
         self._factor = 1.0 if not env.incarnation else math.nan  # an earlier incarnation may have set another factor
         self._timer = StepTimer(env.config, env.worker)
         self._began = 0.0, 0.0  # when the step began: by the clock, and by the CPU time of this process
@@ -181,11 +180,11 @@ class Session:
     def backward(self, loss: Tensor) -> None:
         """Call `loss.backward()`, and show the loss in the run's progress."""
         value = float(loss.detach())
-        self._loss = value if math.isnan(self._loss) else self._loss + value
+        self._loss = value if self._loss is None else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Push the gradients of the last backward and load the next weights. `loss` is only shown.
+        """Push the gradients of the last backward and load the next weights. `loss` is shown; a NaN ends the run.
 
         Works with `zero_grad()`, which replaces gradients. Gradients are cleared afterwards.
         """
@@ -197,9 +196,9 @@ class Session:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         bound.collect()
         self._send_rate()
-        seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
+        seq, slot, loss = reply.serial, bound.slot, loss_of_push(self._loss)
         push = Push(self.worker, self._incarnation, seq, reply.serial, self._samples, loss, slot.update, slot.state)
-        self.stepped, self._loss = True, math.nan
+        self.stepped, self._loss = True, None
         self._take(self._transport.exchange(push, self._timer.end(*self._began, seq, reply.steps)))
         self._began = time.perf_counter(), time.process_time()
         bound.renew()

@@ -30,10 +30,10 @@ def to_words(message: Input) -> list[Any]:
     """An input without its tensors.
 
     >>> to_words(Push(1, 0, 7, 7, 32, 0.5, EMPTY, EMPTY))
-    ['Push', 1, 0, 7, 7, 32, 0.5]
+    ['Push', 1, 0, 7, 7, 32, '0.5']
     """
     if isinstance(message, Push):
-        return ["Push", *message[:6]]
+        return ["Push", *message[:5], repr(message.loss)]  # JSON has no NaN
     return [type(message).__name__, *(message if isinstance(message, tuple) else dataclasses.astuple(message))]
 
 
@@ -44,6 +44,8 @@ def from_words(words: list[Any]) -> Input:
     Leave(worker=3, incarnation=1)
     """
     name, *fields = words
+    if name == "Push":
+        fields[5] = float(fields[5])
     message: Input = _INPUTS[name](*fields, *((EMPTY, EMPTY) if name == "Push" else ()))
     return message
 
