@@ -307,8 +307,8 @@ def to_toml(config: RunConfig, left_out: tuple[str, ...] = ()) -> str:
     for name in FIELDS:
         value = getattr(config, name)
         if value is not None and name not in left_out:
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else JSON of settings is TOML
-            lines.append(f"{name} = {text}")
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {text}")  # but for that character, JSON of settings is TOML
     return "\n".join(lines) + "\n"
 
 

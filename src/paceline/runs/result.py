@@ -91,7 +91,7 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
     counted = scores is not None and bool(scores.per_class)
     return {
         f"{prefix}_accuracy": round(scores.accuracy, 4) if scores is not None and counted else None,
-        f"{prefix}_loss": scores.loss if scores is not None else None,
+        f"{prefix}_loss": scores.loss if scores is not None and math.isfinite(scores.loss) else None,
         f"{prefix}_correct": scores.correct if scores is not None and counted else None,
         f"{prefix}_total": scores.total if scores is not None else None,
         **({f"{prefix}_metrics": finite(scores.metrics)} if scores is not None and scores.metrics else {}),

@@ -26,6 +26,7 @@ from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import NamedTensors, trained_tensors
 from paceline.settings.stopping import BestMetric
+from paceline.system.strict_json import to_json
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def drop_snapshots_after(folder: RunFolder, version: int) -> None:
 
 
 def _write_index(path: Path, entries: list[SnapshotEntry]) -> None:
-    rows = ",\n  ".join(json.dumps(asdict(entry)) for entry in entries)
+    rows = ",\n  ".join(to_json(asdict(entry)) for entry in entries)
     write_atomically(path / "index.json", f'{{"snapshots": [\n  {rows}\n]}}\n'.encode())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
 from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
 from paceline.studies.sweep_file import SweepGrid, describe, value_text
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import UNLIMITED_WIDTH
 
 MAX_LINES, MAX_ROWS = 8, 60  # limits of a legible figure
@@ -49,7 +49,7 @@ def gather(grid: SweepGrid, results: list[dict[str, Any]]) -> SweepResult:
     combined: dict[str, SweepPoint] = {}
     for number, values in enumerate(itertools.product(*grid.axes.values())):
         chosen = {name: value for name, value in zip(grid.axes, values, strict=True) if name != "seed"}
-        setting = combined.setdefault(json.dumps(chosen), SweepPoint(chosen, RunStatistics([])))
+        setting = combined.setdefault(to_json(chosen), SweepPoint(chosen, RunStatistics([])))
         folds = grid.folds or 1
         setting.runs.results.extend(results[number * folds : (number + 1) * folds])
     finished = [result for result in results if result["status"] == "finished"]
