@@ -53,7 +53,7 @@ def test_a_grid_runs_once_may_grow_and_names_its_best(capsys: pytest.CaptureFixt
     write(SETTINGS + "[grid]\nlr = [1e20, 0.01]\nseed = [0, 1]\n")
     assert main(["sweep", "try.toml"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(" % test accuracy")
+    assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(" % test accuracy; chosen on the test set")
     assert out[1].startswith("0.01") and out[2].endswith("2 diverged")
     best, worst = table("table.csv")
     assert (best["lr"], best["runs"], best["diverged"]) == ("0.01", "2", "0") and float(
@@ -136,7 +136,6 @@ CASES = {
         SETTINGS + '[grid]\nstrategy = ["sync", "classic"]\n',
         "strategy=classic: --workers 2: strategy classic is one worker",
     ),
-    "folds with evaluations": ("folds = 3\n" + SETTINGS + "eval_every = 1\n" + GRID, "leaves the test set alone"),
     "more workers than batches": (SETTINGS.replace("workers = 2", "workers = 61") + GRID, "make only 60 batches"),
     "more folds than samples": ("folds = 241\n" + SETTINGS + GRID, "use fewer folds"),
     "bad speeds": (SETTINGS + '[grid]\nspeeds = ["1s", "fast"]\n', "speeds=fast"),
@@ -219,7 +218,7 @@ def test_the_best_is_one_of_which_no_run_diverged() -> None:
     found = [result(90.0, 0.1), result(None, None, "diverged"), result(70.0, 0.5), result(74.0, 0.4)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
     assert [setting.values["lr"] for setting in swept.settings] == [0.2, 0.1]
-    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy"
+    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy; chosen on the test set"
     lost = gather(grid_of(lr=[0.1]), [result(None, None, "diverged")])
     assert disposition(lost).startswith("no best setting")
 
@@ -247,7 +246,16 @@ def test_the_lab_marks_a_run_that_collapsed() -> None:
 def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named() -> None:
     found = [result(None, 0.5), result(None, 0.7), result(None, 0.55), result(None, 0.75)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
-    assert disposition(swept) == "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
+    near = "best: lr = 0.1: 0.6000 ± 0.1414 test loss; the next, lr = 0.2, is within the spread"
+    assert disposition(swept) == f"{near}; chosen on the test set"
+
+
+def test_held_out_data_ranks_the_settings_of_a_sweep() -> None:
+    found = [result(90.0, 0.1), result(70.0, 0.5)]
+    for row, accuracy in zip(found, (60.0, 65.0), strict=True):
+        row |= {"validation_accuracy": accuracy, "validation_loss": None, "validation_total": 10}
+    swept = gather(grid_of(lr=[0.1, 0.2]), found)
+    assert disposition(swept) == "best: lr = 0.2: 65.00 % validation accuracy"
 
 
 def test_the_page_about_studies_shows_the_example() -> None:

@@ -22,7 +22,7 @@ FIGURES = (
     *("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "staleness_mean", "staleness_max"),
     *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
 )
-ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics")
+ABOUT = ("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics", "chosen_on")
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
 TAIL_BYTES = 1 << 16
@@ -121,7 +121,8 @@ def _ended(result: dict[str, Any]) -> Row:
         result = {**result, "staleness_mean": staleness.get("mean"), "staleness_max": staleness.get("max")}
     figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
     kind = {"kind": "lab"} if result.get("lab") else {}
-    return {**figures, **kind, "metrics": _metrics(result), "status": result["status"], "reason": result.get("reason")}
+    about = {name: result.get(name) for name in ("status", "reason", "chosen_on")}
+    return {**figures, **kind, **about, "metrics": _metrics(result)}
 
 
 def _metrics(result: dict[str, Any]) -> dict[str, float] | None:

@@ -63,6 +63,7 @@ class RunStatus:
     loss: float | None = None  # mean over the latest pushes
     staleness: float | None = None  # mean over all pushes so far
     test_accuracy: float | None = None  # latest evaluation, in percent
+    validation_accuracy: float | None = None
 
 
 class RunSnapshot(NamedTuple):
@@ -117,6 +118,7 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None) -> Run
         loss=last.get("loss"),
         staleness=last.get("staleness"),
         test_accuracy=(result or _last(events, "evaluation")).get("test_accuracy"),
+        validation_accuracy=(result or _last(events, "evaluation")).get("validation_accuracy"),
     )
 
 

@@ -102,7 +102,7 @@ def sweep_verb(arguments: list[str]) -> int:
     print("\n".join(lines), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         best = rows[0] if swept.best is not None else None
-        found = {"folder": str(folder), "score": swept.score, "settings": rows, "best": best}
+        found = {"folder": str(folder), "score": swept.score, "chosen_on": swept.part, "settings": rows, "best": best}
         print(to_json(found, indent=2))
     return 0
 

@@ -15,7 +15,7 @@ from paceline.reports.worker_lanes import WorkerLanes
 from paceline.runs.arrival_log import PUSH_KIND
 
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
-SCORES = ("samples", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
+SCORES = ("samples", *(f"{part}_{what}" for part in ("test", "validation", "train") for what in ("accuracy", "loss")))
 TAKEN = 0  # verdict of an accepted push
 MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160
 """Events listed one by one, at the start and at the end; those between are counted."""

@@ -162,11 +162,21 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     for worker, figures in (result.get("reported") or {}).items():
         text = ", ".join(f"{name} {_measured(value)}" for name, value in figures.items())
         lines.append(f"reported by worker {worker}: {text}")
+    if result.get("chosen_on"):
+        lines.append(_choice(result))
     if result.get("simulated"):
         lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _choice(result: dict[str, Any]) -> str:
+    """Return what was chosen by which data."""
+    best = result.get("best")
+    what = f"best weights (update {best['updates']})" if best else "the end of the run"
+    on_test = "the test set, whose scores are therefore too good: --validation 0.1 holds out data to choose by"
+    return f"{what} chosen on {on_test if result['chosen_on'] == 'test' else 'the validation data'}"
 
 
 def _measured(value: float | None) -> str:

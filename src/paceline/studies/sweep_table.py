@@ -53,7 +53,7 @@ def gather(grid: SweepGrid, results: list[dict[str, Any]]) -> SweepResult:
         folds = grid.folds or 1
         setting.runs.results.extend(results[number * folds : (number + 1) * folds])
     finished = [result for result in results if result["status"] == "finished"]
-    held_out = bool(finished) and all(result["validation_loss"] is not None for result in finished)
+    held_out = bool(finished) and all(result.get("validation_total") for result in finished)
     part = "validation" if grid.folds is not None or held_out else "test"
     measure = "accuracy" if all(r[f"{part}_accuracy"] is not None for r in finished) else "loss"
     sign = -1.0 if measure == "accuracy" else 1.0
@@ -79,7 +79,7 @@ def disposition(swept: SweepResult) -> str:
         spread = max(best.runs.spread(swept.score) or 0.0, second.runs.spread(swept.score) or 0.0)
         if ours is not None and theirs is not None and abs(ours - theirs) <= spread:
             line += f"; the next, {describe(second.values)}, is within the spread"
-    return line
+    return line + ("; chosen on the test set" if swept.part == "test" else "")
 
 
 def columns(swept: SweepResult) -> list[tuple[str, str, str]]:

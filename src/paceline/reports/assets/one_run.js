@@ -171,6 +171,7 @@ function tilesOf(run) {
   return [
     ["test accuracy", known(figures.test_accuracy) ? KINDS.percent(figures.test_accuracy) : null],
     ["test loss", known(figures.test_loss) ? digits(figures.test_loss, 4) : null],
+    ["validation accuracy", known(figures.validation_accuracy) ? KINDS.percent(figures.validation_accuracy) : null],
     ["train accuracy", known(figures.train_accuracy) ? KINDS.percent(figures.train_accuracy) : null],
     [timeLabel(run), known(figures.seconds) ? clock(figures.seconds) : null],
     ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],

@@ -1,6 +1,6 @@
 // Several runs side by side: a table, curves, scaling, classes, and differing settings.
 
-const METRICS = [["test_accuracy", "test accuracy"], ["test_loss", "test loss"], ["train", "train loss of pushes"]];
+const METRICS = [["test_accuracy", "test accuracy"], ["validation_accuracy", "validation accuracy"], ["test_loss", "test loss"], ["validation_loss", "validation loss"], ["train", "train loss of pushes"]];
 const FAILED = ["diverged", "collapsed"];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
 
@@ -61,7 +61,7 @@ class SeveralRuns {
   firstMetric(runs) {
     this.chosen = true;
     const has = (name) => runs.some((run) => run.scores[name].filter(known).length > 1);
-    this.metric.set(has("test_accuracy") ? "test_accuracy" : has("test_loss") ? "test_loss" : "train");
+    this.metric.set(METRICS.map(([name]) => name).find((name) => name === "train" || has(name)));
   }
 
   updateTable(runs, differing) {
@@ -167,7 +167,7 @@ function curvesSpec(seen, metric, axis, x) {
     } else if (scores[metric].some(known)) series.push({ ...look, x: scores[axis], y: scores[metric] });
   }
   if (!series.length) return null;
-  const percent = metric === "test_accuracy";
+  const percent = metric.endsWith("_accuracy");
   const y = { label: METRICS.find(([name]) => name === metric)[1], kind: percent ? "percent" : "number" };
   if (percent) Object.assign(y, { floor: 0, ceiling: 100 });
   else Object.assign(y, { zero: true });

@@ -14,7 +14,7 @@ function lossSpec(run, axis, x, marks) {
     legend.push(["train, as pushed, smoothed", stroke("var(--c0)")]);
     if (band) legend.push(["least to greatest", "background:var(--c0);opacity:.25"]);
   }
-  for (const [name, text, colour] of [["test_loss", "test", "var(--c1)"], ["train_loss", "train, scored", "var(--c2)"]]) {
+  for (const [name, text, colour] of [["test_loss", "test", "var(--c1)"], ["validation_loss", "validation", "var(--c3)"], ["train_loss", "train, scored", "var(--c2)"]]) {
     if (!scores[name].some(known)) continue;
     series.push({ name: text, x: scores[axis], y: scores[name], colour });
     legend.push([text, stroke(colour)]);
@@ -38,7 +38,7 @@ function spread(values) {
 function accuracySpec(run, axis, x, marks) {
   const series = [];
   const legend = [];
-  for (const [name, text, colour] of [["test_accuracy", "test", "var(--c1)"], ["train_accuracy", "train", "var(--c2)"]]) {
+  for (const [name, text, colour] of [["test_accuracy", "test", "var(--c1)"], ["validation_accuracy", "validation", "var(--c3)"], ["train_accuracy", "train", "var(--c2)"]]) {
     if (!run.scores[name].some(known)) continue;
     series.push({ name: text, x: run.scores[axis], y: run.scores[name], colour });
     legend.push([text, stroke(colour)]);

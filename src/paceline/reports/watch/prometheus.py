@@ -23,6 +23,7 @@ FIGURES = (
     ("loss", "gauge", "Mean training loss of the latest pushes.", "loss"),
     ("staleness", "gauge", "Mean staleness of all pushes.", "staleness"),
     ("test_accuracy_percent", "gauge", "Test accuracy at the last evaluation.", "test_accuracy"),
+    ("validation_accuracy_percent", "gauge", "Validation accuracy at the last evaluation.", "validation_accuracy"),
     ("quiet_seconds", "gauge", "Seconds since the run last wrote an event.", "quiet_seconds"),
     ("workers_expected", "gauge", "Workers the run was started for.", "num_workers"),
 )

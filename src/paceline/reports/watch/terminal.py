@@ -101,10 +101,13 @@ def sentences(events: Sequence[dict[str, Any]]) -> list[tuple[float, str]]:
 
 
 def _score(row: dict[str, Any]) -> str | None:
-    accuracy, loss = row.get("test_accuracy"), row.get("test_loss")
-    if accuracy is not None:
-        return f"Test accuracy {accuracy:.2f} %"
-    return f"Test loss {loss:.4f}" if loss is not None else None
+    for part in ("test", "validation"):
+        accuracy, loss = row.get(f"{part}_accuracy"), row.get(f"{part}_loss")
+        if accuracy is not None:
+            return f"{part.capitalize()} accuracy {accuracy:.2f} %"
+        if loss is not None:
+            return f"{part.capitalize()} loss {loss:.4f}"
+    return None
 
 
 def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) -> list[StyledLine]:
@@ -148,7 +151,8 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
     for status, _ in run_snapshots:
         if status is not shown.status:
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
-            accuracy = f"  {status.test_accuracy:.1f} % accuracy" if status.test_accuracy is not None else ""
+            scored = status.test_accuracy if status.test_accuracy is not None else status.validation_accuracy
+            accuracy = f"  {scored:.1f} % accuracy" if scored is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{accuracy}"
             lines.append(StyledLine(_shorten(text, width), COLORS.get(status.status, "")))
     return lines

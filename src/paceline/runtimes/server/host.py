@@ -32,7 +32,7 @@ from paceline.runtimes.server.evaluation import Evaluator
 from paceline.runtimes.server.progress import AccountRows, EventRecorder, Progress
 from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
-from paceline.settings.stopping import goal_of, measure_of
+from paceline.settings.stopping import chosen_part, goal_of, measure_of
 from paceline.system.signals import TERMINATED
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
@@ -78,7 +78,7 @@ class Host:
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
         keeps_best = config.eval_every is not None and not virtual and self.task is not None
-        self._best = BestWeights(folder, task, writer, measure_of(config)) if keeps_best else None
+        self._best = BestWeights(folder, task, writer, chosen_part(config), measure_of(config)) if keeps_best else None
         self._goal = goal_of(config)
         self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
         self._account_rows = AccountRows(self.accounting, server, events, self.clock)
@@ -161,7 +161,7 @@ class Host:
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 
     def _evaluate(self) -> None:
-        """Halt the clock, score the test data, and stop the run if it has reached its target."""
+        """Halt the clock, evaluate the weights, and stop the run if it has reached its target."""
         self.clock.halt()
         halted = self.clock.source()
         self._runtime.gather()
@@ -297,6 +297,13 @@ class Host:
         self._trackers.end(hurry=self.stop_reason == TERMINATED)
         return result
 
+    @property
+    def _chosen_on(self) -> str | None:
+        """The data by which the best weights were chosen or the run could have ended; None if it chose nothing."""
+        part, chooses = chosen_part(self.config), self._best is not None or self._goal is not None
+        has_data = self.task is not None and (part != "test" or self.task.test is not None)
+        return part if chooses and has_data else None
+
     def _why_collapsed(self, scores: dict[str, Scores | None]) -> str | None:
         path, config = self.folder.arrivals_file, self.config
         return why_collapsed(config, self.server, self.stop_reason, scores, lambda: logged_losses(path, config))
@@ -306,6 +313,7 @@ class Host:
         return [
             {"deals": self._notes.generation} if self.server.assignments is not None else {},
             self._checkpoints.upkeep(),
+            {"chosen_on": self._chosen_on},
             {"best": self._best.found} if self._best is not None else {},
             {"reported": {key: finite(row) for key, row in self.figures.items()}} if self.figures else {},
         ]
