@@ -326,7 +326,7 @@ def main() -> int:
             if not is_good(found, parsed.accuracy):
                 good = False
                 print((Path(folder) / "output.log").read_text()[-8000:], file=sys.stderr)
-        print(json.dumps({"seed": number, "flags": flags, "overlap": overlap, **found}), flush=True)
+        print(json.dumps({"seed": number, "flags": flags, "overlap": overlap, **found}, allow_nan=False), flush=True)
     return 1
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from paceline.errors import PacelineError
 from paceline.reports.console import Console
 from paceline.reports.tables import table
 from paceline.simulation.run import simulate
+from paceline.system.strict_json import to_json
 
 WORKERS, MOST_LOST = 5, 0.5
 """Number of workers, and the points of test accuracy that `int8` and `lowrank:4` may lose."""
@@ -130,7 +130,7 @@ def main() -> int:
     print(f"{base.dataset}, {WORKERS} workers, {asked.strategy}, epochs {base.epochs:g}, seeds {asked.seeds}")
     print(f"at most {MOST_LOST} points may be lost")
     if asked.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows]))
+        print(to_json([dataclasses.asdict(row) for row in rows]))
     return 0
 
 

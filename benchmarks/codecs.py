@@ -11,7 +11,6 @@ codec costs more time than it saves.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 
 from paceline.interfaces import Layout, pack
 from paceline.settings.codecs import build_codec
+from paceline.system.strict_json import to_json
 
 NAMES = ("none", "fp16", "bf16", "int8", "sign", "topk:0.01", "topk:0.001", "lowrank:1", "lowrank:4", "lowrank:16")
 NUM_UPDATES = 3
@@ -147,7 +147,7 @@ def main() -> int:
     print(f"{layout.num_parameters:,} floats, {parsed.threads} thread(s); one copy takes {copy:.1f} ms")
     print(table(lines))
     if parsed.json:
-        print(json.dumps({"benchmark": "codecs", "copy_ms": copy, "rows": lines}))
+        print(to_json({"benchmark": "codecs", "copy_ms": copy, "rows": lines}))
     return 0
 
 

@@ -9,7 +9,6 @@ is decoded once, before training; its batches are cropped and mirrored when they
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from paceline.data import decoding, image_folder
 from paceline.data.datasets import DATASETS, DecodingOptions, Location, locate
 from paceline.errors import PacelineError
 from paceline.settings.preprocessing import WAYS
+from paceline.system.strict_json import to_json
 from paceline.tasks.augmentation import Augment
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
@@ -129,7 +129,7 @@ def main() -> int:
         figures = f"{row['step_ms']:>9.1f}{row['samples_per_second']:>11,.0f}{row['augment_ms']:>12.2f}"
         print(f"{row['model']:<20}{figures}{row['augment_percent']:>9.1f} %{row['normalise_ms']:>14.2f}")
     if parsed.json:
-        print(json.dumps({"benchmark": "decoding", "decode": rates, "rows": rows}))
+        print(to_json({"benchmark": "decoding", "decode": rates, "rows": rows}))
     return 0
 
 

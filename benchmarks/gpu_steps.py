@@ -33,6 +33,7 @@ from paceline.assembly.core import make_model
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import PacelineError
 from paceline.interfaces import Batch
+from paceline.system.strict_json import to_json
 from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
@@ -90,7 +91,7 @@ def main() -> int:
         print(f"gpu_steps: {error}", file=sys.stderr)
         return error.exit_code
     if parsed.json:
-        Path(parsed.json).write_text(json.dumps(found, indent=2) + "\n")
+        Path(parsed.json).write_text(to_json(found, indent=2) + "\n")
     return 0 if ok else 1
 
 

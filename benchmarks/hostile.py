@@ -112,7 +112,7 @@ class Service:
     def tell(self) -> None:
         row = {"pushes": self.pushes, "applicants": self.applicants, "refused": self.listener.num_refused}
         row |= {"strangers": len(self.listener.strangers), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
-        print(json.dumps({**row, "memory": memory_mib()}), flush=True)
+        print(json.dumps({**row, "memory": memory_mib()}, allow_nan=False), flush=True)
 
 
 def work(address: str, floats: int) -> None:

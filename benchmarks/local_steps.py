@@ -19,6 +19,7 @@ import tempfile
 from typing import Any
 
 from paceline.reports.tables import table
+from paceline.system.strict_json import to_json
 
 WORKERS = 5
 SPLITS = ("iid", "labels")
@@ -85,7 +86,7 @@ def main() -> int:
     print(table(head, lines))
     print(f"{WORKERS} workers, {epochs:g} epochs, {parsed.seeds} seed(s)")
     if parsed.json:
-        print(json.dumps({"benchmark": "local_steps", "rows": rows}))
+        print(to_json({"benchmark": "local_steps", "rows": rows}))
     return 0
 
 

@@ -107,7 +107,7 @@ def answer_with_steps(step: Body, seconds: float, num_steps: int | None = None) 
         step(*data.batch(number))
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps([times_of_steps(step, data, seconds, num_steps)]), flush=True)
+    print(json.dumps([times_of_steps(step, data, seconds, num_steps)], allow_nan=False), flush=True)
 
 
 def timed_together(commands: Sequence[Sequence[str]], silent: int = 0) -> float:

@@ -6,7 +6,6 @@ A bar is missed only if the whole interval lies on its wrong side.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -14,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from paceline.system.strict_json import to_json
 
 LEAST_PAIRS = 7
 QUICK_PAIRS = 3
@@ -218,5 +219,5 @@ def teller(parsed: argparse.Namespace, name: str) -> Callable[[str], None] | Non
 def close(parsed: argparse.Namespace, benchmark: str, rows: Sequence[Row], **extra: Any) -> int:
     """Print the JSON line with `--json` and return the exit code."""
     if parsed.json:
-        print(json.dumps({"benchmark": benchmark, "rows": [asdict(row) for row in rows], **extra}))
+        print(to_json({"benchmark": benchmark, "rows": [asdict(row) for row in rows], **extra}))
     return int(parsed.strict and any(row.disposition == MISSED for row in rows))

@@ -157,7 +157,7 @@ def ray(rank: int, workers: int, seconds: float, meeting: str) -> None:
     engine.get([trainer.warm_up.remote() for trainer in trainers])
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps(engine.get([trainer.train.remote(seconds) for trainer in trainers])), flush=True)
+    print(json.dumps(engine.get([trainer.train.remote(seconds) for trainer in trainers]), allow_nan=False), flush=True)
     engine.shutdown()
 
 

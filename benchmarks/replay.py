@@ -22,6 +22,8 @@ import ours
 import pairs
 from memory import family
 
+from paceline.system.strict_json import to_json
+
 WORKERS = 3
 STEPS, QUICK_STEPS = 1200, 300
 RUNS, QUICK_RUNS = 5, 2
@@ -93,7 +95,7 @@ def main() -> int:
     same = sum(row.identical for row in rows)
     print(f"{same} of {runs}")
     if parsed.json:
-        print(json.dumps({"benchmark": "replay", "rows": [asdict(row) for row in rows], "identical": same}))
+        print(to_json({"benchmark": "replay", "rows": [asdict(row) for row in rows], "identical": same}))
     return int(parsed.strict and same < runs)
 
 

@@ -89,7 +89,7 @@ def loop(address: str, what: What) -> None:
         errands.put(True)
         times.append(time.monotonic())
     done.get()
-    print(json.dumps(times))
+    print(json.dumps(times, allow_nan=False))
 
 
 def exchanging(what: What, nbytes: int, hosts: tuple[Host, Host]) -> float:
@@ -97,7 +97,7 @@ def exchanging(what: What, nbytes: int, hosts: tuple[Host, Host]) -> float:
     command, there = [sys.executable, HERE], hosts[0].address
     server = _start(hosts[0], [*command, "echo", there, str(nbytes)])
     with ended([server], within=PATIENCE_SECONDS):
-        loops = [_start(host, [*command, "loop", there, json.dumps(asdict(what))]) for host in hosts]
+        loops = [_start(host, [*command, "loop", there, json.dumps(asdict(what), allow_nan=False)]) for host in hosts]
         with ended(loops, within=PATIENCE_SECONDS):
             lines = [json.loads(process.communicate(timeout=PATIENCE_SECONDS)[0]) for process in loops]
         server.wait(PATIENCE_SECONDS)

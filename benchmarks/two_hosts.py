@@ -105,7 +105,7 @@ def ours(case: Case, what: What, hosts: tuple[Host, Host]) -> float:
 
 def theirs(kind: str, what: What, hosts: tuple[Host, Host]) -> float:
     """Run a plain loop on each host: `bare`, `ddp` or `ddp-fp16`."""
-    words = [sys.executable, HERE, "loop", kind, json.dumps(what.__dict__)]
+    words = [sys.executable, HERE, "loop", kind, json.dumps(what.__dict__, allow_nan=False)]
     lines = [json.loads(out.splitlines()[-1]) for out in _both(words, hosts)]
     return rate([[(moment, what.batch) for moment in times] for times in lines], what.dropped)
 
@@ -154,7 +154,7 @@ def loop(kind: str, what: What) -> None:
         task.loss(model(batch.inputs), batch.targets).backward()
         optimizer.step()
         times.append(time.monotonic())
-    print(json.dumps(times))
+    print(json.dumps(times, allow_nan=False))
     dist.barrier()
     dist.destroy_process_group()
 

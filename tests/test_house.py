@@ -49,6 +49,18 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert not [str(path) for path in FILES if SAYS_NOTHING & {path.stem, *path.parts}]
 
 
+def test_every_json_text_is_strict() -> None:
+    """`to_json` writes null for NaN; whoever calls json by itself forbids it."""
+    loose = []
+    for path in [*SOURCE.rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("json.dump", "json.dumps"):
+                continue
+            if "allow_nan=False" not in map(ast.unparse, node.keywords) and path.name != "strict_json.py":
+                loose.append(f"{path}:{node.lineno}")
+    assert not loose
+
+
 def test_the_readme_is_short_and_its_lines_fit() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= README_LINES

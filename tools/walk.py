@@ -53,7 +53,7 @@ class Walk:
             self.calls.append(name)
     def write(self, role, calls):
         with open(os.path.join(OUT, role + ".json"), "w") as file:
-            json.dump(calls, file)
+            json.dump(calls, file, allow_nan=False)
 def mark(file, function):
     if function == "SupervisedTask.gradient":
         return "worker"

@@ -29,7 +29,7 @@ def train(
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
     Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
-    is a `UserError`; a run that diverges returns, with `status` "diverged".
+    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed".
     """
     for name in settings:
         if name not in FIELDS:

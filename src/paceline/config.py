@@ -146,11 +146,11 @@ class RunConfig:
         None, "stop after this many seconds of training, without loading and evaluation (simulate: virtual)", _sensible
     )
     target_accuracy: float | None = _length(
-        None, "stop once the test accuracy reaches this percentage (needs --eval-every)", _percent
+        None, "stop once the accuracy of an evaluation reaches this percentage (needs --eval-every)", _percent
     )
     target: str | None = _length(
         None,
-        "stop once a metric of the test data reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE'; METRIC is "
+        "stop once a metric of an evaluation reaches a value: 'METRIC<=VALUE' or 'METRIC>=VALUE'; METRIC is "
         "loss, accuracy or a metric of your task (needs --eval-every), or one that your own loop reports",
         metavar="GOAL",
     )
@@ -161,7 +161,10 @@ class RunConfig:
         metavar="BEST",
     )
     eval_every: float | None = _length(
-        None, "epochs between evaluations; they do not count as training time", _sensible
+        None,
+        "epochs between evaluations, on what --validation or --fold holds out, else on the test data; they do not "
+        "count as training time",
+        _sensible,
     )
     eval_train: bool = _length(False, "score the train data too at each of these evaluations")
     score: str = _length("all", "what to score at the end: all, test or none")
@@ -316,8 +319,8 @@ def to_toml(config: RunConfig, left_out: tuple[str, ...] = ()) -> str:
     for name in FIELDS:
         value = getattr(config, name)
         if value is not None and name not in left_out:
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else JSON of settings is TOML
-            lines.append(f"{name} = {text}")
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {text}")  # but for that character, JSON of settings is TOML
     return "\n".join(lines) + "\n"
 
 

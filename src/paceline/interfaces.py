@@ -99,6 +99,10 @@ class Scores:
     per_class: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other metrics of the task, by name."""
+    constant_correct: int = 0
+    """How many samples have the most frequent class: what answering it always would get right."""
+    constant_loss: float | None = None
+    """The loss of predicting the class frequencies for every sample. None if targets are no class numbers."""
 
     def value(self, metric: str) -> float | None:
         """The value of a metric, the loss or the accuracy, by name. None if it was not measured."""
@@ -135,8 +139,8 @@ class Task(Protocol):
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         """Use these buffers from now on. Called once per worker; their addresses never change."""
 
-    def gradient(self, batch: Batch) -> float:
-        """Fill the bound gradient (and state) from the bound weights. Return the loss."""
+    def gradient(self, batch: Batch) -> float | None:
+        """Fill the bound gradient (and state) from the bound weights. Return the loss; None if there is none."""
 
 
 class Arrival(NamedTuple):

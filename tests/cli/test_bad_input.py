@@ -97,7 +97,6 @@ CASES = {
     "a task without a function": (["--task", "build", "--strategy", "classic"], "MODULE:FUNCTION"),
     "a fold that is none": (["--fold", "6/5"], "fold '6/5': write its number and how many folds there are, as in 2/5"),
     "a fold and a share": (["--fold", "1/5", "--validation", ".1"], "holds out a part already"),
-    "a fold and evaluations": (["--fold", "1/5", "--eval-every", "1"], "leaves the test set alone"),
     "more folds than samples": ([*SAMPLE, "--fold", "1/12001"], "use fewer folds"),
     "no checkpoint kept": (["--keep", "0"], "--keep must be at least 1, got 0"),
     "fewer restarts than none": (["--restart", "-1"], "--restart must be zero or more, got -1"),

@@ -21,7 +21,7 @@ from paceline.settings.resolve import resolve
 from paceline.simulation.lab.run import LabResult, run_rows
 from paceline.studies import batch_runs as many_runs
 from paceline.studies.sweep_file import SweepGrid, read_grid, run_name
-from paceline.studies.sweep_table import disposition, draw, gather, plain
+from paceline.studies.sweep_table import cells, disposition, draw, gather, plain, rows_of
 
 SETTINGS = """
 [run]
@@ -53,8 +53,9 @@ def test_a_grid_runs_once_may_grow_and_names_its_best(capsys: pytest.CaptureFixt
     write(SETTINGS + "[grid]\nlr = [1e20, 0.01]\nseed = [0, 1]\n")
     assert main(["sweep", "try.toml"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(" % test accuracy, averaged weights")
-    assert out[1].startswith("0.01") and out[2].split()[-1] == "2"
+    ending = " % test accuracy, averaged weights; chosen on the test set"
+    assert out[-1].startswith("best: lr = 0.01: ") and out[-1].endswith(ending)
+    assert out[1].startswith("0.01") and out[2].endswith("2 diverged")
     best, worst = table("table.csv")
     assert (best["lr"], best["runs"], best["diverged"]) == ("0.01", "2", "0") and float(
         best["averaged_test_accuracy_spread"]
@@ -136,7 +137,6 @@ CASES = {
         SETTINGS + '[grid]\nstrategy = ["sync", "classic"]\n',
         "strategy=classic: --workers 2: strategy classic is one worker",
     ),
-    "folds with evaluations": ("folds = 3\n" + SETTINGS + "eval_every = 1\n" + GRID, "leaves the test set alone"),
     "more workers than batches": (SETTINGS.replace("workers = 2", "workers = 61") + GRID, "make only 60 batches"),
     "more folds than samples": ("folds = 241\n" + SETTINGS + GRID, "use fewer folds"),
     "bad speeds": (SETTINGS + '[grid]\nspeeds = ["1s", "fast"]\n', "speeds=fast"),
@@ -219,16 +219,36 @@ def test_the_best_is_one_of_which_no_run_diverged() -> None:
     found = [result(90.0, 0.1), result(None, None, "diverged"), result(70.0, 0.5), result(74.0, 0.4)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
     assert [setting.values["lr"] for setting in swept.settings] == [0.2, 0.1]
-    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy, live weights"
+    assert disposition(swept) == "best: lr = 0.2: 72.00 ± 2.83 % test accuracy, live weights; chosen on the test set"
     lost = gather(grid_of(lr=[0.1]), [result(None, None, "diverged")])
     assert disposition(lost).startswith("no best setting")
+
+
+def test_a_collapsed_run_is_never_best_and_counts_as_failed() -> None:
+    found = [result(90.0, 0.1), result(99.0, 0.01, "collapsed"), result(70.0, 0.5), result(74.0, 0.4)]
+    swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
+    assert [setting.values["lr"] for setting in swept.settings] == [0.2, 0.1]
+    assert swept.settings[1].runs.values("test_accuracy") == [90.0]
+    (_, rows), (_, worst) = cells(swept), rows_of(swept)
+    assert rows[1][-1] == "1 collapsed" and (worst["diverged"], worst["collapsed"]) == (0, 1)
+
+
+def test_the_lab_marks_a_run_that_collapsed() -> None:
+    epoch = SETTINGS.replace("steps = 4\n", 'epochs = 1\nthreads = 1\nstrategy = "async"\n')
+    write(epoch + "[grid]\nlr = [0.2, 0.01]\n")
+    assert main(["sweep", "try.toml"]) == 0
+    found = results()
+    assert all(result["lab"] for result in found.values())
+    high, usual = found["lr=0.2"], found["lr=0.01"]
+    assert (high["status"], usual["status"], usual["reason"]) == ("collapsed", "finished", None)
+    assert "training collapsed" in high["reason"] and "try --lr 0.1 (now 0.2)" in high["reason"]
 
 
 def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named() -> None:
     found = [result(None, 0.5), result(None, 0.7), result(None, 0.55), result(None, 0.75)]
     swept = gather(grid_of(lr=[0.1, 0.2], seed=[0, 1]), found)
     said = "best: lr = 0.1: 0.6000 ± 0.1414 test loss, live weights; the next, lr = 0.2, is within the spread"
-    assert disposition(swept) == said
+    assert disposition(swept) == f"{said}; chosen on the test set"
 
 
 def test_settings_are_compared_on_weights_that_all_runs_scored() -> None:
@@ -236,14 +256,14 @@ def test_settings_are_compared_on_weights_that_all_runs_scored() -> None:
     averaged = result(90.0, 0.1, weights="averaged", live_test_accuracy=80.0, live_test_loss=0.3)
     grid = grid_of(strategy=["async", "sync"])
     swept = gather(grid, [averaged, result(85.0, 0.2)])
-    assert disposition(swept) == "best: strategy = sync: 85.00 % test accuracy, live weights"
+    assert disposition(swept) == "best: strategy = sync: 85.00 % test accuracy, live weights; chosen on the test set"
     lines = plain(swept).splitlines()
     assert lines[0].startswith("strategy  test % live  test % avg")
     assert [line.split()[:3] for line in lines[1:]] == [["sync", "85.00", "-"], ["async", "80.00", "90.00"]]
     narrow = plain(swept, 30).splitlines()[0]
     assert "test % live" in narrow and len(narrow) <= 30
     both = gather(grid, [averaged, {**averaged, "test_accuracy": 91.0, "live_test_accuracy": 70.0}])
-    assert disposition(both) == "best: strategy = sync: 91.00 % test accuracy, averaged weights"
+    assert disposition(both) == "best: strategy = sync: 91.00 % test accuracy, averaged weights; chosen on the test set"
 
 
 def test_settings_scored_on_different_weights_have_no_best() -> None:
@@ -252,6 +272,14 @@ def test_settings_scored_on_different_weights_have_no_best() -> None:
     assert disposition(swept).endswith('write average = "on" under [run]')
     assert plain(swept).splitlines()[0].startswith("strategy  test % live  test % avg")
     assert draw(grid_of(strategy=["async", "sync"]), swept, Path("figure.png")) is not None
+
+
+def test_held_out_data_ranks_the_settings_of_a_sweep() -> None:
+    found = [result(90.0, 0.1), result(70.0, 0.5)]
+    for row, accuracy in zip(found, (60.0, 65.0), strict=True):
+        row |= {"validation_accuracy": accuracy, "validation_loss": None, "validation_total": 10}
+    swept = gather(grid_of(lr=[0.1, 0.2]), found)
+    assert disposition(swept) == "best: lr = 0.2: 65.00 % validation accuracy, live weights"
 
 
 def test_the_page_about_studies_shows_the_example() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from paceline.analysis.status import RunStatus, WorkerStatus
+from paceline.analysis.status import ENDED, UNDER_WAY, RunStatus, WorkerStatus
 
 SHARES = st.dictionaries(st.sampled_from(["computing", "sending", "waiting", "server"]), st.floats(0.0, 1.0))
 SECONDS = st.none() | st.floats(0.0, 1e6)
@@ -28,7 +28,7 @@ RUNS = st.builds(
     strategy=st.sampled_from(["async", "bounded:3"]),
     model=st.just("lenet5"),
     num_workers=st.integers(1, 10_000),
-    status=st.sampled_from(["starting", "running", "evaluating", "killed", "finished", "stopped", "diverged"]),
+    status=st.sampled_from([*UNDER_WAY, *ENDED, "killed"]),
     updates=st.integers(0, 10**7),
     fraction=st.none() | st.floats(0.0, 1.0),
     rate=st.none() | st.floats(0.0, 1e6),

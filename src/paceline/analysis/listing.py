@@ -26,17 +26,8 @@ FIGURES = (
     *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
 )
 ABOUT = (
-    "run",
-    "path",
-    "kind",
-    "status",
-    "fraction",
-    "reason",
-    "problem",
-    "changed",
-    "metrics",
-    "reported_by",
-    "weights",
+    *("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics", "reported_by"),
+    *("weights", "chosen_on"),
 )
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
@@ -140,13 +131,8 @@ def _ended(result: dict[str, Any], weights: str) -> Row:
     figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
     kind = {"kind": "lab"} if result.get("lab") else {}
     workers = {name: one.worker for name, one in read_reported(result).items()}
-    about = {
-        "metrics": _metrics(result),
-        "reported_by": workers or None,
-        "status": result["status"],
-        "reason": result.get("reason"),
-    }
-    return {**figures, **kind, **about}
+    about = {name: result.get(name) for name in ("status", "reason", "chosen_on")}
+    return {**figures, **kind, **about, "metrics": _metrics(result), "reported_by": workers or None}
 
 
 def _metrics(result: dict[str, Any]) -> dict[str, float] | None:

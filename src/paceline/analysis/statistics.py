@@ -1,13 +1,14 @@
-"""Statistics over runs that differ only in seed or fold: mean, spread, number of diverged runs."""
+"""Statistics over runs that differ only in seed or fold: mean, spread, number of failed runs."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.analysis.scored_weights import BY_WEIGHTS, by_weights
+
+FAILED = ("diverged", "collapsed")
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class RunStatistics:
         values = self.values(figure)
         return statistics.stdev(values) if len(values) > 1 else None
 
+    def count(self, status: str) -> int:
+        """Return how many runs have this status."""
+        return sum(result["status"] == status for result in self.results)
+
     @property
-    def num_diverged(self) -> int:
-        return sum(result["status"] == "diverged" for result in self.results)
+    def num_failed(self) -> int:
+        """Return how many runs diverged or collapsed."""
+        return sum(map(self.count, FAILED))
 
     @property
     def unfinished(self) -> str:
         """Numbers of unfinished runs, as in `2 diverged`; empty if all finished."""
-        counts = Counter(result["status"] for result in self.results)
-        return ", ".join(f"{counts[status]} {status}" for status in ("diverged", "stopped") if counts[status])
+        return ", ".join(f"{number} {status}" for status in (*FAILED, "stopped") if (number := self.count(status)))
 
     def text(self, figure: str, form: str = ".2f") -> str:
         """Return mean and spread, or a dash.

@@ -18,7 +18,7 @@ PARTS = ("computing", "sending", "waiting", "server")  # the parts of a worker's
 COLUMNS = ("worker", "state", "steps", "pushes", "staleness", "ago")
 WINDOW_SECONDS = 30.0  # length of the latest events that the status of a running run covers
 TAIL_BYTES = 1 << 20
-ENDED = ("finished", "stopped", "diverged")
+ENDED = ("finished", "stopped", "diverged", "collapsed")
 UNDER_WAY = ("starting", "running", "evaluating")
 STARTS = ("run_started", "run_resumed")
 Row = dict[str, Any]
@@ -49,7 +49,7 @@ class RunStatus:
     strategy: str
     model: str
     num_workers: int
-    status: str  # starting, running, evaluating or killed; or that of the result: finished, stopped, diverged
+    status: str  # starting, running, evaluating or killed; or that of the result, one of ENDED
     reason: str | None = None
     simulated: bool = False
     updates: int = 0
@@ -65,6 +65,7 @@ class RunStatus:
     loss: float | None = None  # mean over the latest pushes
     staleness: float | None = None  # mean over all pushes so far
     test_accuracy: float | None = None  # latest evaluation, in percent
+    validation_accuracy: float | None = None
     weights: str = "live"  # those that are scored: live, or averaged
     reported: dict[str, ReportedValue] = field(default_factory=dict)  # metrics of an own loop: the values that hold
 
@@ -121,6 +122,7 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None) -> Run
         loss=last.get("loss"),
         staleness=last.get("staleness"),
         test_accuracy=(result or _last(events, "evaluation")).get("test_accuracy"),
+        validation_accuracy=(result or _last(events, "evaluation")).get("validation_accuracy"),
         weights=kind_of(result or {}, config),
         reported=read_reported(result) if result is not None else reported_so_far(events),
     )

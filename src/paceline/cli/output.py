@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
+from paceline.analysis.statistics import FAILED
 from paceline.reports.console import closing_lines
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import fold_for
 
-EXIT_CODES = {"finished": 0, "diverged": 3, "stopped": 130}
+EXIT_CODES = {"finished": 0, "diverged": 3, "collapsed": 3, "stopped": 130}
 
 
 def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
@@ -21,8 +22,8 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     stream = sys.stderr if as_json else sys.stdout
     print(fold_for(stream, lines), file=stream)
     if as_json:
-        print(json.dumps(result, indent=2))
-    if result["status"] == "diverged":
+        print(to_json(result, indent=2))
+    if result["status"] in FAILED:
         print(fold_for(sys.stderr, [f"paceline: {result['reason']}"]), file=sys.stderr)
     if result["status"] == "stopped":
         hint = f"paceline: stopped early; {folder.resume_hint(folder.config())}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from paceline.cli.arguments import Parser
 from paceline.errors import UserError
 from paceline.reports.console import Console
+from paceline.system.strict_json import to_json
 
 DESCRIPTION = """Write an HTML page about one run, or several side by side; it needs no network.
 
@@ -151,7 +151,7 @@ def landscape_verb(arguments: list[str]) -> int:
     except OSError as error:
         raise UserError(f"--output {folder} cannot be written: {error.strerror}") from None
     files = f"{folder}/landscape.png, {folder}/landscape.csv, {folder}/landscape.json"
-    print(json.dumps(found.facts, indent=1) if parsed.json else files)
+    print(to_json(found.facts, indent=1) if parsed.json else files)
     return 0
 
 

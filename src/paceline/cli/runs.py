@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from paceline.cli.arguments import Parser
 from paceline.cli.cluster import add_proof
 from paceline.errors import UserError
 from paceline.reports.status_table import format_status
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import can_redraw, table_width, terminal_width
 
 STATUS_DESCRIPTION = """Show the state of a run, how each worker spends its time, and which worker is slow and why.
@@ -51,7 +51,7 @@ def status_verb(arguments: list[str]) -> int:
             if parsed.json:
                 row = dataclasses.asdict(found)
                 row["stragglers"] = [dataclasses.asdict(one) for one in stragglers(found.workers)]
-                text = json.dumps(row, indent=None if parsed.watch is not None else 2)
+                text = to_json(row, indent=None if parsed.watch is not None else 2)
             else:
                 text = format_status(found, terminal_width())
                 if parsed.watch is not None:
@@ -88,7 +88,7 @@ def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: st
     from paceline.reports.tables import as_csv
 
     if parsed.json:
-        print(json.dumps(rows, indent=2))
+        print(to_json(rows, indent=2))
     elif parsed.csv:
         print(as_csv([as_texts(row) for row in rows], KEYS), end="")
     else:

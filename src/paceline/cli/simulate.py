@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from paceline.cli.output import show
 from paceline.config import to_dict
 from paceline.errors import UserError
 from paceline.reports.console import Console
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import table_width
 
 SIMULATE_DESCRIPTION = """Train on a simulated cluster, under a virtual clock.
@@ -63,7 +63,7 @@ def plan_verb(arguments: list[str]) -> int:
         config = dataclasses.replace(config, workers=None)
     with Console() as console:
         plan = make_plan(config, console)
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan, table_width())))
+    print(to_json(dataclasses.asdict(plan), indent=2) if parsed.json else "\n".join(plan_lines(plan, table_width())))
     return 0
 
 
@@ -95,7 +95,7 @@ def soak_verb(arguments: list[str]) -> int:
         summary = soak(parsed.seeds, parsed.first, console.note, faults)
     print("\n".join(summary.lines()), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
-        print(json.dumps(summary.row(), indent=2))
+        print(to_json(summary.row(), indent=2))
     if summary.interrupted:
         raise KeyboardInterrupt
     return 0 if summary.failure is None else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.config import FIELDS, SIMULATED_ONLY
 from paceline.errors import UserError
 from paceline.reports.console import Console
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import table_width
 
 REPRODUCE_DESCRIPTION = """Repeat the runs of a published table, and show our results beside the published ones.
@@ -102,8 +102,8 @@ def sweep_verb(arguments: list[str]) -> int:
     print("\n".join(lines), file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
         best = rows[0] if swept.best is not None else None
-        found = {"folder": str(folder), "score": swept.score, "settings": rows, "best": best}
-        print(json.dumps(found, indent=2))
+        found = {"folder": str(folder), "score": swept.score, "chosen_on": swept.part, "settings": rows, "best": best}
+        print(to_json(found, indent=2))
     return 0
 
 
@@ -157,7 +157,7 @@ def bench_verb(arguments: list[str]) -> int:
     text = "\n".join([scaling_table.plain(found, table_width()), "", *made])
     print(text, file=sys.stderr if parsed.json else sys.stdout)
     if parsed.json:
-        print(json.dumps({"folder": str(folder), "kind": found.kind, "counts": rows}, indent=2))
+        print(to_json({"folder": str(folder), "kind": found.kind, "counts": rows}, indent=2))
     return 0
 
 

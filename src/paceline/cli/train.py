@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
 from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import fold_for
 
 if TYPE_CHECKING:
@@ -147,5 +147,5 @@ def replay_verb(arguments: list[str]) -> int:
     with Console() as console:
         output = Path(parsed.output) if parsed.output is not None else None
         outcome = replay(Path(parsed.run), console, parsed.until, output)
-    print(json.dumps(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))
+    print(to_json(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))
     return 0 if outcome["identical"] is not False else 1

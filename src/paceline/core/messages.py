@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -27,8 +29,8 @@ class Push(NamedTuple):
     """A gradient, identified by (worker, incarnation, seq) and by the reply whose weights it was computed from.
 
     `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
-    the worker is answered. The mean of a round weighs a push by its `weight`, or by its samples if it has none; budgets
-    and schedules go by samples.
+    the worker is answered. `loss` is what `loss_of_push` returns. The mean of a round weighs a push by its `weight`, or
+    by its samples if it has none; budgets and schedules go by samples.
     """
 
     worker: int
@@ -40,6 +42,18 @@ class Push(NamedTuple):
     update: Tensor
     state: Tensor
     weight: float | None = None
+
+
+def loss_of_push(loss: float | None) -> float:
+    """Return a loss as a push holds it: float32, as the log stores it; infinity if not finite, NaN if unknown.
+
+    >>> loss_of_push(0.5), loss_of_push(math.nan), loss_of_push(-math.inf), loss_of_push(1e300), loss_of_push(None)
+    (0.5, inf, inf, inf, nan)
+    """
+    if loss is None:
+        return math.nan
+    value = c_float(loss).value
+    return value if math.isfinite(value) else math.inf
 
 
 class Leave(NamedTuple):

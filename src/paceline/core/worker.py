@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from ctypes import c_float
 from typing import TypeAlias
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.buffers import MakeMemory, WorkerBuffers
 from paceline.core.compression import DENSE, Codecs, WorkerCompression
-from paceline.core.messages import DataAssignment, Join, Push, Reply
+from paceline.core.messages import DataAssignment, Join, Push, Reply, loss_of_push
 from paceline.interfaces import Batch, Layout, Loader, Parameter, Task
 
 Redeal: TypeAlias = Callable[[DataAssignment], Loader]
@@ -62,7 +61,7 @@ def work(
             assignment, loader = reply.assignment, reassign(reply.assignment)
         first, steps = reply.batch, reply.steps
         batch = LocalBatches(loader, first, steps, reply.lr) if steps else loader.batch(first)
-        loss = c_float(task.gradient(batch)).value  # float32, as the log stores it; a larger value becomes infinite
+        loss = loss_of_push(task.gradient(batch))
         seq = reply.serial  # one push per reply, so both have the same number
         update = end.send(seq) if end.encodes else gradient
         named = (join.worker, join.incarnation, seq, reply.serial)

@@ -24,6 +24,7 @@ from paceline.data.cifar import ARRAY_NAMES
 from paceline.data.idx import Arrays, Empty
 from paceline.errors import DataError, RunFailed, UserError
 from paceline.system.cpu import cores
+from paceline.system.strict_json import to_json
 
 CHUNK = 32  # images per request to a decoder process
 PROCESSES_THRESHOLD = 4 * CHUNK
@@ -140,7 +141,7 @@ class _Decoder:
         """Write the images that decode into `pixels`, without gaps; return why the others do not, by place."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps([paths, pixels.shape[2]]).encode() + b"\n")
+            self.process.stdin.write(to_json([paths, pixels.shape[2]]).encode() + b"\n")
             self.process.stdin.flush()
             faults = {int(place): reason for place, reason in json.loads(self.process.stdout.readline()).items()}
             target, filled = pixels[: len(paths) - len(faults)].reshape(-1).data, 0
@@ -167,7 +168,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         pixels, faults = decode_chunk(*json.loads(line))
-        sys.stdout.buffer.write(json.dumps(faults).encode() + b"\n")
+        sys.stdout.buffer.write(to_json(faults).encode() + b"\n")
         sys.stdout.buffer.write(pixels.data)
         sys.stdout.buffer.flush()
 

@@ -16,7 +16,8 @@ from paceline.reports.worker_lanes import WorkerLanes
 from paceline.runs.arrival_log import PUSH_KIND
 
 PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
-EVALUATED = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "live_test_accuracy", "live_test_loss")
+_PARTS = ("test", "validation", "train", "live_test")
+EVALUATED = tuple(f"{part}_{what}" for part in _PARTS for what in ("accuracy", "loss"))
 SCORES = ("samples", *EVALUATED)
 TAKEN = 0  # verdict of an accepted push
 MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160

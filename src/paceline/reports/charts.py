@@ -20,11 +20,11 @@ OUTLIER_POINTS = 20.0  # accuracies this many points below the lower quartile ar
 
 @dataclass(frozen=True)
 class Point:
-    """The figure of one setting; None if all of its runs diverged or it is unknown."""
+    """The figure of one setting; None if all of its runs failed or it is unknown."""
 
     mean: float | None
     spread: float | None = None
-    diverged: bool = False
+    failed: bool = False  # a run diverged or collapsed
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def save_figure(path: Path, draw: Callable[[Any], None], size: tuple[float, floa
 
 
 def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: Sequence[Series]) -> str | None:
-    """Draw one row per name and one marker per series, bars for the spread; diverged runs in a separate strip."""
+    """Draw one row per name and one marker per series, bars for the spread; failed runs in a separate strip."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         edge, right = _limits(series)
         strip = edge - 0.07 * (right - edge)
-        lost = any(point.diverged for one in series for point in one.points)
+        lost = any(point.failed for one in series for point in one.points)
         for number, one in enumerate(series):
             shift = 0.0 if len(series) == 1 else 0.36 * (number / (len(series) - 1) - 0.5)
             for place, point in enumerate(one.points):
@@ -60,14 +60,14 @@ def draw_rows(path: Path, title: str, unit: str, names: Sequence[str], series: S
             style: dict[str, Any] = {"color": COLOURS[number], "linestyle": "none"}
             fill = "none" if number == 0 else COLOURS[number]
             axes.plot([], [], label=one.name, marker=MARKERS[number], markerfacecolor=fill, **style)
-            if any(point.diverged for point in one.points):
-                axes.plot([], [], label=f"{one.name}: diverged", marker=CROSSES[number], **style)
+            if any(point.failed for point in one.points):
+                axes.plot([], [], label=f"{one.name}: failed", marker=CROSSES[number], **style)
         axes.set_xlim(strip - 0.03 * (right - edge) if lost else edge, right)
         ticks = [tick for tick in axes.get_xticks() if edge <= tick <= right]
         labels = [f"{tick:g}" for tick in ticks]
         if lost:
             axes.axvline(edge, color="#999999", linewidth=0.8)
-            ticks, labels = [strip, *ticks], ["diverged", *labels]
+            ticks, labels = [strip, *ticks], ["failed", *labels]
         axes.set_xticks(ticks, labels, fontsize=8)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -96,7 +96,7 @@ def _limits(series: Sequence[Series]) -> tuple[float, float]:
 
 def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, strip: float) -> None:
     colour = COLOURS[number]
-    if point.diverged:
+    if point.failed:
         axes.plot(strip, y, marker=CROSSES[number], color=colour, markersize=5)
     if point.mean is None:
         return
@@ -112,7 +112,7 @@ def _draw_point(axes: Any, point: Point, y: float, number: int, edge: float, str
 def draw_lines(
     path: Path, title: str, unit: str, setting: str, values: Sequence[float], series: Sequence[Series]
 ) -> str | None:
-    """Draw one line per series over the values of a setting; mark diverged runs at the lower edge."""
+    """Draw one line per series over the values of a setting; mark failed runs at the lower edge."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -122,7 +122,7 @@ def draw_lines(
         for number, one in enumerate(series):
             _draw_line(axes, _aside(values, number - (len(series) - 1) / 2, logarithmic), one, number)
             for value, point in zip(values, one.points, strict=True):
-                if point.diverged:
+                if point.failed:
                     lost = True
                     _draw_lost(axes, value, number)
         axes.set_xticks(values, [f"{value:g}" for value in values], minor=False)
@@ -134,7 +134,7 @@ def draw_lines(
         if lost:
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.06 * len(series) * (high - low), high)
-            axes.plot([], [], "kx", label="crossed marker at the lower edge: diverged")
+            axes.plot([], [], "kx", label="crossed marker at the lower edge: failed")
         if len(series) > 1 or lost:
             figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from paceline.errors import UserError
 from paceline.runs.arrival_log import LogContents, scan_log
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
+from paceline.system.strict_json import to_json
 
 WORKERS = 2  # process id of the workers in the trace, and thread id of the first worker; the server is 1
 SERVER = {"pid": 1, "tid": 1}
@@ -165,10 +165,10 @@ def write_trace(path: Path, output: Path, part: TraceWindow) -> tuple[int, list[
             with io.TextIOWrapper(packed, encoding="utf-8") as file:
                 file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
                 for event in trace.events():
-                    file.write((",\n" if num_events else "") + json.dumps(event))
+                    file.write((",\n" if num_events else "") + to_json(event))
                     num_events += 1
                 about = {"run": str(path), "clock": "seconds of training, which stand still during evaluations"}
-                file.write(f'\n], "otherData": {json.dumps({**about, "notes": trace.notes})}}}\n')
+                file.write(f'\n], "otherData": {to_json({**about, "notes": trace.notes})}}}\n')
         temporary.replace(output)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}; give another -o FILE") from None

@@ -163,6 +163,8 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
     lines += _reported(result)
+    if result.get("chosen_on"):
+        lines.append(_choice(result))
     if result.get("simulated"):
         lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
     lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
@@ -194,6 +196,14 @@ def _reported(result: dict[str, Any]) -> list[str]:
             spread = f" ({len(values)} workers: {_measured(min(finite))} to {_measured(max(finite))})"
         by_worker.setdefault(one.worker, []).append(f"{name} {_measured(one.value)}{spread}")
     return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
+
+
+def _choice(result: dict[str, Any]) -> str:
+    """Return what was chosen by which data."""
+    best = result.get("best")
+    what = f"best weights (update {best['updates']})" if best else "the end of the run"
+    on_test = "the test set, whose scores are therefore too good: --validation 0.1 holds out data to choose by"
+    return f"{what} chosen on {on_test if result['chosen_on'] == 'test' else 'the validation data'}"
 
 
 def _measured(value: float | None) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from paceline.config import FIELDS, RunConfig, to_dict
+from paceline.system.strict_json import to_json
 
 SCRIPTS = (
     *("numbers.js", "chart.js", "bars.js", "timeline.js", "tables.js", "specs.js", "one_run.js", "several_runs.js"),
@@ -35,7 +35,7 @@ def render(digests: Sequence[dict[str, Any]], live: LiveFeed | None = None) -> s
     title = f"{digests[0]['name']} – Paceline" if len(digests) == 1 else f"{len(digests)} runs – Paceline"
     connect = "'self'" if live is not None else "'none'"
     script = "\n".join(map(_asset, SCRIPTS))
-    data = json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # closes no HTML element
+    data = to_json(facts, compact=True).replace("<", "\\u003c")  # closes no HTML element
     return f"""<!doctype html>
 <html lang="en">
 <head>

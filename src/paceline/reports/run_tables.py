@@ -92,6 +92,8 @@ def compare(rows: list[Row], width: int) -> str:
     more = [name.replace("_", "-") for name in differing if name not in shown]
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
+    if on_test := [row["run"] for row in rows if row["chosen_on"] == "test"]:
+        lines.append(fold(f"best weights or end chosen on the test set: {', '.join(on_test)}", width))
     return "\n".join(lines)
 
 

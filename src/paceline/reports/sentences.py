@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.analysis.scored_weights import AVERAGED
+from paceline.analysis.statistics import FAILED
 from paceline.data.catalog import DATASETS
 from paceline.reports.console import closing_lines
 from paceline.reports.status_table import seconds_text
@@ -15,7 +16,7 @@ FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
 def outcome_sentence(status: str, figures: dict[str, Any], resume_hint: str | None) -> str:
     """Return the status and the quality of the run in one or two sentences."""
     reason = figures.get("reason")
-    if status == "diverged" and reason:
+    if status in FAILED and reason:
         return str(reason)[0].upper() + str(reason)[1:] + ("" if str(reason).endswith((".", "?")) else ".")
     first = FIRST_WORDS.get(status, status.capitalize()) + (f" ({reason})" if reason else "")
     good, much = _how_good(figures), _how_much(figures, status)

@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
+from paceline.system.strict_json import to_json
 
 _TYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 _TYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -157,7 +158,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
         digest = _write_tensors(temporary / "tensors.safetensors", checkpoint.tensors)
         facts = {"server": checkpoint.facts, "log_offset": checkpoint.log_offset, "now": checkpoint.now}
         facts |= {"tensors_sha256": digest}
-        _write_synced(temporary / "facts.json", json.dumps({**facts, "facts_sha256": _sha256_of(facts)}).encode())
+        _write_synced(temporary / "facts.json", to_json({**facts, "facts_sha256": _sha256_of(facts)}).encode())
         _sync_folder(temporary)
         if final.exists():
             shutil.rmtree(final)
@@ -179,7 +180,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         span = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset = span[1]
-    text = json.dumps(header).encode()
+    text = to_json(header).encode()
     text += b" " * (-len(text) % 8)
     parts = [memoryview(len(text).to_bytes(8, "little")), memoryview(text), *map(_bytes_of, tensors.values())]
     digest = hashlib.sha256()
@@ -214,7 +215,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _sha256_of(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return hashlib.sha256(to_json(facts).encode()).hexdigest()
 
 
 def newest_checkpoint(folder: Path, log_nbytes: int | None = None) -> tuple[Checkpoint | None, list[str]]:

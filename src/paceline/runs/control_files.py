@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import RunFailed
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.system.strict_json import to_json
 
 ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.05
@@ -28,7 +29,7 @@ class DrainRequest:
 
     def answer(self, refused: dict[int, str]) -> None:
         """Write which workers are refused and why; all others are drained. Ignore a requester that is gone."""
-        content = json.dumps({"refused": {str(worker): why for worker, why in refused.items()}})
+        content = to_json({"refused": {str(worker): why for worker, why in refused.items()}})
         with contextlib.suppress(OSError):
             write_atomically(self.answer_file, content.encode())
 
@@ -62,7 +63,7 @@ def request_drain(folder: RunFolder, workers: tuple[int, ...], timeout: float = 
     folder.requests.mkdir(exist_ok=True)
     request_file = folder.requests / f"{os.getpid()}-{time.time_ns()}.ask"
     answer_file = request_file.with_suffix(".answer")
-    write_atomically(request_file, json.dumps({"drain": workers}).encode())
+    write_atomically(request_file, to_json({"drain": workers}).encode())
     until = time.monotonic() + timeout
     try:
         while time.monotonic() < until:

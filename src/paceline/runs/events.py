@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.system.strict_json import to_json
+
 CHUNK_BYTES = 1 << 20
 
 
@@ -23,7 +25,7 @@ class EventLog:
 
     def write(self, kind: str, now: float, **fields: Any) -> int:
         """Write one row to the file and return its number of bytes."""
-        row = json.dumps({"kind": kind, "now": round(now, 6), **fields}).encode() + b"\n"
+        row = to_json({"kind": kind, "now": round(now, 6), **fields}).encode() + b"\n"
         self._file.write(row)
         return len(row)
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
+from paceline.system.strict_json import to_json
 
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
@@ -115,7 +116,7 @@ class RunFolder:
 
     def update_config(self, config: RunConfig) -> None:
         """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
-        heading = "".join(f"# {name} = {json.dumps(text)}\n" for name, text in self.origin().items())
+        heading = "".join(f"# {name} = {to_json(text)}\n" for name, text in self.origin().items())
         with self.config_file.open("r+b") as file:
             file.write(_config_text(config, heading))
             file.truncate()
@@ -149,7 +150,7 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result. It is the last file written: a folder with a result is a run that ended."""
-        write_atomically(self.result_file, (json.dumps(result, indent=2) + "\n").encode())
+        write_atomically(self.result_file, (to_json(result, indent=2) + "\n").encode())
 
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
@@ -171,7 +172,7 @@ def _heading() -> str:
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
     command = " ".join([name, *map(shlex.quote, sys.argv[1:])])
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return f"# made = {json.dumps(made)}\n# command = {json.dumps(command)}\n"
+    return f"# made = {to_json(made)}\n# command = {to_json(command)}\n"
 
 
 def _try_lock(lock: BinaryIO, how: int) -> bool:

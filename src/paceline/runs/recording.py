@@ -12,6 +12,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runs.arrival_log import LogContents, read_log
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.system.strict_json import to_json
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ScriptCall:
 
     def save(self, folder: RunFolder) -> None:
         """Store the call in the run folder."""
-        write_atomically(folder.script_file, (json.dumps(asdict(self), indent=2) + "\n").encode())
+        write_atomically(folder.script_file, (to_json(asdict(self), indent=2) + "\n").encode())
 
     @staticmethod
     def load(folder: RunFolder) -> ScriptCall:

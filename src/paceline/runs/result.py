@@ -115,7 +115,7 @@ def describe(scores: Scores | None, prefix: str) -> dict[str, Any]:
     counted = scores is not None and bool(scores.per_class)
     return {
         f"{prefix}_accuracy": round(scores.accuracy, 4) if scores is not None and counted else None,
-        f"{prefix}_loss": scores.loss if scores is not None else None,
+        f"{prefix}_loss": scores.loss if scores is not None and math.isfinite(scores.loss) else None,
         f"{prefix}_correct": scores.correct if scores is not None and counted else None,
         f"{prefix}_total": scores.total if scores is not None else None,
         **({f"{prefix}_metrics": finite(scores.metrics)} if scores is not None and scores.metrics else {}),
@@ -204,9 +204,15 @@ def make_result(
 def why_diverged(config: RunConfig, server: Server) -> str:
     """Say what happened, the likely cause, and what to change."""
     found = server.divergence
-    what = "the weights are no longer finite"
+    what, head = "the weights are no longer finite", f"training diverged at update {server.version}"
+    head += f" ({server.samples} samples)"
+    if found is not None and found.is_update_finite:
+        what = f"the loss of worker {found.worker} was a NaN or infinity, though its push was finite"
+        cause = "check the loss function (a logarithm of zero, a division)"
+        return f"{head}: {what}: {cause}, or try --lr {(config.lr or 0) / 4:g} (now {config.lr:g})"
     if found is not None:
-        what = f"worker {found.worker} sent a push with a NaN or infinity (its loss was {found.loss:g})"
+        loss = "not finite" if math.isinf(found.loss) else "not told" if math.isnan(found.loss) else f"{found.loss:g}"
+        what = f"worker {found.worker} sent a push with a NaN or infinity (its loss was {loss})"
     stale = " Stale pushes act as extra momentum, so" if server.num_workers > 1 else " So"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
     advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
@@ -214,4 +220,4 @@ def why_diverged(config: RunConfig, server: Server) -> str:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
         advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
-    return f"training diverged at update {server.version} ({server.samples} samples): {what}.{advice}"
+    return f"{head}: {what}.{advice}"

@@ -26,6 +26,7 @@ from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import NamedTensors, trained_tensors
 from paceline.settings.stopping import BestMetric
+from paceline.system.strict_json import to_json
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def drop_snapshots_after(folder: RunFolder, version: int) -> None:
 
 
 def _write_index(path: Path, entries: list[SnapshotEntry]) -> None:
-    rows = ",\n  ".join(json.dumps(asdict(entry)) for entry in entries)
+    rows = ",\n  ".join(to_json(asdict(entry)) for entry in entries)
     write_atomically(path / "index.json", f'{{"snapshots": [\n  {rows}\n]}}\n'.encode())
 
 
@@ -146,12 +147,17 @@ def read_snapshot(folder: RunFolder, entry: SnapshotEntry) -> dict[str, Tensor]:
 
 
 class BestWeights:
-    """Keeps the best evaluated weights: by `measure`, or else by test accuracy, or by test loss without classes."""
+    """Keeps the best weights by their scores on `part` (validation or test): by `measure`, else accuracy, else loss."""
 
     def __init__(
-        self, folder: RunFolder, model: NamedTensors, writer: BackgroundWriter, measure: BestMetric | None = None
+        self,
+        folder: RunFolder,
+        model: NamedTensors,
+        writer: BackgroundWriter,
+        part: str,
+        measure: BestMetric | None = None,
     ) -> None:
-        self._folder, self._model, self._writer, self._measure = folder, model, writer, measure
+        self._folder, self._model, self._writer, self._part, self._measure = folder, model, writer, part, measure
         self.found = read_best(folder)
 
     def save_if_best(self, server: Server, scores: Scores) -> None:
@@ -159,9 +165,12 @@ class BestWeights:
         row: dict[str, Any] = {
             "updates": server.version,
             "samples": server.samples,
-            "test_accuracy": round(scores.accuracy, 4) if scores.per_class else None,
-            "test_loss": scores.loss,
+            "chosen_on": self._part,
+            f"{self._part}_accuracy": round(scores.accuracy, 4) if scores.per_class else None,
+            f"{self._part}_loss": scores.loss,
         }
+        if not scores.per_class and not math.isfinite(scores.loss) and self._measure is None:
+            return
         if self._measure is not None:
             value = scores.value(self._measure.metric)
             if value is None or math.isnan(value):
@@ -184,7 +193,8 @@ def _rank(row: Mapping[str, Any]) -> tuple[float, float]:
     if "measure" in row:
         value = row["value"]
         return -value if row["measure"].startswith("min") else value, 0.0
-    return row["test_accuracy"] or 0.0, -row["test_loss"]
+    accuracy, loss = (row[f"{row['chosen_on']}_{what}"] for what in ("accuracy", "loss"))
+    return accuracy or 0.0, -loss if math.isfinite(loss) else -math.inf
 
 
 def read_best(folder: RunFolder) -> dict[str, Any] | None:
@@ -192,12 +202,14 @@ def read_best(folder: RunFolder) -> dict[str, Any] | None:
     try:
         with safe_open(folder.best_file, "pt") as file:
             texts = file.metadata() or {}
-        accuracy = texts.get("test_accuracy")
+        part = texts.get("chosen_on", "test")
+        accuracy = texts.get(f"{part}_accuracy")
         return {
             "updates": int(texts["updates"]),
             "samples": int(texts["samples"]),
-            "test_accuracy": float(accuracy) if accuracy is not None else None,
-            "test_loss": float(texts["test_loss"]),
+            "chosen_on": part,
+            f"{part}_accuracy": float(accuracy) if accuracy is not None else None,
+            f"{part}_loss": float(texts[f"{part}_loss"]),
             **({"measure": texts["measure"], "value": float(texts["value"])} if "measure" in texts else {}),
         }
     except (OSError, SafetensorError, KeyError, ValueError):

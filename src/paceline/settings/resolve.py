@@ -252,8 +252,6 @@ def _check_fold(config: RunConfig) -> None:
     """Check the settings that a fold leaves no place for; then parse it."""
     if config.validation:
         raise UserError(f"--fold {config.fold} holds out a part already: leave out --validation")
-    if config.eval_every is not None:
-        raise UserError(f"--fold {config.fold} leaves the test set alone, which --eval-every scores: leave out one")
     fold_of(config)
 
 

@@ -16,7 +16,7 @@ _GOAL = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|=<|=>|<|>)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class StoppingGoal:
-    """A metric of the test data, or of a script's reports, and the value that it has to reach."""
+    """A metric of an evaluation, or of a script's reports, and the value that it has to reach."""
 
     metric: str
     lower: bool  # whether a lower value is better
@@ -91,6 +91,11 @@ def measure_of(config: RunConfig) -> BestMetric | None:
     return BestMetric(goal.metric, goal.lower) if goal is not None else None
 
 
+def chosen_part(config: RunConfig) -> str:
+    """The data that evaluations score, and so choose by: what is held out of the train set, else the test data."""
+    return "validation" if config.validation or config.fold is not None else "test"
+
+
 def check_goals(config: RunConfig, in_script: bool) -> None:
     """Check goals as far as it is possible without the task."""
     if config.target is not None and config.target_accuracy is not None:
@@ -103,8 +108,9 @@ def check_goals(config: RunConfig, in_script: bool) -> None:
 
 
 def require_measured(config: RunConfig, known: Iterable[str], has_test: bool) -> None:
-    """Check that the task measures the metrics of the goal and of the best weights on its test data."""
+    """Check that the task measures the metrics of the goal and of the best weights on data to choose by."""
     goal, measure = goal_of(config), measure_of(config)
+    has_test = has_test or chosen_part(config) != "test"
     if goal is not None:
         asked = f"--target '{config.target}'" if config.target is not None else f"--target-accuracy {goal.value:g}"
         _require(asked, goal.metric, tuple(known), has_test)
@@ -114,7 +120,8 @@ def require_measured(config: RunConfig, known: Iterable[str], has_test: bool) ->
 
 def _require(asked: str, metric: str, known: tuple[str, ...], has_test: bool) -> None:
     if not has_test:
-        raise UserError(f"{asked}: this task has no test data to measure it on; give it test=(inputs, targets)")
+        what = "this task has no test data to measure it on"
+        raise UserError(f"{asked}: {what}; give it test=(inputs, targets), or hold out --validation 0.1")
     if metric not in known:
         why = ", as its targets are no class numbers" if metric == "accuracy" else ""
         instead = f"--target '{known[-1]}<=VALUE'" if asked.startswith("--target") else f"--best min:{known[-1]}"

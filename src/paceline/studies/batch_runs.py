@@ -196,11 +196,9 @@ def _write_run(finished: LabResult, facts: dict[str, Any]) -> None:
     if not torch.equal(finished.weights, finished.live):
         live = {name: view.clone() for name, view in finished.layout.views(finished.live).items()}
         write_atomically(folder.live_weights_file, save(live))
-    diverged = finished.result["status"] == "diverged"
     extra = {
         "weights_sha256": weights_sha256(tensors),
         "num_parameters": finished.layout.num_parameters,
-        "reason": "the weights are no longer finite" if diverged else None,
     }
     folder.write_result({**finished.result, **extra, "lab": True, **facts, "environment": environment()})
     for name in finished.config.track or ():

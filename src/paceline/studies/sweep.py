@@ -18,6 +18,7 @@ from paceline.runs.folder import write_atomically
 from paceline.simulation.run import check
 from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
 from paceline.studies.sweep_file import SweepGrid, prefix_errors
+from paceline.system.strict_json import to_json
 
 MARKER = "sweep.json"
 MANY_RUNS = 1000
@@ -93,7 +94,7 @@ def sweep(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         content = {"schema": SCHEMA, "sweep": _identity(grid), "grid": grid.axes}
-        write_atomically(folder / MARKER, (json.dumps(content, indent=2) + "\n").encode())
+        write_atomically(folder / MARKER, (to_json(content, indent=2) + "\n").encode())
     except OSError as error:
         raise UserError(f"sweep folder {folder} cannot be written: {error.strerror}; try --runs DIR") from None
     run_missing(configs, device, console)

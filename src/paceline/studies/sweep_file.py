@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import re
 import zlib
@@ -15,6 +14,7 @@ from typing import Any
 
 from paceline.config import FIELDS, RunConfig, coerce, parse_toml
 from paceline.errors import UserError, unknown_name
+from paceline.system.strict_json import to_json
 
 PARTS = ("name", "folds", "run", "grid")
 NOT_ALLOWED = {
@@ -158,7 +158,7 @@ def _axis(path: Path, key: str, values: Any) -> list[Any]:
     for value in values:
         with prefix_errors(f"{path}: under [grid], one of {key}"):
             value = coerce(FIELDS[key], value)
-        text = json.dumps(value)
+        text = to_json(value)
         if text in found:
             raise UserError(f"{path}: {key} under [grid] has {value_text(value)} twice: leave out one of the two")
         found[text] = value

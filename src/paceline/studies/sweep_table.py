@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.analysis.scored_weights import KINDS, SCORES, SHORT, by_weights, comparable, kind_of
-from paceline.analysis.statistics import RunStatistics
+from paceline.analysis.statistics import FAILED, RunStatistics
 from paceline.config import RunConfig
 from paceline.reports.charts import Point, Series, draw_lines, draw_rows
 from paceline.reports.tables import Column, as_csv, fit_table, markdown_table
 from paceline.studies.sweep_file import SweepGrid, describe, value_text
+from paceline.system.strict_json import to_json
 from paceline.system.terminal import UNLIMITED_WIDTH
 
 LIVE_SCORES = tuple(f"live_{score}" for score in SCORES if not score.startswith("train"))  # of a run that averages
@@ -55,11 +55,11 @@ def gather(grid: SweepGrid, results: list[dict[str, Any]]) -> SweepResult:
     combined: dict[str, SweepPoint] = {}
     for number, values in enumerate(itertools.product(*grid.axes.values())):
         chosen = {name: value for name, value in zip(grid.axes, values, strict=True) if name != "seed"}
-        setting = combined.setdefault(json.dumps(chosen), SweepPoint(chosen, RunStatistics([])))
+        setting = combined.setdefault(to_json(chosen), SweepPoint(chosen, RunStatistics([])))
         folds = grid.folds or 1
         setting.runs.results.extend(results[number * folds : (number + 1) * folds])
     finished = [result for result in results if result["status"] == "finished"]
-    held_out = bool(finished) and all(result["validation_loss"] is not None for result in finished)
+    held_out = bool(finished) and all(result.get("validation_total") for result in finished)
     part = "validation" if grid.folds is not None or held_out else "test"
     measure = "accuracy" if all(r[f"{part}_accuracy"] is not None for r in finished) else "loss"
     sign = -1.0 if measure == "accuracy" else 1.0
@@ -80,7 +80,7 @@ def disposition(swept: SweepResult) -> str:
         why = "some runs were scored on averaged weights only, others on live ones only"
         return f'no best setting: {why}: write average = "on" under [run]'
     if best is None:
-        return "no best setting: each has a run that diverged (try a lower lr) or was stopped"
+        return "no best setting: each has a run that diverged or collapsed (try a lower lr) or was stopped"
     unit = f"% {swept.part} accuracy" if swept.measure == "accuracy" else f"{swept.part} loss"
     form = ".2f" if swept.measure == "accuracy" else ".4f"
     line = f"best: {describe(best.values)}: {best.runs.text(score, form)} {unit}, {swept.weights} weights"
@@ -90,7 +90,7 @@ def disposition(swept: SweepResult) -> str:
         spread = max(best.runs.spread(score) or 0.0, second.runs.spread(score) or 0.0)
         if ours is not None and theirs is not None and abs(ours - theirs) <= spread:
             line += f"; the next, {describe(second.values)}, is within the spread"
-    return line
+    return line + ("; chosen on the test set" if swept.part == "test" else "")
 
 
 def columns(swept: SweepResult) -> list[tuple[str, str, str]]:
@@ -116,13 +116,12 @@ def cells(swept: SweepResult) -> tuple[list[str], list[list[str]]]:
     """Return the table's head and rows, best first."""
     axes = list(swept.settings[0].values) or ["setting"]
     shown = columns(swept)
-    head = [*axes, *(title for title, _, _ in shown), "runs", "diverged"]
+    head = [*axes, *(title for title, _, _ in shown), "runs", "failed"]
     rows = []
     for setting in swept.settings:
         values = [value_text(value) for value in setting.values.values()] or ["the only one"]
         figures = [setting.runs.text(figure, form) for _, figure, form in shown]
-        lost = setting.runs.unfinished.replace(" diverged", "")
-        rows.append([*values, *figures, str(len(setting.runs.results)), lost or "-"])
+        rows.append([*values, *figures, str(len(setting.runs.results)), setting.runs.unfinished or "-"])
     return head, rows
 
 
@@ -131,7 +130,7 @@ def markdown(swept: SweepResult) -> str:
     return "\n".join([*markdown_table(head, rows), "", disposition(swept), ""])
 
 
-DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "diverged": 5}
+DROP_ORDER = {"train loss": 1, "test loss": 2, "validation loss": 2, "train %": 3, "runs": 4, "failed": 5}
 DROP_ORDER |= {"test %": 6, "validation %": 6}
 """Columns left out of a narrow table, lowest number first; the settings and the score always stay."""
 
@@ -154,7 +153,7 @@ def rows_of(swept: SweepResult) -> list[dict[str, Any]]:
         row = {name: value_text(value) if isinstance(value, list) else value for name, value in setting.values.items()}
         for _, figure, _ in columns(swept):
             row |= {f"{figure}_mean": setting.runs.mean(figure), f"{figure}_spread": setting.runs.spread(figure)}
-        row |= {"runs": len(setting.runs.results), "diverged": setting.runs.num_diverged}
+        row |= {"runs": len(setting.runs.results), **{status: setting.runs.count(status) for status in FAILED}}
         rows.append(row)
     return rows
 
@@ -204,4 +203,4 @@ def _is_scale(values: list[Any]) -> bool:
 
 
 def _point(setting: SweepPoint, score: str) -> Point:
-    return Point(setting.runs.mean(score), setting.runs.spread(score), setting.runs.num_diverged > 0)
+    return Point(setting.runs.mean(score), setting.runs.spread(score), setting.runs.num_failed > 0)

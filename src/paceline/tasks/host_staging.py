@@ -28,7 +28,7 @@ class HostStagedTask:
         )
         self._task.bind(self._device_weights, *self._device_results)
 
-    def gradient(self, batch: Batch) -> float:
+    def gradient(self, batch: Batch) -> float | None:
         with torch.no_grad():
             self._device_weights.copy_(self._weights, non_blocking=True)
         loss = self._task.gradient(batch)

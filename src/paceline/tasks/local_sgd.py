@@ -29,15 +29,16 @@ class LocalSteps:
         self._weights, self._drift = weights, gradient
         self._task.bind(self._moving, self._gradient, state)
 
-    def gradient(self, batch: Batch) -> float:
-        """Take one step on each of the local batches; return their mean loss."""
+    def gradient(self, batch: Batch) -> float | None:
+        """Take one step on each of the local batches; return their mean loss, None if there is none."""
         assert isinstance(batch, LocalBatches), "local SGD needs the number of local steps"
         self._moving.copy_(self._weights)
         self._lr.fill_(batch.lr)
-        losses = 0.0
+        losses: float | None = 0.0
         for part in batch:
-            losses += self._task.gradient(part)
+            loss = self._task.gradient(part)
+            losses = losses + loss if losses is not None and loss is not None else None
             with torch.no_grad():
                 self._optimizer.step(self._moving, self.local_state, self._gradient, self._lr)
         torch.sub(self._weights, self._moving, out=self._drift)
-        return losses / batch.steps
+        return losses / batch.steps if losses is not None else None

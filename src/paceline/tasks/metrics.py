@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from paceline.errors import UserError
 
 RESERVED = ("loss", "accuracy")
 """Names of the built-in metrics."""
+MIN_COUNT = 0.5
+"""Of a class that does not occur, so that its logarithm is finite."""
 
 
 @runtime_checkable
@@ -104,6 +107,42 @@ class MetricPass:
         """Return the value of each metric by name."""
         means = {name: mean.compute() for name, mean in self._means.items()}
         return means | {name: number(name, metric.compute()) for name, metric in self._gathered.items()}
+
+
+class ConstantPrediction:
+    """What a prediction that ignores the inputs reaches on labelled data: its correct answers, and its loss.
+
+    The loss is that of the class frequencies as logarithms, which minimise cross entropy among constant outputs. It is
+    computed by the task's own loss, batch by batch as the model's, so that both have one scale.
+
+    >>> import torch
+    >>> labels = torch.tensor([0, 0, 0, 1])
+    >>> constant = ConstantPrediction(F.cross_entropy, labels)
+    >>> constant.update(torch.randn(4, 2), labels)
+    >>> constant.result()["constant_correct"], round(constant.result()["constant_loss"], 4)
+    (3, 0.5623)
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], targets: Tensor) -> None:
+        self._loss, self._counts = loss, torch.bincount(targets)
+        self._sum: float | None = 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add one batch; `outputs` are the model's, for their shape and type."""
+        if self._sum is None:
+            return
+        counts = F.pad(self._counts.float(), (0, outputs.shape[1] - len(self._counts))).clamp(min=MIN_COUNT)
+        constant = (counts / counts.sum()).log().to(outputs).repeat(len(outputs), 1)
+        try:
+            self._sum += self._loss(constant, targets).item() * len(outputs)
+        except Exception:  # the user's loss needs outputs of the model itself: its constant is unknown
+            self._sum = None
+
+    def result(self) -> dict[str, Any]:
+        """Return the fields of `Scores`."""
+        total, most = int(self._counts.sum()), int(self._counts.max())
+        loss = self._sum / total if self._sum is not None else math.nan
+        return {"constant_correct": most, "constant_loss": loss if math.isfinite(loss) else None}
 
 
 def number(name: str, value: float | Tensor) -> float:

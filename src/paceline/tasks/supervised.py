@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
-from paceline.tasks.metrics import Metric, MetricPass, Weight, require_metrics, weigh
+from paceline.tasks.metrics import ConstantPrediction, Metric, MetricPass, Weight, require_metrics, weigh
 from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
 from paceline.tasks.norm_statistics import MAX_BATCH, MAX_SAMPLES, StatisticsEstimator
 from paceline.tasks.step import StepSettings, TrainingStep
@@ -205,6 +206,8 @@ class SupervisedTask:
         num_classes = int(targets.max()) + 1 if _are_classes(targets) else 0
         loss_sum, items, hits, seen = 0.0, 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
         metrics = MetricPass(self.metrics)
+        chosen = targets if indices is None else rows_of(targets, indices)
+        constant = ConstantPrediction(self.loss, chosen) if num_classes else None
         with _evaluating(self.model):
             size = evaluation_batch_size(inputs)
             for start in range(0, total, size):
@@ -217,12 +220,14 @@ class SupervisedTask:
                 metrics.update(outputs, y, samples)
                 if num_classes and not _are_scores(outputs, num_classes):
                     num_classes, hits, seen = 0, hits[:0], seen[:0]
-                if num_classes:
+                if num_classes and constant is not None:
+                    constant.update(outputs, y)
                     right = outputs.argmax(1) == y
                     seen += torch.bincount(y, minlength=num_classes).cpu()
                     hits += torch.bincount(y[right], minlength=num_classes).cpu()
         per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
-        return Scores(loss_sum / max(items, 1.0), int(hits.sum()), total, per_class, metrics.compute())
+        scores = Scores(loss_sum / max(items, 1.0), int(hits.sum()), total, per_class, metrics.compute())
+        return replace(scores, **constant.result()) if num_classes and constant is not None else scores
 
 
 def _are_classes(targets: Structure) -> bool:

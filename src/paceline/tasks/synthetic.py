@@ -29,10 +29,9 @@ class TimingModel:
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         pass
 
-    def gradient(self, batch: Batch) -> float:
+    def gradient(self, batch: Batch) -> None:
         if isinstance(batch, LocalBatches):
             batch.samples = self._batch.samples * batch.steps
-        return math.nan  # there is no loss
 
     def batch(self, number: int) -> Batch:
         """Return the same batch for each number."""

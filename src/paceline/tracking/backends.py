@@ -9,7 +9,8 @@ from typing import Any
 
 from paceline.tracking.tracker import AXES, TEXT_EVENTS, fields_text, final_scalars, scalars
 
-FIGURES = ("loss", "rate", "staleness", "live", "lr", "test_accuracy", "test_loss", "train_accuracy", "train_loss")
+SCORES = tuple(f"{part}_{what}" for part in ("test", "validation", "train") for what in ("accuracy", "loss"))
+FIGURES = ("loss", "rate", "staleness", "live", "lr", *SCORES)
 
 
 class CsvFile:

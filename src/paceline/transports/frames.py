@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from paceline.errors import ProtocolError
+from paceline.system.strict_json import to_json
 
 MAGIC = b"PACE"
 VERSION = 3
@@ -122,7 +123,7 @@ def read_fields(nbytes: int) -> Reading[dict[str, Any]]:
 
 def fields_frame(kind: FrameKind, fields: Mapping[str, Any], most: int) -> bytes:
     """Build a frame of JSON. The caller keeps to the size that the other side accepts."""
-    text = json.dumps(fields).encode()
+    text = to_json(fields).encode()
     text += b" " * len(padding(len(text)))
     assert len(text) <= most, f"{len(text)} bytes for a frame '{kind.name.lower()}' of at most {most}"
     return header(kind, len(text)) + text

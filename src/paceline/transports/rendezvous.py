@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.system.strict_json import to_json
+
 LOOK_SECONDS = 0.05
 
 
@@ -37,7 +39,7 @@ class FileRendezvous:
         """Publish `row` atomically."""
         temporary = self.path / f".{name.replace('/', '-')}.{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(row, file)
+            file.write(to_json(row))
         temporary.replace(self._file(name))
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:

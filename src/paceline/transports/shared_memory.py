@@ -27,6 +27,7 @@ from paceline.core.messages import (
 )
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
+from paceline.system.strict_json import to_json
 from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing
 
@@ -90,7 +91,7 @@ class SharedMemoryClient(ScriptTransport):
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Pass the segment's descriptor to the server and wait for the first weights."""
         assert isinstance(memory, SharedBuffers), "allocate the buffers with SharedBuffers.create"
-        payload = bytes([_HELLO]) + json.dumps({**join._asdict(), "sizes": memory.sizes, **facts}).encode()
+        payload = bytes([_HELLO]) + to_json({**join._asdict(), "sizes": memory.sizes, **facts}).encode()
         try:
             socket.send_fds(self._connection, [payload], [memory.segment.fd])
         except _GONE:
@@ -116,7 +117,8 @@ class SharedMemoryClient(ScriptTransport):
     def report(self, figures: dict[str, float]) -> None:
         """Send metrics that belong in the run's result."""
         with contextlib.suppress(*_GONE):
-            self._connection.send(bytes([_REPORTED]) + json.dumps(figures).encode())
+            words = {name: str(value) for name, value in figures.items()}  # JSON has no NaN
+            self._connection.send(bytes([_REPORTED]) + to_json(words).encode())
 
     def set_rate(self, rate: SetLrFactor) -> None:
         """Change the learning rate from the next push on."""

@@ -293,7 +293,7 @@ class Server:
             lr *= self._agreed_factor(workers)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, present)
         if broken is not None:
-            self.divergence = Divergence(broken.worker, self.version, broken.loss)
+            self.divergence = Divergence(broken.worker, self.version, broken.loss, bool(broken.update.isfinite().all()))
             return False
         self.version += 1
         self.samples += samples

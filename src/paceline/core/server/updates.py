@@ -34,11 +34,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The push that ended a run: it held a NaN or an infinity and was not applied."""
+    """The push that ended a run: it, or the loss of its worker, held a NaN or an infinity. It was not applied."""
 
     worker: int
     version: int
     loss: float
+    is_update_finite: bool = False
 
 
 class LrDisagreement(NamedTuple):
@@ -104,7 +105,7 @@ class Updater:
     ) -> Push | None:
         """Make one update of one push or of the mean of several.
 
-        If a push holds a NaN or an infinity, return it and change nothing.
+        If a push holds a NaN or an infinity, or its loss is known and not finite, return it and change nothing.
         """
         if not self.weights.numel():
             return None
@@ -113,6 +114,9 @@ class Updater:
             broken = [push for push in pushes if not torch.isfinite(push.update).all()]
             if broken:
                 return next((push for push in broken if not math.isfinite(push.loss)), broken[0])
+        for push in pushes:
+            if push.loss == math.inf:
+                return push
         if lr != self._lr_value:
             self._lr.fill_(lr)
             self._lr_value = lr

@@ -169,7 +169,7 @@ function tilesOf(run) {
   const bytes = (figures.bytes_pushed || 0) + (figures.bytes_pulled || 0);
   const stale = figures.staleness;
   return [
-    ...[...WEIGHTS].sort((kind) => (kind === figures.weights ? -1 : 1)).flatMap((kind) => [["test", "accuracy"], ["test", "loss"], ["train", "accuracy"]].map(([part, what]) => {
+    ...[...WEIGHTS].sort((kind) => (kind === figures.weights ? -1 : 1)).flatMap((kind) => [["test", "accuracy"], ["test", "loss"], ["validation", "accuracy"], ["train", "accuracy"]].map(([part, what]) => {
       const value = figures[`${kind}_${part}_${what}`];
       return [`${part} ${what}, ${kind} weights`, known(value) ? (what === "loss" ? digits(value, 4) : KINDS.percent(value)) : null];
     })),

@@ -1,7 +1,8 @@
 // Several runs side by side: a table, curves, scaling, classes, and differing settings.
 
-const METRICS = [...["accuracy", "loss"].flatMap((what) => WEIGHTS.map((kind) => [`${kind}_test_${what}`, `test ${what}, ${kind}`])),
+const METRICS = [...["test", "validation"].flatMap((part) => ["accuracy", "loss"].flatMap((what) => WEIGHTS.map((kind) => [`${kind}_${part}_${what}`, `${part} ${what}, ${kind}`]))),
   ["train", "train loss of pushes"]];
+const FAILED = ["diverged", "collapsed"];
 const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep"]);
 
 class SeveralRuns {
@@ -158,7 +159,7 @@ function comparable(runs, name) {
 
 // Return the run with the highest test accuracy and the kind of weights it was compared on, of runs that trained to the end.
 function bestOf(runs) {
-  const scored = runs.filter((run) => known(run.figures.test_accuracy) && !["diverged", "collapsed"].includes(run.status));
+  const scored = runs.filter((run) => known(run.figures.test_accuracy) && !FAILED.includes(run.status));
   const kind = comparable(scored, "test_accuracy");
   if (!scored.length || !kind) return [null, null];
   const name = `${kind}_test_accuracy`;
@@ -213,7 +214,7 @@ function scalingSpec(runs) {
   const lines = new Map();
   for (const run of runs) {
     const { rate, workers } = run.figures;
-    if (!known(rate) || !known(workers) || run.status === "diverged") continue;
+    if (!known(rate) || !known(workers) || FAILED.includes(run.status)) continue;
     const kind = JSON.stringify(Object.entries(run.settings).filter(([name]) => !ALIKE.has(name)));
     if (!lines.has(kind)) lines.set(kind, { name: `${run.settings.strategy}, ${run.settings.task || run.settings.model}`, line: new Map() });
     const { line } = lines.get(kind);

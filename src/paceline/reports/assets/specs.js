@@ -38,7 +38,7 @@ function spread(values) {
 // Return key, name and colour of each line of scores: those of the scored weights, and of the live ones if they are others.
 function scoreLines(run, what) {
   const { weights } = run.figures;
-  return [[`test_${what}`, `test, ${weights}`, "var(--c1)"], [`train_${what}`, `train, ${weights}`, "var(--c2)"], [`live_test_${what}`, "test, live", "var(--c3)"]];
+  return [[`test_${what}`, `test, ${weights}`, "var(--c1)"], [`validation_${what}`, `validation, ${weights}`, "var(--c4)"], [`train_${what}`, `train, ${weights}`, "var(--c2)"], [`live_test_${what}`, "test, live", "var(--c3)"]];
 }
 
 function accuracySpec(run, axis, x, marks) {

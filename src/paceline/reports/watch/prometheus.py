@@ -28,6 +28,7 @@ FIGURES = (
         "Test accuracy at the last evaluation, of the weights in paceline_run_info.",
         "test_accuracy",
     ),
+    ("validation_accuracy_percent", "gauge", "Validation accuracy at the last evaluation.", "validation_accuracy"),
     ("quiet_seconds", "gauge", "Seconds since the run last wrote an event.", "quiet_seconds"),
     ("workers_expected", "gauge", "Workers the run was started for.", "num_workers"),
 )

@@ -17,6 +17,7 @@ from paceline.analysis.status import RunSnapshot, RunStatus, read_run_snapshot
 from paceline.errors import PacelineError, UserError
 from paceline.reports.report_data import RunReader
 from paceline.reports.watch.mirror import Mirror
+from paceline.system.strict_json import to_json
 
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 1.0
 """Pause between polls: at least, and at most unless a poll itself takes long."""
@@ -225,10 +226,7 @@ def encode(value: Any) -> bytes:
     >>> encode({"loss": [0.5, float("nan")]})
     b'{"loss":[0.5,null]}'
     """
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError:
-        return encode(json.loads(json.dumps(value), parse_constant=lambda _: None))
+    return to_json(value, compact=True).encode()
 
 
 class RemoteRun:
@@ -267,8 +265,8 @@ class RemoteRun:
 
     def _with_origin(self, digest: dict[str, Any]) -> dict[str, Any]:
         """Return the data with the run's own folder in place of the mirror's."""
-        copy, own = (json.dumps(str(path))[1:-1] for path in (self._mirror.folder.path, self._mirror.run))
-        text = json.dumps(digest).replace(copy, own)
+        copy, own = (to_json(str(path))[1:-1] for path in (self._mirror.folder.path, self._mirror.run))
+        text = to_json(digest).replace(copy, own)
         found: dict[str, Any] = {**json.loads(text), "id": self.title, "name": Path(self._mirror.run).name}
         if self._loss is not None:
             found |= {"status": UNREACHABLE, "going_on": False, "notes": [*found["notes"], self._loss]}

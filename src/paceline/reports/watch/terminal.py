@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TextIO
 
 from paceline.analysis.scored_weights import SHORT
+from paceline.analysis.statistics import FAILED
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
 from paceline.reports.status_table import MAX_WORKERS, format_run, format_workers, seconds_text
@@ -19,7 +20,8 @@ LEVELS = "▁▂▃▄▅▆▇█"
 MAX_EVENTS = 5
 MAX_LOSSES = 400  # losses kept per run; at this number, every second one is dropped
 MIN_WIDTH = 20
-COLORS = {"running": "green", "evaluating": "green", "diverged": "red", "killed": "red", "stopped": "yellow"}
+COLORS = {"running": "green", "evaluating": "green", "stopped": "yellow"}
+COLORS |= dict.fromkeys((*FAILED, "killed"), "red")
 
 
 class StyledLine(NamedTuple):
@@ -102,10 +104,13 @@ def sentences(events: Sequence[dict[str, Any]], weights: str = "live") -> list[t
 
 
 def _score(row: dict[str, Any], weights: str) -> str | None:
-    accuracy, loss = row.get("test_accuracy"), row.get("test_loss")
-    if accuracy is not None:
-        return f"Test accuracy {accuracy:.2f} % ({weights} weights)"
-    return f"Test loss {loss:.4f} ({weights} weights)" if loss is not None else None
+    for part in ("test", "validation"):
+        accuracy, loss = row.get(f"{part}_accuracy"), row.get(f"{part}_loss")
+        if accuracy is not None:
+            return f"{part.capitalize()} accuracy {accuracy:.2f} % ({weights} weights)"
+        if loss is not None:
+            return f"{part.capitalize()} loss {loss:.4f} ({weights} weights)"
+    return None
 
 
 def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) -> list[StyledLine]:
@@ -149,9 +154,8 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
     for status, _ in run_snapshots:
         if status is not shown.status:
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
-            scored = (
-                f"  {status.test_accuracy:.1f} % {SHORT[status.weights]}" if status.test_accuracy is not None else ""
-            )
+            accuracy = status.test_accuracy if status.test_accuracy is not None else status.validation_accuracy
+            scored = f"  {accuracy:.1f} % {SHORT[status.weights]}" if accuracy is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{scored}"
             lines.append(StyledLine(_shorten(text, width), COLORS.get(status.status, "")))
     return lines

@@ -84,7 +84,7 @@ def main(wanted: dict[str, Any]) -> None:
         "task": find_file(wanted["task"]) if wanted["task"] else None,
         "reach": reach(*wanted["reach"]) if wanted["reach"] else None,
     }
-    print(MARK + json.dumps(found), flush=True)
+    print(MARK + json.dumps(found, allow_nan=False), flush=True)
 
 
 if __name__ == "__main__":

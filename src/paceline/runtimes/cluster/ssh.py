@@ -27,6 +27,7 @@ from paceline.runtimes.cluster.hosts_file import (
     why_ssh_failed,
     worker_arguments,
 )
+from paceline.system.strict_json import to_json
 
 PROBE_SECONDS = CONNECT_SECONDS + 20.0
 GRACE_SECONDS = 5.0
@@ -68,7 +69,7 @@ def _start(host: HostLine, arguments: list[str], stderr: int) -> subprocess.Pope
 
 def _start_probe(host: HostLine, question: dict[str, Any]) -> subprocess.Popen[str] | None:
     with contextlib.suppress(FileNotFoundError):
-        return _start(host, ["-", json.dumps(question)], subprocess.PIPE)
+        return _start(host, ["-", to_json(question)], subprocess.PIPE)
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.system.process import describe_end, die_with
+from paceline.system.strict_json import to_json
 
 ROLES = {
     "server": "paceline.runtimes.server.process:main",
@@ -34,7 +35,7 @@ _LARGEST = 1 << 20
 
 def request(role: str, spec: dict[str, Any]) -> bytes:
     """Encode a request for a process. The fork server sends a notice `started`, and `ended` when it ends."""
-    return json.dumps({"role": role, "spec": spec, "path": sys.path}).encode()
+    return to_json({"role": role, "spec": spec, "path": sys.path}).encode()
 
 
 def receive_row(line: socket.socket, flags: int = 0) -> dict[str, Any] | None:
@@ -189,7 +190,7 @@ def _reap(supervisor: socket.socket, children: set[int]) -> None:
 
 def _tell(supervisor: socket.socket, notice: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the supervisor is gone, which the main loop notices
-        supervisor.send(json.dumps(notice).encode())
+        supervisor.send(to_json(notice).encode())
 
 
 if __name__ == "__main__":

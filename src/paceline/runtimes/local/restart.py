@@ -14,6 +14,7 @@ from typing import Any
 from paceline.errors import ChildFailed, PacelineError, ServerLost
 from paceline.system.process import describe_end, die_with
 from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler, handle_signals
+from paceline.system.strict_json import to_json
 
 
 def keep_going(
@@ -75,10 +76,10 @@ def _be(do: Callable[[], object], writer: int, parent: int) -> None:
     except PacelineError as error:
         code = error.exit_code
         what = error.what if isinstance(error, ServerLost) else None  # another process can resume
-        os.write(writer, json.dumps({"code": code, "text": str(error), "lost": what}).encode())
+        os.write(writer, to_json({"code": code, "text": str(error), "lost": what}).encode())
     except KeyboardInterrupt:
         code = 130
-        os.write(writer, json.dumps({"code": code, "text": "interrupted", "lost": None}).encode())
+        os.write(writer, to_json({"code": code, "text": "interrupted", "lost": None}).encode())
     except BaseException:
         traceback.print_exc()
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 import signal
 import socket
@@ -26,6 +25,7 @@ from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
 from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
+from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
 
@@ -110,7 +110,7 @@ class Supervisor:
         self._order({"kind": "fault", "fault": asdict(fault), "returns": returns})
 
     def _order(self, order: dict[str, Any], fds: list[int] | None = None) -> None:
-        self._send(self._control, json.dumps(order).encode(), fds)
+        self._send(self._control, to_json(order).encode(), fds)
 
     def _send(self, line: socket.socket, packet: bytes, fds: list[int] | None = None) -> None:
         """Send without blocking. While the socket is full, read incoming messages, so that no deadlock can occur."""

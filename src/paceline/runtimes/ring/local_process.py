@@ -28,6 +28,7 @@ from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.server.service import SupervisorChannel
 from paceline.system.memory import keep_freed_memory
 from paceline.system.shared_segment import Segment
+from paceline.system.strict_json import to_json
 
 _LARGEST = 1 << 16
 
@@ -54,7 +55,7 @@ class RingRendezvous:
 
     def welcome(self, resumed: bool) -> None:
         """Send the ring's memory to all workers that came."""
-        facts = json.dumps({"missing": self.missing, "resumed": resumed}).encode()
+        facts = to_json({"missing": self.missing, "resumed": resumed}).encode()
         for worker in sorted(self._hellos):
             socket.send_fds(self.connections[worker], [facts], [self.memory.segment.fd, *self.bells])
 
@@ -140,7 +141,7 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Run any other worker until training is over or worker 0 is gone."""
     place = _place(spec, _dataset(spec, fds), spec["worker"])
     connection = socket.socket(fileno=fds[0])
-    connection.send(json.dumps(identity_of(place.task)).encode())
+    connection.send(to_json(identity_of(place.task)).encode())
     packet, passed, _, _ = socket.recv_fds(connection, _LARGEST, place.num_workers + 1)
     if not packet:
         return 0  # worker 0 is gone, which the supervisor reports

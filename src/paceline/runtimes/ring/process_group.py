@@ -21,6 +21,7 @@ from paceline.core.messages import Push
 from paceline.errors import RunFailed, UserError, mismatched_keys
 from paceline.runtimes.ring.shared_memory import NUM_FACTS, STOP, WEIGHT, RingRound, facts_of, push_from, timing_from
 from paceline.settings.ranks import Rank
+from paceline.system.strict_json import to_json
 from paceline.transports.protocol import Timing
 
 EXCHANGE_SECONDS = 600.0
@@ -46,7 +47,7 @@ class ProcessGroup:
 
     def open(self, identity: dict[str, Any], device: str) -> None:
         """Wait until every rank has come with the same settings, code and data; then create the process group."""
-        self.store.set(f"here/{self.rank.number}", json.dumps(identity))
+        self.store.set(f"here/{self.rank.number}", to_json(identity))
         self._await_all("here")
         there = [json.loads(self.store.get(f"here/{number}")) for number in range(self.rank.size)]
         self.store.set(f"looked/{self.rank.number}", "")
@@ -82,7 +83,7 @@ class ProcessGroup:
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
         """Publish `row`."""
-        self.store.set(name, json.dumps(row))
+        self.store.set(name, to_json(row))
 
     def hear(self, name: str) -> dict[str, Any]:
         """Wait for a row that another rank publishes."""

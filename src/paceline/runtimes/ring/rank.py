@@ -132,5 +132,5 @@ class RankWorker:
 def _identity(config: RunConfig) -> dict[str, Any]:
     """What ranks must agree on besides the data: versions, and all settings except those of a machine."""
     settings = {name: value for name, value in to_dict(config).items() if name not in OWN}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str, allow_nan=False).encode()).hexdigest()
     return {"version": package_version("paceline"), "torch": torch.__version__, "settings": digest[:16]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import time
@@ -14,6 +13,7 @@ from paceline.interfaces import Report
 from paceline.runs.recording import Recording, ScriptCall
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.supervisor import ENDING_SECONDS
+from paceline.system.strict_json import to_json
 
 
 def replay_script(recording: Recording, call: ScriptCall, report: Report) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ReplayProcesses:
         server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {"name": f"worker {worker}", "worker": worker, "incarnation": incarnation}
         socket.send_fds(self._forks.socket, [request("script", {**self._spec, **own})], [worker_side.fileno()])
-        socket.send_fds(self._control, [json.dumps({"kind": "worker", **own}).encode()], [server_side.fileno()])
+        socket.send_fds(self._control, [to_json({"kind": "worker", **own}).encode()], [server_side.fileno()])
         server_side.close()
         worker_side.close()
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.assembly.task import seed_generators
 from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
-from paceline.core.messages import Join, Push, Reply, SetLrFactor
+from paceline.core.messages import Join, Push, Reply, SetLrFactor, loss_of_push
 from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
@@ -67,7 +66,7 @@ class Session:
         self._reply: Reply | None = None
         self._samples = self._parts_left = self._pass_samples = 0
         self._weight = 1.0  # of the current batch among those of its step
-        self._loss = math.nan
+        self._loss: float | None = None  # of the batch; None: the script did not tell it
         self._factor = 1.0 if not env.incarnation else math.nan  # an earlier incarnation may have set another factor
         self._timer = StepTimer(env.config, env.worker)
         self._began = 0.0, 0.0  # when the step began: by the clock, and by the CPU time of this process
@@ -166,11 +165,11 @@ class Session:
     def backward(self, loss: Tensor) -> None:
         """Call `loss.backward()`, and show the loss in the run's progress."""
         value = float(loss.detach()) * self._weight
-        self._loss = value if math.isnan(self._loss) else self._loss + value
+        self._loss = value if self._loss is None else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, loss: float | Tensor | None = None, weight: float | Tensor | None = None) -> None:
-        """Push the gradients of the last backward and load the next weights. `loss` is only shown.
+        """Push the gradients of the last backward and load the next weights. `loss` is shown; a NaN ends the run.
 
         `weight` is how many items your mean loss counts (tokens, say), if these are not the samples of the batch: the
         mean over the workers of a round is weighted by it.
@@ -190,10 +189,10 @@ class Session:
             self._optimizer.require_same()
         bound.collect()
         self._send_rate()
-        seq, slot, loss = reply.serial, bound.slot, c_float(self._loss).value
+        seq, slot, loss = reply.serial, bound.slot, loss_of_push(self._loss)
         named = (self.worker, self._incarnation, seq, reply.serial)
         push = Push(*named, self._samples, loss, slot.update, slot.state, weight)
-        self.stepped, self._loss, bound.inputs.records = True, math.nan, False
+        self.stepped, self._loss, bound.inputs.records = True, None, False
         self._take(self._transport.exchange(push, self._timer.end(*self._began, seq, reply.steps)))
         self._began = time.perf_counter(), time.process_time()
         bound.renew()

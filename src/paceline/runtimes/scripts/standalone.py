@@ -55,8 +55,9 @@ class InProcessClient(ScriptTransport):
     def _handle(self, message: Join | Push) -> Reply | None:
         (reply,) = self._take(message)
         assert self._server is not None and self._memory is not None, "start() comes first"
-        if self._server.divergence is not None:
-            raise Diverged(f"training diverged at update {self._server.version}: a gradient holds a NaN or infinity")
+        if (found := self._server.divergence) is not None:
+            what = "the loss is" if found.is_update_finite else "a gradient holds"
+            raise Diverged(f"training diverged at update {self._server.version}: {what} a NaN or infinity")
         self._server.updater.reply_weights(message.worker, self._memory.weights)
         return reply
 

@@ -19,6 +19,7 @@ from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runs.result import finite, is_averaged, shared_state
 from paceline.runs.snapshots import BestWeights
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
+from paceline.settings.stopping import chosen_part
 from paceline.system.cpu import cores
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.nested import device_of, num_samples
@@ -42,36 +43,38 @@ class Evaluator:
     ) -> None:
         self._server, self._task, self._work, self._config = server, task, work, config
         self._events, self._clock, self._timings, self._report = events, clock, timings, report
-        self._best = best
+        self._best, self._part = best, chosen_part(config)
         self._cores = os.sched_getaffinity(0)
         self.next_samples = self._next_after(server.samples)
         """How many samples have been processed when the next evaluation is due."""
 
     def _next_after(self, samples: int) -> float:
-        if self._config.eval_every is None or self._task is None or self._task.test is None:
+        if self._config.eval_every is None or self._task is None:
+            return math.inf
+        if self._part == "test" and self._task.test is None:
             return math.inf
         step = self._config.eval_every * self._server.budget.epoch_samples
         return (math.floor(samples / step) + 1) * step
 
     def evaluate(self) -> Scores:
-        """Score the test data, write and report the result, and keep the weights if they are the best so far."""
-        server = self._server
+        """Score the data to choose by, write and report the scores, and keep the weights if they are the best."""
+        server, part = self._server, self._part
         self.next_samples = self._next_after(server.samples)
         began = time.perf_counter()
-        scores = self._score("test")
-        seconds = {} if is_simulated(self._config) else {"test_seconds": round(time.perf_counter() - began, 3)}
-        assert scores is not None, "an evaluation is only due if there is test data"
+        scores = self._score(part)
+        seconds = {} if is_simulated(self._config) else {f"{part}_seconds": round(time.perf_counter() - began, 3)}
+        assert scores is not None, "an evaluation is only due if there is data to score"
         if self._best is not None:
             self._best.save_if_best(server, scores)
-        found = _columns("test", scores)
+        found = _columns(part, scores)
         if self._config.eval_train and (train := self._score("train")) is not None:
             found |= _columns("train", train)
         at = {"updates": server.version, "samples": server.samples}
         self._events.write("evaluation", self._clock.now(), **at, **found, **seconds)
         epochs = server.samples / server.budget.epoch_samples
-        accuracy = f"test accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
+        accuracy = f"{part} accuracy {scores.accuracy:.2f} %, " if scores.per_class else ""
         metrics = "".join(f", {name} {value:.4g}" for name, value in scores.metrics.items())
-        text = f"epoch {epochs:.2f}: {accuracy}test loss {scores.loss:.4f}{metrics}"
+        text = f"epoch {epochs:.2f}: {accuracy}{part} loss {scores.loss:.4f}{metrics}"
         self._report({"kind": "note", "text": text})
         return scores
 
@@ -86,7 +89,7 @@ class Evaluator:
             scores[which] = self._score(which)
             if which != "train" and is_averaged(self._server):
                 scores[f"live_{which}"] = self._score(which, live=True)
-        if self._best is not None and (last := scores.get("test")) is not None:
+        if self._best is not None and (last := scores.get(self._part)) is not None:
             self._best.save_if_best(self._server, last)
         return scores
 
@@ -97,10 +100,11 @@ class Evaluator:
         if self._config.score == "none":
             return
         last = "test" if self._config.fold is None else "validation"
-        if stop_reason != INTERRUPTED and self._config.score != "test":
+        is_whole = stop_reason != INTERRUPTED and self._config.score != "test"
+        if is_whole:
             yield "train"
-            if last != "validation":
-                yield "validation"
+        if last != "validation" and (is_whole or (self._best is not None and self._part == "validation")):
+            yield "validation"
         yield last
 
     def _score(self, which: str, live: bool = False) -> Scores | None:
@@ -129,5 +133,5 @@ class Evaluator:
 
 def _columns(part: str, scores: Scores) -> dict[str, Any]:
     """Scores under the names that event rows use."""
-    found: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), f"{part}_loss": scores.loss}
+    found: dict[str, Any] = {f"{part}_accuracy": scores.value("accuracy"), **finite({f"{part}_loss": scores.loss})}
     return found | ({f"{part}_metrics": finite(scores.metrics)} if scores.metrics else {})

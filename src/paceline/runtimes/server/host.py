@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
 from paceline.analysis.reported import ReportedMetrics
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
@@ -19,7 +20,7 @@ from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Push, Reply, Stop
 from paceline.core.server import Server
 from paceline.errors import UserError
-from paceline.interfaces import Report
+from paceline.interfaces import Report, Scores
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.control_files import pop_requests
 from paceline.runs.events import EventLog
@@ -33,7 +34,7 @@ from paceline.runtimes.server.evaluation import Evaluator
 from paceline.runtimes.server.progress import AccountRows, EventRecorder, Progress
 from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
-from paceline.settings.stopping import goal_of, measure_of
+from paceline.settings.stopping import chosen_part, goal_of, measure_of
 from paceline.system.signals import TERMINATED
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
@@ -79,7 +80,7 @@ class Host:
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
         keeps_best = config.eval_every is not None and not virtual and self.task is not None
-        self._best = BestWeights(folder, task, writer, measure_of(config)) if keeps_best else None
+        self._best = BestWeights(folder, task, writer, chosen_part(config), measure_of(config)) if keeps_best else None
         self._goal = goal_of(config)
         self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
         self._account_rows = AccountRows(self.accounting, server, events, self.clock)
@@ -164,7 +165,7 @@ class Host:
         self.events.write("recovered", self.clock.now(), **row, lost_pushes=rebuilt.resume.lost, **seconds)
 
     def _evaluate(self) -> None:
-        """Halt the clock, score the test data, and stop the run if it has reached its target."""
+        """Halt the clock, evaluate the weights, and stop the run if it has reached its target."""
         with self._pausing():
             scores = self._evaluator.evaluate()
         if self._goal is not None and self._goal.is_met(scores.value(self._goal.metric)):
@@ -286,6 +287,8 @@ class Host:
             self.events.write("timing", self.clock.now(), **timing)
             found = {"utilisation": self.timings.shares(self.server.num_workers), **(found or {})}
         scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
+        if status == "finished" and (why := self._why_collapsed(scores)) is not None:
+            status, found = COLLAPSED, {**(found or {}), "status": COLLAPSED, "reason": why}
         try:
             if status == "stopped" and self.server.can_checkpoint and not self.config.timing_only:
                 self.checkpoint()
@@ -303,11 +306,23 @@ class Host:
         self._trackers.end(hurry=self.stop_reason == TERMINATED)
         return result
 
+    @property
+    def _chosen_on(self) -> str | None:
+        """The data by which the best weights were chosen or the run could have ended; None if it chose nothing."""
+        part, chooses = chosen_part(self.config), self._best is not None or self._goal is not None
+        has_data = self.task is not None and (part != "test" or self.task.test is not None)
+        return part if chooses and has_data else None
+
+    def _why_collapsed(self, scores: dict[str, Scores | None]) -> str | None:
+        path, config = self.folder.arrivals_file, self.config
+        return why_collapsed(config, self.server, self.stop_reason, scores, lambda: logged_losses(path, config))
+
     def _more_rows(self) -> list[dict[str, Any]]:
         """Rows of the result that only some runs have."""
         return [
             {"deals": self._notes.generation} if self.server.assignments is not None else {},
             self._checkpoints.upkeep(),
+            {"chosen_on": self._chosen_on},
             {"best": self._best.found} if self._best is not None else {},
             self._reported_rows(),
         ]

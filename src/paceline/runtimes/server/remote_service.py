@@ -6,7 +6,6 @@ A worker that is silent for longer than its own past explains is lost; one that 
 from __future__ import annotations
 
 import functools
-import json
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
+from paceline.system.strict_json import to_json
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.protocol import Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
@@ -49,7 +49,7 @@ class ForegroundChannel(SupervisorChannel):
 
     def stop(self, reason: str) -> None:
         """End the run between two inputs; may be called by a signal handler."""
-        self._other.send(json.dumps({"kind": "stop", "reason": reason}).encode())
+        self._other.send(to_json({"kind": "stop", "reason": reason}).encode())
 
 
 class PushGate(Protocol):

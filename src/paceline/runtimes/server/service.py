@@ -19,6 +19,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers
 from paceline.system.event_loop import EventLoop
 from paceline.system.signals import TERMINATED
+from paceline.system.strict_json import to_json
 from paceline.transports.protocol import Hello, Peer, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
@@ -37,7 +38,7 @@ class SupervisorChannel:
         """Send a message. Progress is dropped if the supervisor is slow; everything else waits."""
         flags = socket.MSG_DONTWAIT if row["kind"] == "progress" else 0
         try:
-            self.connection.send(json.dumps(row).encode(), flags)
+            self.connection.send(to_json(row).encode(), flags)
         except BlockingIOError:
             return
         except (BrokenPipeError, ConnectionResetError):

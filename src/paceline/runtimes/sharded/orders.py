@@ -30,10 +30,10 @@ def to_words(message: Input) -> list[Any]:
     """An input without its tensors.
 
     >>> to_words(Push(1, 0, 7, 7, 32, 0.5, EMPTY, EMPTY))
-    ['Push', 1, 0, 7, 7, 32, 0.5, None]
+    ['Push', 1, 0, 7, 7, 32, '0.5', None]
     """
     if isinstance(message, Push):
-        return ["Push", *message[:6], message.weight]
+        return ["Push", *message[:5], repr(message.loss), message.weight]  # JSON has no NaN
     return [type(message).__name__, *(message if isinstance(message, tuple) else dataclasses.astuple(message))]
 
 
@@ -45,7 +45,7 @@ def from_words(words: list[Any]) -> Input:
     """
     name, *fields = words
     if name == "Push":
-        fields[6:] = EMPTY, EMPTY, fields[6]
+        fields[5:] = float(fields[5]), EMPTY, EMPTY, fields[6]
     message: Input = _INPUTS[name](*fields)
     return message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,22 +47,22 @@ def _scores_of(
     on_train = on(train) if "train" in parts else None
     on_test = on(test) if "test" in parts and any(config.fold is None for config in configs) else None
     labels = train.labels.cpu().numpy()
-    on_part: dict[tuple[int, float, str | None], tuple[tuple[Tensor, Tensor, Tensor], int]] = {}
+    on_part: dict[tuple[int, float, str | None], tuple[tuple[Tensor, Tensor, Tensor], Tensor]] = {}
     for place, (number, config) in enumerate(zip(batch.ended, configs, strict=True)):
         scores = found[number]
         if on_train is not None:
-            scores["train"] = _scores(on_train, place, len(labels))
+            scores["train"] = _scores(on_train, place, train.labels)
         if on_test is not None and config.fold is None:
-            scores["test"] = _scores(on_test, place, len(test.labels))
+            scores["test"] = _scores(on_test, place, test.labels)
         if "validation" in parts and (config.validation or config.fold is not None):
             address = (config.seed, config.validation, config.fold)
             if address not in on_part:
                 part = torch.from_numpy(held_out(labels, config)[1]).to(train.labels.device)
                 chosen = Images(train.images[part], train.labels[part], train.scale, train.shift)
-                on_part[address] = on(chosen), len(part)
+                on_part[address] = on(chosen), chosen.labels
             held = scores["validation"] = _scores(on_part[address][0], place, on_part[address][1])
             if on_train is not None:
-                scores["train"] = _without(_scores(on_train, place, len(labels)), held)
+                scores["train"] = _without(_scores(on_train, place, train.labels), held)
     return found
 
 
@@ -84,14 +85,23 @@ def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int 
     return loss / total, right.sum(1) / total, right / seen
 
 
-def _scores(sums: tuple[Tensor, Tensor, Tensor], number: int, total: int) -> Scores:
+def _scores(sums: tuple[Tensor, Tensor, Tensor], number: int, labels: Tensor) -> Scores:
     loss, right, per_class = (tensor[number] for tensor in sums)
-    accuracies = tuple(round(100.0 * float(value), 4) for value in per_class)
-    return Scores(float(loss), round(float(right) * total), total, accuracies)
+    accuracies, counts = tuple(round(100.0 * float(value), 4) for value in per_class), torch.bincount(labels)
+    scores = Scores(float(loss), round(float(right) * len(labels)), len(labels), accuracies)
+    return replace(scores, constant_correct=int(counts.max()), constant_loss=_entropy(counts))
+
+
+def _entropy(counts: Tensor) -> float:
+    """Return the mean loss of predicting the class frequencies."""
+    shares = counts.double() / counts.sum()
+    return -float(torch.special.xlogy(shares, shares).sum())
 
 
 def _without(whole: Scores, held: Scores) -> Scores:
     """Return the scores of the whole set without the held-out samples."""
     total = whole.total - held.total
     loss = (whole.loss * whole.total - held.loss * held.total) / total
-    return Scores(loss, whole.correct - held.correct, total, (None,) * len(whole.per_class))
+    scores = Scores(loss, whole.correct - held.correct, total, (None,) * len(whole.per_class))
+    correct = whole.constant_correct - held.constant_correct
+    return replace(scores, constant_correct=correct, constant_loss=whole.constant_loss)  # classes are held out evenly

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.analysis.collapse import COLLAPSED, why_collapsed
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
@@ -151,6 +152,10 @@ def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str],
         row, (evaluated, live) = batch.rows[number], batch.final[number]
         finite = bool(torch.isfinite(evaluated).all())
         result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores if finite else {})
-        result |= {"status": "finished" if finite else "diverged", "lab_seconds": round(seconds, 3)}
+        why: str | None = "the weights are no longer finite"
+        if finite:
+            why = why_collapsed(row.config, row.trace.server, None, scores, list)  # the lab logs no losses
+        status = "diverged" if not finite else COLLAPSED if why is not None else "finished"
+        result |= {"status": status, "reason": why, "lab_seconds": round(seconds, 3)}
         result["rule_applied"] = batch.rule.name  # the arrival order was simulated without weights
         yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)

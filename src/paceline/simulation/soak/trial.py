@@ -22,6 +22,7 @@ from paceline.simulation.simulator import Deadlock, SimulatedWorker, Simulation
 from paceline.simulation.soak.draw import Trial
 from paceline.simulation.soak.invariants import InvariantChecker, require_same, server_state
 from paceline.simulation.soak.violation import InvariantViolation, require
+from paceline.system.strict_json import to_json
 from paceline.tasks.synthetic import OPTIMUM
 
 MAX_EVENTS = 20_000
@@ -92,7 +93,7 @@ class TrialDriver:
         """Return the server rebuilt from a checkpoint and the log after it."""
         server = self._new_server()
         if checkpoint is not None:
-            checkpoint = replace(checkpoint, facts=json.loads(json.dumps(checkpoint.facts)))  # as if read from a file
+            checkpoint = replace(checkpoint, facts=json.loads(to_json(checkpoint.facts)))  # as if read from a file
         replay = Replay(server, self.trial.make_worker, checkpoint)
         replay.feed(self.records[checkpoint.log_offset if checkpoint is not None else 0 :])
         if replay.mismatch is not None:

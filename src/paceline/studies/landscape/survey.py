@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from paceline.studies.landscape.losses import Losses
 from paceline.studies.landscape.paths import RunSnapshots, TrainingPath, read_path
 from paceline.studies.landscape.plane import Plane, nearest_plane
 from paceline.system.cpu import cores
+from paceline.system.strict_json import to_json
 from paceline.system.subnormals import flush_subnormals
 
 SCHEMA = 1
@@ -65,7 +65,7 @@ class Landscape:
     def save(self, folder: Path) -> None:
         """Write landscape.csv and landscape.json."""
         write_atomically(folder / "landscape.csv", self.as_csv().encode())
-        write_atomically(folder / "landscape.json", (json.dumps(self.facts, indent=1) + "\n").encode())
+        write_atomically(folder / "landscape.json", (to_json(self.facts, indent=1) + "\n").encode())
 
 
 def survey(runs: list[RunSnapshots], view: LandscapeView, console: Console) -> Landscape:

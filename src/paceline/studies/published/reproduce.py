@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.analysis.scored_weights import KINDS
-from paceline.analysis.statistics import RunStatistics
+from paceline.analysis.statistics import FAILED, RunStatistics
 from paceline.config import RunConfig
 from paceline.reports import tables
 from paceline.reports.charts import Point, Series, draw_rows
@@ -96,11 +96,12 @@ def _cell(value: float | None, form: str = ".2f") -> str:
 
 
 def _accuracy(runs: RunStatistics, figure: str = "test_accuracy") -> str:
-    """Return mean and spread of the test accuracy and the number of diverged runs; NaN if all diverged."""
-    total, diverged = len(runs.results), runs.num_diverged
+    """Return mean and spread of the test accuracy and the number of failed runs; NaN if all diverged."""
+    total, diverged, collapsed = len(runs.results), runs.count("diverged"), runs.count("collapsed")
     if diverged == total:
         return "NaN"
-    return runs.text(figure) + (f" ({diverged} of {total} NaN)" if diverged else "")
+    failed = [f"{count} of {total} {what}" for count, what in ((diverged, "NaN"), (collapsed, "collapsed")) if count]
+    return runs.text(figure) + (f" ({', '.join(failed)})" if failed else "")
 
 
 def as_csv(found: list[ReproducedRow]) -> str:
@@ -111,7 +112,7 @@ def as_csv(found: list[ReproducedRow]) -> str:
         row |= {f"published_{name}": getattr(one.published, name) for name in (*FIGURES, "seconds")}
         for name in FIGURES:
             row |= {f"{name}_mean": one.ours.mean(name), f"{name}_spread": one.ours.spread(name)}
-        row |= {"runs": len(one.ours.results), "diverged": one.ours.num_diverged}
+        row |= {"runs": len(one.ours.results), **{status: one.ours.count(status) for status in FAILED}}
         for figure in (f"{kind}_test_accuracy" for kind in KINDS):
             row[f"automatic_{figure}_mean"] = one.automatic.mean(figure) if one.automatic is not None else None
         rows.append({**row, "lab_seconds": one.lab_seconds})
@@ -142,7 +143,7 @@ def draw(found: list[ReproducedRow], path: Path) -> str | None:
 
 
 def _point(runs: RunStatistics, figure: str = "test_accuracy") -> Point:
-    return Point(runs.mean(figure), runs.spread(figure), runs.num_diverged > 0)
+    return Point(runs.mean(figure), runs.spread(figure), runs.num_failed > 0)
 
 
 def summary(found: list[ReproducedRow]) -> list[str]:
@@ -152,7 +153,7 @@ def summary(found: list[ReproducedRow]) -> list[str]:
         rows = [one for one in found if one.published.mode == mode and one.published.test_accuracy is not None]
         same = [one for one in rows if not one.published.diverged]
         near = [one for one in same if one.difference is not None and abs(one.difference) <= within]
-        both = sum(one.published.diverged and bool(one.ours.num_diverged) for one in rows)
+        both = sum(one.published.diverged and bool(one.ours.num_failed) for one in rows)
         if rows:
             nan = f"; {both} diverged in both" if both else ""
             lines.append(f"{mode}: {len(near)} of {len(same)} rows within {within:g} of the published accuracy{nan}")
@@ -165,22 +166,20 @@ def _automatic_summary(found: list[ReproducedRow]) -> list[str]:
     The published figures are of live weights, so only the live weights of our runs are compared with them.
     """
     sync = {(row.workers, row.split, row.model): row.test_accuracy for row in published_rows() if row.mode == "sync"}
-    total = above = diverged = scored = 0
+    total = above = failed = scored = 0
     for one in found:
         row = one.published
         target = sync.get((row.workers, row.split, row.model))
         if one.automatic is None or row.mode != "async" or target is None:
             continue
         total += 1
-        diverged += one.automatic.num_diverged > 0
+        failed += one.automatic.num_failed > 0
         live = one.automatic.mean("live_test_accuracy")
         scored += live is not None
         above += live is not None and live >= target
     if not total:
         return []
-    if not scored and diverged < total:
-        return [
-            f"automatic: averaged weights only, the published rows are of live ones; {diverged} of {total} diverged"
-        ]
+    if not scored and failed < total:
+        return [f"automatic: averaged weights only, the published rows are of live ones; {failed} of {total} failed"]
     above_sync = f"{above} of {total} async rows at or above the published sync row of their data, on live weights"
-    return [f"automatic: {above_sync}; {diverged} diverged"]
+    return [f"automatic: {above_sync}; {failed} failed"]

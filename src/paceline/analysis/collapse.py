@@ -1,0 +1,145 @@
+"""Finds classification runs that learned nothing: their weights predict no better than the class frequencies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RunConfig
+from paceline.core.messages import Disposition
+from paceline.core.server import Server
+from paceline.interfaces import Scores
+from paceline.runs.arrival_log import scan_log
+from paceline.runs.folder import TIME_IS_UP
+from paceline.runs.result import staleness_summary
+from paceline.settings.strategies import strategy_of
+
+COLLAPSED = "collapsed"
+TOLERANCE = 0.001
+"""Part of the constant loss. A constant prediction is never below it, however its data is drawn."""
+LEFT_CHANCE = 0.99
+"""A mean training loss below this part of the constant loss has left it; single batches vary."""
+STANDARD_ERRORS, MAX_NOISE = 3.0, 0.02
+"""Noise of an accuracy, and the most of it with which predictions of several classes can be judged."""
+ONE_CLASS = 1.0
+"""Percent of a class that may be predicted otherwise if nearly all predictions are one class."""
+MIN_STEPS = 20
+"""Optimizer steps, local ones counted, before a run is judged: with large batches an epoch may have fewer."""
+MAX_WINDOWS = 50
+
+
+@dataclass(frozen=True)
+class LossCourse:
+    """The training loss of a run, as means over windows of consecutive pushes."""
+
+    lowest: float
+    last: float
+    noise: float  # standard error of a window's mean, from the differences of consecutive losses
+
+    @staticmethod
+    def of(losses: Sequence[float]) -> LossCourse | None:
+        """Return the course of these losses; None if there are none that are finite.
+
+        >>> LossCourse.of([2.0, 2.0] * 50 + [1.0, 1.0] * 50)
+        LossCourse(lowest=1.0, last=1.0, noise=0.025)
+        """
+        found = [loss for loss in losses if math.isfinite(loss)]
+        if not found:
+            return None
+        width = -(-len(found) // MAX_WINDOWS)
+        means = [statistics.fmean(found[at : at + width]) for at in range(0, len(found), width)]
+        squares = sum((later - earlier) ** 2 for earlier, later in itertools.pairwise(found))
+        noise = math.sqrt(squares / (2 * len(found) * width))
+        return LossCourse(min(means), means[-1], noise)
+
+
+def logged_losses(path: Path, config: RunConfig) -> list[float]:
+    """Return the losses of the pushes that count, in the order of the log."""
+    records = scan_log(path, config).effective_records
+    return [one.loss for one in records if one.kind == "push" and one.disposition == Disposition.TAKEN]
+
+
+def why_collapsed(
+    config: RunConfig,
+    server: Server,
+    stop_reason: str | None,
+    scores: dict[str, Scores | None],
+    losses: Callable[[], Sequence[float]],
+) -> str | None:
+    """Say that a finished run learned nothing, and what to try; None if it learned something or nobody can tell.
+
+    Its loss on the train data is that of a constant prediction or above, and either it predicts one class only, or its
+    accuracy is within noise of that of the most frequent class, or its training loss never left the constant one.
+    Without scores of the train data, the training loss must also have ended there: on other data, overfitted weights
+    score the same. Runs of less than an epoch or of a few steps are not judged, nor those that were stopped, or that
+    reached their target.
+    """
+    steps = server.version * (server.inside.steps if server.inside is not None else 1)
+    is_short = server.samples < server.budget.epoch_samples or steps < MIN_STEPS
+    if is_short or stop_reason not in (None, TIME_IS_UP):
+        return None
+    part = next((part for part in ("train", "validation", "test") if scores.get(part) is not None), None)
+    found = scores[part] if part is not None else None
+    if part is None or found is None or found.constant_loss is None or found.constant_correct == found.total:
+        return None
+    constant = found.constant_loss
+    if found.loss < constant - TOLERANCE * abs(constant):
+        return None
+    course, left = LossCourse.of(losses()), constant - (1.0 - LEFT_CHANCE) * abs(constant)
+    never_left = course is not None and not course.lowest < left
+    share = found.constant_correct / found.total
+    noise = STANDARD_ERRORS * math.sqrt(share * (1.0 - share) / found.total)
+    is_constant = _is_one_class(found.per_class)
+    is_chance = noise <= MAX_NOISE and (never_left or found.correct / found.total <= share + noise)
+    if not (is_constant or is_chance) or (part != "train" and (course is None or course.last < left)):
+        return None
+    what = (
+        f"training collapsed: after {server.samples} samples the weights score {found.accuracy:.2f} % on the {part} "
+        f"data with a loss of {found.loss:.4f}; always predicting the class frequencies scores {100 * share:.2f} % "
+        f"with {constant:.4f}"
+    )
+    return f"{what}. {_course(course, constant)}{_advice(config, server, raises=never_left and not is_constant)}"
+
+
+def _is_one_class(per_class: Sequence[float | None]) -> bool:
+    """Whether nearly all predictions are one class, by the accuracy of each class in percent.
+
+    >>> _is_one_class([0.0, 99.5, None, 0.2]), _is_one_class([10.0, 90.0]), _is_one_class([0.0, 0.0])
+    (True, False, False)
+    """
+    *others, top = sorted(value for value in per_class if value is not None) or [0.0]
+    return top >= 100.0 - ONE_CLASS and max(others, default=0.0) <= ONE_CLASS
+
+
+def _course(course: LossCourse | None, constant: float) -> str:
+    if course is None:
+        return ""
+    left = constant - max((1.0 - LEFT_CHANCE) * abs(constant), STANDARD_ERRORS * course.noise)
+    if not course.lowest < left:
+        return "The training loss never left that level: "
+    if course.last < left:
+        where = "the averaged weights or the running statistics do not fit"
+        return f"The training loss was {course.last:.4f} at the end, so {where}: "
+    return f"The training loss had fallen to {course.lowest:.4f} and came back: "
+
+
+def _advice(config: RunConfig, server: Server, raises: bool) -> str:
+    """What to change: `raises` the learning rate if the weights hardly moved, else lowers it."""
+    lr = config.lr or 0.0
+    if raises:
+        return f"try --lr {10 * lr:g} (now {lr:g}) or more --epochs"
+    ways = [f"--lr {lr / 2:g} (now {lr:g})"]
+    if not config.warmup:
+        ways.append("--warmup 0.05")
+    if strategy_of(config).is_stale and server.num_workers > 1:
+        stale = staleness_summary(server.staleness)["mean"]
+        ways.append(f"fewer --workers (now {server.num_workers}, staleness {stale:.1f} on average)")
+        if config.rule == "plain":
+            ways.append("--rule auto, which allows for staleness")
+    if config.outer_lr is not None:
+        ways.append(f"--outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})")
+    return f"try {', '.join(ways[:-1])}{' or ' if len(ways) > 1 else ''}{ways[-1]}"
