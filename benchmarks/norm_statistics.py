@@ -158,7 +158,7 @@ def main() -> int:
     print(f"{what}, {epochs:g} epochs in {run.seconds:.1f} s")
     print("\n".join(map(line, rows)))
     if parsed.json:
-        print(json.dumps({"benchmark": "norm_statistics", "run_seconds": run.seconds, "rows": rows}))
+        print(json.dumps({"benchmark": "norm_statistics", "run_seconds": run.seconds, "rows": rows}, allow_nan=False))
     return 0
 
 

@@ -241,7 +241,9 @@ def is_script(config: RunConfig) -> bool:
     return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
-SCHEMA = 2  # version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before.
+SCHEMA = 3
+"""Version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before. 3: subnormal
+floats are zero, and averages, statistics of norm layers and dropped pushes are handled otherwise, so bits differ."""
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
@@ -301,7 +303,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         name = ALIASES.get(key, key.replace("-", "_"))
         if name == "schema":
             if value != SCHEMA:
-                why = f"has schema {value}, this version reads {SCHEMA}, in which rules have other names"
+                why = f"has schema {value}, this version reads {SCHEMA}, whose runs have other bits"
                 raise UserError(f"{path} {why}: train again, or use the version that wrote it")
             continue
         if name not in FIELDS:

@@ -28,7 +28,9 @@ def test_a_folder_of_this_schema_is_read(tmp_path: Path) -> None:
 
 
 def test_an_older_folder_is_refused_in_one_line(old_folder: RunFolder) -> None:
-    with pytest.raises(UserError, match=r"has schema 1, this version reads 2, .* train again") as error:
+    with pytest.raises(
+        UserError, match=rf"has schema {SCHEMA - 1}, this version reads {SCHEMA}, .* train again"
+    ) as error:
         old_folder.config()
     assert "\n" not in str(error.value)
 
