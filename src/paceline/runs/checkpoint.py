@@ -117,7 +117,8 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
     _require_same_codecs(server, checkpoint)
     restore_server(server, checkpoint.facts, checkpoint.tensors["weights"], checkpoint.group("rule."))
     if server.differences is not None:
-        held = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
+        sent = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
+        held = {worker: weights for worker, weights in sent.items() if server.members[worker].serial >= 0}
         server.differences.restore(held, {worker: checkpoint.group(f"pull.{worker}.") for worker in held})
     server.worker_states = {int(worker): state for worker, state in checkpoint.group("state.").items()}
 

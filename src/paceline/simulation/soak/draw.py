@@ -167,6 +167,8 @@ def draw(seed: int) -> Trial:
     checkpoints = _pick(chance, (0.0, 0.05, 0.3))
     poison = (int(chance.integers(workers)), int(chance.integers(10))) if chance.integers(16) == 0 else None
     rule = _rule(rng(seed, "soak rule"), strategy)
+    if rule == "compensated":
+        lr /= 4  # its correction grows with the square of the gradient
     trial = Trial(seed, strategy, optimizer, lr, momentum, budget, quotas, even, checkpoints, cluster, poison, rule)
     trial = _with_codecs(rng(seed, "soak codecs"), replace(trial, path=path))
     trial = replace(trial, average=_pick(rng(seed, "soak average"), ("none", "auto", "on", "10")))

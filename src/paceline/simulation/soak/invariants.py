@@ -48,7 +48,9 @@ def server_state(server: Server) -> ServerState:
     tensors |= {f"update {worker}": push.update for worker, push in server.held.items()}
     tensors |= {f"state {worker}": state for worker, state in server.worker_states.items()}
     if server.differences is not None:
-        tensors |= {f"sent {worker}": weights for worker, weights in server.differences.held.items()}
+        working = [worker for worker, member in server.members.items() if member.live and not member.inactive]
+        held = server.differences.held
+        tensors |= {f"sent {worker}": held[worker] for worker in working if worker in held}
     return values, tensors
 
 
@@ -90,6 +92,7 @@ class InvariantChecker:
         self._sent: dict[int, Tensor] = {}
         self._incarnations: dict[int, int] = {}
         self._dead: set[tuple[int, int]] = set()
+        self._too_late: set[tuple[int, int]] = set()  # workers that joined after the end of the run
         self._clocks: dict[int, int] = {}
 
     def on_update(self, update: AppliedUpdate, server: Server) -> None:
@@ -191,6 +194,8 @@ class InvariantChecker:
             require(server.pushes == counted, "counts", "{} pushes, {} accounted for", server.pushes, counted)
         if outcome.disposition == Disposition.TAKEN:
             self._track(message)
+            if isinstance(message, Join) and server.finished:
+                self._too_late.add((message.worker, message.incarnation))
         for worker in [w for w in self._clocks if self._accepted[w] == self._quota(w)]:
             del self._clocks[worker]
         if isinstance(message, Push) and outcome.disposition == Disposition.DROPPED:
@@ -199,7 +204,8 @@ class InvariantChecker:
             if reply.finished and not server.finished:
                 self._check_last_push(reply)
             self._check(reply, version, outcome.disposition == Disposition.REPEATED)
-        self._membership.check_waiting(self._clocks)
+        if not server.finished:
+            self._membership.check_waiting(self._clocks)
         if server.started and not server.finished and self._clocks:
             self._check_held_back(server)
 
@@ -259,6 +265,7 @@ class InvariantChecker:
         self._last_reply[worker] = reply
         if reply.finished and worker in self._membership.draining:
             self._membership.draining.discard(worker)
+            self._membership.waiting.pop(worker, None)
             self._membership.released.add(worker)
             self._clocks.pop(worker, None)
         require(reply.finished or worker in self._clocks, "budget", "{} for a worker that has no work left", reply)
@@ -304,7 +311,8 @@ class InvariantChecker:
             require(not missing, "budget", "the run ended although workers {} were to return", missing)
         elif self._budget.per_worker and self._budget.steps is None:
             joined = self._incarnations.keys() - self._membership.released
-            missing = [w for w in working if w in joined and (w, self._incarnations[w]) not in self._dead]
+            gone_or_late = self._dead | self._too_late
+            missing = [w for w in working if w in joined and (w, self._incarnations[w]) not in gone_or_late]
             require(not missing, "budget", "over while workers {} have work left", missing)
         else:
             require(self._budget.exhausted(self._samples, version), "budget", "over after {} samples", self._samples)
