@@ -34,7 +34,7 @@ def test_the_example_of_an_own_model_learns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert result_of(only_run(tmp_path))["test_accuracy"] > 95.0
     assert "rule auto: foresight (2 workers, labels spread evenly)" in done.stdout + done.stderr
-    assert result_of(only_run(tmp_path))["rule_applied"] == "foresight (lr scaled)"
+    assert result_of(only_run(tmp_path))["rule_applied"] == "foresight (lr scaled) (averaged)"
     assert "identical to the run" in run("replay", str(only_run(tmp_path)), cwd=tmp_path).out
 
 

@@ -55,6 +55,12 @@ def test_some_seeds_keep_every_promise() -> None:
     require_clean(25, 2000)
 
 
+@pytest.mark.parametrize("seed", [2499, 2507, 13905, 17153, 18475, 18801])
+def test_seeds_that_broke_a_promise_once_keep_it(seed: int) -> None:
+    """Checkpoints at the start barrier (17153, 18801), and workers that wait, drain or join as a run ends."""
+    require_clean(1, seed)
+
+
 @pytest.mark.real
 def test_a_few_hundred_seeds_keep_every_promise() -> None:
     summary = require_clean(400, 0)
