@@ -24,9 +24,12 @@ class Roster:
         self.order: list[int] = []  # the numbers of all members, sorted
         self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
         self.at_work: set[int] = set()  # workers that are connected and have work left
-        self._batches_at_work = self._batches_finished = (
-            0  # the quotas of the workers at work, and of those that have reached theirs
-        )
+        self.present = 1.0
+        """The share of the data that is still computed on, without that of lost and drained workers.
+
+        1 without quotas, and if the data of a worker that has finished is also that of others.
+        """
+        self._batches_at_work = self._batches_finished = 0  # quotas of the workers at work, and of those that are done
         self._counted: dict[int, tuple[int, int]] = {}  # what each worker adds to these two sums
         self._has_own_data = max_workers is None and not shared_data
         self._is_assigned = True
@@ -40,17 +43,9 @@ class Roster:
         self._counted[worker] = now = quota * works, quota * member.quota_reached
         self._batches_at_work += now[0] - before[0]
         self._batches_finished += now[1] - before[1]
+        if self._has_own_data and self._batches_finished:
+            self.present = self._batches_at_work / (self._batches_at_work + self._batches_finished)
         self._is_assigned = False
-
-    @property
-    def present(self) -> float:
-        """The share of the data that is still computed on, without that of lost and drained workers.
-
-        1 without quotas, and if the data of a worker that has finished is also that of others.
-        """
-        if not self._has_own_data or not self._batches_finished:
-            return 1.0
-        return self._batches_at_work / (self._batches_at_work + self._batches_finished)
 
     def admit(self, join: Join) -> Member | None:
         """Make a worker, or its next incarnation, a member; None if it is not admitted."""
@@ -106,6 +101,6 @@ class Roster:
         self.pending = set(pending)
         self.at_work.clear()
         self._counted.clear()
-        self._batches_at_work = self._batches_finished = 0
+        self.present, self._batches_at_work, self._batches_finished = 1.0, 0, 0
         for worker in self.order:
             self.changed(worker)

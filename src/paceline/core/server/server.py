@@ -288,7 +288,8 @@ class Server:
         pushes = [self.held.pop(worker) for worker in workers]
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
-        lr, num_live, present = self.training.lr(self.samples, self.version), self.num_live, self.roster.present
+        lr = self.training.lr(self.samples, self.version)
+        num_live, present = len(self.roster.at_work), self.roster.present
         if self.lr_factors:
             lr *= self._agreed_factor(workers)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, present)
