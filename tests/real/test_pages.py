@@ -68,14 +68,19 @@ BOTH = {"weights": "averaged", "live_test_accuracy": 80.0, "live_test_loss": 0.6
 @pytest.mark.parametrize(
     ("averaged", "said"),
     [
-        (BOTH, "Best is live with 81.50 % test accuracy (live weights)"),
+        (BOTH, "Best is live with 81.50 % test accuracy (live weights) in"),
+        (
+            {**BOTH, "validation_accuracy": 70.0, "live_validation_accuracy": 79.0},
+            "Best is averaged with 79.00 % validation accuracy (live weights) in",
+        ),
         ({"average": "on"}, "No best run: some were scored on live weights only, others on averaged weights only."),
     ],
-    ids=["both", "averaged only"],
+    ids=["both", "validation data", "averaged only"],
 )
 def test_the_best_run_is_chosen_on_one_kind_of_weights(tmp_path: Path, averaged: dict[str, Any], said: str) -> None:
     """The highest figure of all is that of averaged weights."""
-    for name, more in (("averaged", {"test_accuracy": 85.0, **averaged}), ("live", {"average": "none"})):
+    held_out = {"validation_accuracy": 75.0} if "validation_accuracy" in averaged else {}
+    for name, more in (("averaged", {"test_accuracy": 85.0, **averaged}), ("live", {"average": "none", **held_out})):
         folder = whole_run(tmp_path / "runs", name)
         folder.write_result(result_of(folder, **more))
     page = tmp_path / "report.html"

@@ -35,7 +35,7 @@ class SeveralRuns {
   update(runs) {
     this.runs = runs;
     if (!this.chosen) this.firstMetric(runs);
-    this.metric.offer((name) => name === "train" || runs.some((run) => curveOf(run, name).some(known)));
+    this.metric.offer((name) => name === "train" || runs.some((run) => curveOf(run, name).filter(known).length > 1));
     setText(this.verdict, overall(runs));
     const notes = runs.flatMap((run) => run.notes.map((text) => `${run.name}: ${text}`));
     this.notes.hidden = !notes.length;
@@ -63,7 +63,7 @@ class SeveralRuns {
   firstMetric(runs) {
     this.chosen = true;
     const has = (name) => runs.some((run) => curveOf(run, name).filter(known).length > 1);
-    const compared = ["test_accuracy", "test_loss"].map((name) => `${comparable(runs, name)}_${name}`);
+    const compared = ["test", "validation"].flatMap((part) => ["accuracy", "loss"].map((what) => `${comparable(runs, `${part}_${what}`)}_${part}_${what}`));
     const names = [...compared, ...METRICS.map(([name]) => name)].filter((name) => name !== "train" && has(name));
     this.metric.set(names[0] || "train");
   }
@@ -135,10 +135,11 @@ function overall(runs) {
   for (const run of runs) counts.set(run.status, (counts.get(run.status) || 0) + 1);
   const how = [...counts].map(([status, count]) => `${count} ${status}`).join(", ");
   const sentences = [`${runs.length} runs: ${how}.`];
-  const [best, kind] = bestOf(runs);
+  const [best, kind, part] = bestOf(runs);
   if (best) {
-    const accuracy = KINDS.percent(best.figures[`${kind}_test_accuracy`]);
-    sentences.push(`Best is ${best.name} with ${accuracy} test accuracy (${kind} weights) in ${clock(best.figures.seconds)}.`);
+    const accuracy = KINDS.percent(best.figures[`${kind}_${part}_accuracy`]);
+    const chosen = part === "test" ? ", chosen on the test set" : "";
+    sentences.push(`Best is ${best.name} with ${accuracy} ${part} accuracy (${kind} weights) in ${clock(best.figures.seconds)}${chosen}.`);
   } else if (runs.some((run) => known(run.figures.test_accuracy))) {
     sentences.push("No best run: some were scored on live weights only, others on averaged weights only.");
   }
@@ -157,13 +158,16 @@ function comparable(runs, name) {
   return (kinds.length === 1 ? kinds : WEIGHTS).find((kind) => scored.every((run) => known(run.figures[`${kind}_${name}`]))) || null;
 }
 
-// Return the run with the highest test accuracy and the kind of weights it was compared on, of runs that trained to the end.
+// Return the run with the highest accuracy, the kind of weights and the data it was compared on, of runs that trained to the end.
+// They are compared on validation data if all have some.
 function bestOf(runs) {
   const scored = runs.filter((run) => known(run.figures.test_accuracy) && !FAILED.includes(run.status));
-  const kind = comparable(scored, "test_accuracy");
-  if (!scored.length || !kind) return [null, null];
-  const name = `${kind}_test_accuracy`;
-  return [scored.reduce((a, b) => (b.figures[name] > a.figures[name] ? b : a)), kind];
+  for (const part of ["validation", "test"]) {
+    const kind = comparable(scored, `${part}_accuracy`);
+    const name = `${kind}_${part}_accuracy`;
+    if (scored.length && kind && scored.every((run) => known(run.figures[name]))) return [scored.reduce((a, b) => (b.figures[name] > a.figures[name] ? b : a)), kind, part];
+  }
+  return [null, null, null];
 }
 
 // Return the evaluations of a run on one kind of weights, as in live_test_loss; empty if there were none.
