@@ -61,6 +61,16 @@ def test_a_round_has_the_learning_rate_of_its_lowest_worker_and_remembers_the_fi
     assert server.lr_disagreement == LrDisagreement(used=0, other=2, factors=(0.5, 0.125))
 
 
+def test_a_slow_worker_0_sets_the_learning_rate_of_rounds_that_it_misses() -> None:
+    """Otherwise the learning rate would rise again with each round that it takes part in."""
+    server = server_of(Barrier(1), 3)
+    server.handle(SetLrFactor(0, 0.5))
+    for worker in (1, 2):
+        server.handle(SetLrFactor(worker, 0.125))
+    assert moved(server, 1, 2) == 0.5
+    assert server.lr_disagreement == LrDisagreement(used=0, other=1, factors=(0.5, 0.125))
+
+
 @pytest.mark.parametrize("policy", [Async, Barrier])
 def test_the_next_workers_schedule_holds_if_worker_0_dies(policy: type[Async | Barrier]) -> None:
     server = server_of(policy(), 3)

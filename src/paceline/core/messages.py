@@ -73,7 +73,7 @@ class SetLocalSteps(NamedTuple):
 class SetLrFactor(NamedTuple):
     """Change a setting: from its next push on, the learning rate of `worker` is `factor` times that of the schedule.
 
-    It follows the scheduler in that worker's own training loop. A round uses the value of its lowest-numbered worker.
+    It follows the scheduler in that worker's own training loop. A round uses that of the lowest-numbered live one.
     """
 
     worker: int

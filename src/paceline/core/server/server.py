@@ -314,10 +314,13 @@ class Server:
         return True
 
     def _agreed_factor(self, workers: tuple[int, ...]) -> float:
-        """The learning rate factor of an update: that of its lowest-numbered worker. Note the first disagreement."""
-        first, *rest = sorted(workers)
+        """The learning rate factor of an update: its own worker's, or of a round that of the lowest-numbered live worker.
+
+        Note the first disagreement within a round.
+        """
+        first = workers[0] if len(workers) == 1 else min(self.roster.at_work, default=min(workers))
         factor = self.lr_factors.get(first, 1.0)
-        for other in rest if self.lr_disagreement is None else ():
+        for other in sorted(workers) if self.lr_disagreement is None else ():
             if (another := self.lr_factors.get(other, 1.0)) != factor:
                 self.lr_disagreement = LrDisagreement(first, other, (factor, another))
                 break

@@ -89,7 +89,7 @@ class EventRecorder:
         used, other, (one, another) = found
         self._events.write("lr_disagreement", now, used=used, other=other, factors=[one, another])
         what = f"in a round the learning rate of worker {used} is {one:g} times the first, that of {other} {another:g}"
-        self._report({"kind": "note", "text": f"{what}: a round uses the value of its lowest-numbered worker"})
+        self._report({"kind": "note", "text": f"{what}: a round uses the value of the lowest-numbered live worker"})
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
         """Write that a fault was injected."""
