@@ -314,7 +314,7 @@ class Server:
         return True
 
     def _agreed_factor(self, workers: tuple[int, ...]) -> float:
-        """The learning rate factor of an update: its own worker's, or of a round that of the lowest-numbered live worker.
+        """The learning rate factor of an update: its worker's, or in a round that of the lowest-numbered live worker.
 
         Note the first disagreement within a round.
         """
