@@ -27,6 +27,8 @@ STANDARD_ERRORS, MAX_NOISE = 3.0, 0.02
 """Noise of an accuracy, and the most of it with which predictions of several classes can be judged."""
 ONE_CLASS = 1.0
 """Percent of a class that may be predicted otherwise if nearly all predictions are one class."""
+ABOVE = 0.05
+"""Part of the constant loss by which a loss is clearly above it."""
 MIN_STEPS = 20
 """Optimizer steps, local ones counted, before a run is judged: with large batches an epoch may have fewer."""
 MAX_WINDOWS = 50
@@ -39,13 +41,14 @@ class LossCourse:
     lowest: float
     last: float
     noise: float  # standard error of a window's mean, from the differences of consecutive losses
+    falls: bool = False  # whether the last third is below the first, by more than noise
 
     @staticmethod
     def of(losses: Sequence[float]) -> LossCourse | None:
         """Return the course of these losses; None if there are none that are finite.
 
         >>> LossCourse.of([2.0, 2.0] * 50 + [1.0, 1.0] * 50)
-        LossCourse(lowest=1.0, last=1.0, noise=0.025)
+        LossCourse(lowest=1.0, last=1.0, noise=0.025, falls=True)
         """
         found = [loss for loss in losses if math.isfinite(loss)]
         if not found:
@@ -54,7 +57,9 @@ class LossCourse:
         means = [statistics.fmean(found[at : at + width]) for at in range(0, len(found), width)]
         squares = sum((later - earlier) ** 2 for earlier, later in itertools.pairwise(found))
         noise = math.sqrt(squares / (2 * len(found) * width))
-        return LossCourse(min(means), means[-1], noise)
+        third = max(1, len(means) // 3)
+        drop = statistics.fmean(means[:third]) - statistics.fmean(means[-third:])
+        return LossCourse(min(means), means[-1], noise, drop > STANDARD_ERRORS * noise * math.sqrt(2 / third))
 
 
 def logged_losses(path: Path, config: RunConfig) -> list[float]:
@@ -76,7 +81,7 @@ def why_collapsed(
     accuracy is within noise of that of the most frequent class, or its training loss never left the constant one.
     Without scores of the train data, the training loss must also have ended there: on other data, overfitted weights
     score the same. Runs of less than an epoch or of a few steps are not judged, nor those that were stopped, or that
-    reached their target.
+    reached their target, nor those whose training loss still falls towards the constant one from above.
     """
     steps = server.version * (server.inside.steps if server.inside is not None else 1)
     is_short = server.samples < server.budget.epoch_samples or steps < MIN_STEPS
@@ -91,6 +96,9 @@ def why_collapsed(
         return None
     course, left = LossCourse.of(losses()), constant - (1.0 - LEFT_CHANCE) * abs(constant)
     never_left = course is not None and not course.lowest < left
+    is_above = found.loss > constant + ABOVE * abs(constant)
+    if course is not None and never_left and course.falls and is_above:
+        return None  # it comes down from above, as with few samples of a class or a low lr, and has not arrived yet
     share = found.constant_correct / found.total
     noise = STANDARD_ERRORS * math.sqrt(share * (1.0 - share) / found.total)
     is_constant = _is_one_class(found.per_class)
@@ -102,7 +110,8 @@ def why_collapsed(
         f"data with a loss of {found.loss:.4f}; always predicting the class frequencies scores {100 * share:.2f} % "
         f"with {constant:.4f}"
     )
-    return f"{what}. {_course(course, constant)}{_advice(config, server, raises=never_left and not is_constant)}"
+    raises = never_left and (is_above or not is_constant)
+    return f"{what}. {_course(course, constant)}{_advice(config, server, raises)}"
 
 
 def _is_one_class(per_class: Sequence[float | None]) -> bool:
