@@ -36,7 +36,7 @@ from paceline.tasks.supervised import SupervisedTask
 def work_of(task: SupervisedTask, config: RunConfig) -> WorkAssignment:
     """Divide the train set of `task`, which learns what is held out of it."""
     work = divide_work(class_labels(task.train[1], num_samples(task.train[0]), config), config)
-    task.train_on(work.train, config.seed)
+    task.train_on(work.train, config.seed, (config.batch_size or 1) // config.accumulate)
     return work
 
 

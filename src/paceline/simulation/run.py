@@ -62,6 +62,8 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--timing-only computes no weights to evaluate: leave out --eval-every and its options")
     if config.timing_only and config.snapshots is not None:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
+    if config.best is not None:
+        raise UserError("--best: a simulated run keeps no best weights: leave it out, or train for real")
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: simulated runs compute on the CPU; leave it out")
     return read_faults(Path(config.faults), max_workers_of(config)) if config.faults is not None else ()

@@ -131,7 +131,7 @@ class SupervisedTask:
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self._statistics = StatisticsEstimator(self.flat, lambda *call: self._step.outputs(*call))
-        self._trained_on: tuple[NDArray[np.int64] | None, int] = None, 0
+        self._trained_on: tuple[NDArray[np.int64] | None, int, int] = None, 0, 1
         self.configure_step(StepSettings())
 
     def configure_step(self, settings: StepSettings) -> None:
@@ -170,18 +170,18 @@ class SupervisedTask:
         """Return the weight of a batch of these rows of the train set."""
         return weigh(self.weight, rows_of(self.train[1], rows.to(device_of(self.train[1]))), len(rows))
 
-    def train_on(self, rows: NDArray[np.int64], seed: int) -> None:
-        """Say which rows of the train set are not held out: `estimated` draws from them."""
-        self._trained_on = rows, seed
+    def train_on(self, rows: NDArray[np.int64], seed: int, batch_size: int = 1) -> None:
+        """Say which rows of the train set are not held out, and how many fit at once: `estimated` draws from them."""
+        self._trained_on = rows, seed, batch_size
 
     def estimated(self, weights: Tensor, state: Tensor) -> Tensor:
         """Return `state` with the running statistics of norm layers estimated for `weights`, on training batches.
 
         The batches are a function of the seed: a permutation of the whole train set, whoever trained on which part.
         """
-        rows, seed = self._trained_on
+        rows, seed, batch_size = self._trained_on
         rows = np.arange(num_samples(self.train[0])) if rows is None else rows
-        size = min(MAX_BATCH, evaluation_batch_size(self.train[0]), len(rows))
+        size = min(MAX_BATCH, max(evaluation_batch_size(self.train[0]), batch_size), len(rows))
         if not self._statistics.is_needed or size < 2:  # there is no variance of one sample
             return state
         loader = self.loader(Batches(rows, size, seed, STATISTICS), seed, STATISTICS)

@@ -296,6 +296,9 @@ def test_the_state_of_an_optimizer_is_in_the_server() -> None:
     optimizer.step()
     with pytest.raises(paceline.UserError, match=r"SGD.state_dict\(\) .* 'paceline resume' keep it"):
         optimizer.state_dict()
+    for look in (lambda: optimizer.state.clear(), lambda: [*optimizer.state.values()], lambda: optimizer.state["any"]):
+        with pytest.raises(paceline.UserError, match=r"SGD.state was read or changed .* state is in the server"):
+            look()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -74,6 +75,38 @@ def decay_of(optimizer: Optimizer) -> Callable[[str, nn.Parameter], bool]:
     return lambda name, parameter: id(parameter) in touched
 
 
+class StateElsewhere(defaultdict[Any, Any]):
+    """The empty state of an optimizer whose state is in the server: whoever looks into it calls `refuse` first."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self._refuse = refuse
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse()
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse()
+        super().__setitem__(key, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._refuse()
+        return super().items()
+
+    def values(self) -> Any:
+        self._refuse()
+        return super().values()
+
+    def clear(self) -> None:
+        self._refuse()
+        super().clear()
+
+
 class AdoptedOptimizer:
     """A user's optimizer after `prepare`. Its state is in the server, which has its settings as they were then."""
 
@@ -133,7 +166,13 @@ class AdoptedOptimizer:
             if self._pushed or state_dict.get("state"):
                 raise UserError(f"{self._name}.load_state_dict(...) after session.prepare(...): {where}; leave it out")
             load(state_dict)
+            optimizer.state = StateElsewhere(refuse)  # torch has put another there
 
+        def refuse() -> None:
+            if self._pushed:
+                raise UserError(f"{self._name}.state was read or changed after session.prepare(...): {where}")
+
+        optimizer.state = StateElsewhere(refuse)
         optimizer.state_dict = read_state  # type: ignore[method-assign]
         optimizer.load_state_dict = load_state  # type: ignore[method-assign]
 

@@ -111,6 +111,9 @@ class ScriptService(Service):
         member = server.members[peer.worker]
         if member.live and not member.inactive and not server.finished:
             self._stop_reason = LEFT_EARLY
+            if member.quota is not None:
+                done = f"{member.accepted + member.dropped} of its {member.quota} steps"
+                self._control.note(f"worker {peer.worker} ended its loop after {done}: the others go on without it")
             self._host.handle(Leave(peer.worker, peer.incarnation))
         self._ending[peer.worker] = peer
         self._settle()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,9 @@ class Session:
 
     def report(self, **figures: float) -> None:
         """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
+        for name, value in figures.items():
+            if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+                raise UserError(f"session.report({name}={value!r}): give a number, or a tensor of one element")
         self._transport.report({name: float(value) for name, value in figures.items()})
 
     def _take(self, reply: Reply | None) -> None:
