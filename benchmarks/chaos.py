@@ -4,8 +4,8 @@
 
 Runs follow each other with different flags until `--seconds` have passed; each must reach `--accuracy`. Then each is
 replayed from its log: if any acknowledged push were lost or applied twice, the weights would differ. All traffic is on
-loopback, through a proxy that can break every connection. With `--max-workers`, workers also join and are drained; with
-`--restart`, the server's inner process is killed.
+loopback, through a proxy that can break every connection. The folder of a run that fails is kept. With `--max-workers`,
+workers also join and are drained; with `--restart`, the server's inner process is killed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -287,6 +288,7 @@ def live_through(
         [sys.executable, "-m", "paceline", "replay", str(run), "--json"], capture_output=True, text=True, check=False
     )
     result = json.loads((run / "result.json").read_text())
+    outcome = json.loads(replayed.stdout) if replayed.returncode in (0, 1) else {"identical": replayed.stderr}
     return {
         "exit_code": code,
         "killed_after_the_end": cluster.killed_after_the_end,
@@ -296,7 +298,8 @@ def live_through(
         "test_accuracy": result["test_accuracy"],
         "updates": result["updates"],
         "train_seconds": result["train_seconds"],
-        "identical": json.loads(replayed.stdout)["identical"] if replayed.returncode in (0, 1) else replayed.stderr,
+        "identical": outcome["identical"],
+        "mismatch": outcome.get("first_departure"),
         "lost_pushes": result["lost_pushes"],
         "resumes": result["resumes"],
         "largest_gap": round(largest_gap(run), 1),
@@ -326,6 +329,8 @@ def main() -> int:
             if not is_good(found, parsed.accuracy):
                 good = False
                 print((Path(folder) / "output.log").read_text()[-8000:], file=sys.stderr)
+                kept = shutil.copytree(folder, tempfile.mkdtemp(prefix=f"chaos-{number}-"), dirs_exist_ok=True)
+                print(f"kept: {kept}", file=sys.stderr)
         print(json.dumps({"seed": number, "flags": flags, "overlap": overlap, **found}, allow_nan=False), flush=True)
     return 1
 
