@@ -15,6 +15,7 @@ from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.simulation.run import simulate
 from paceline.studies.batch_runs import resolve_for_simulation
+from tests.support.rings import long_but
 
 SMALL = {
     "dataset": "fashion-mnist-sample",
@@ -130,12 +131,13 @@ def test_only_the_test_data_was_scored_and_the_collapse_is_found_all_the_same(sm
     assert run(**SMALL, lr=TOO_HIGH, score="test")["status"] == "collapsed"
 
 
-@pytest.mark.parametrize("name", ["dead", "dead_smoothed"])
+@pytest.mark.parametrize("name", long_but(["dead"], ["dead", "dead_smoothed"]))
 def test_a_model_that_ignores_its_inputs_learned_nothing_under_any_loss(name: str) -> None:
     result = own(name)
     assert result["status"] == "collapsed" and "never left" in result["reason"]
 
 
+@pytest.mark.long
 def test_a_run_whose_weights_hardly_moved_is_told_to_raise_the_lr() -> None:
     result = own("many", lr=1e-9, strategy="classic", workers=1)
     assert result["status"] == "collapsed" and "try --lr 1e-08 (now 1e-09)" in result["reason"]
@@ -144,7 +146,10 @@ def test_a_run_whose_weights_hardly_moved_is_told_to_raise_the_lr() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["classic", "sync", "backup:1", "async", "bounded:2", "allreduce", "local:4", "diloco:4", "async-local:4"],
+    long_but(
+        ["sync", "async"],
+        ["classic", "sync", "backup:1", "async", "bounded:2", "allreduce", "local:4", "diloco:4", "async-local:4"],
+    ),
 )
 def test_ordinary_short_runs_are_not_accused(strategy: str, small_sample: None) -> None:
     workers = 1 if strategy == "classic" else 4
