@@ -41,6 +41,7 @@ def test_parse_refuses(text: str) -> None:
     seed=seeds,
 )
 @settings(max_examples=300, deadline=None)
+@pytest.mark.long
 def test_splits_cover_and_do_not_overlap(
     counts: list[int], weights: int | list[float], split: Split, seed: int
 ) -> None:

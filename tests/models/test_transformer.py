@@ -121,6 +121,7 @@ def test_too_long_a_sentence_and_images_are_refused() -> None:
         resolve(RunConfig(model="transformer", dataset="mnist"))
 
 
+@pytest.mark.long
 def test_it_learns_which_of_two_words_a_sentence_holds() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 50, (16, 8), generator=generator)
