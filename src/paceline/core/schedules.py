@@ -82,9 +82,8 @@ class Training:
         schedule = self.inner.schedule if local and self.inner is not None else self.schedule
         if schedule.kind == "constant" and not schedule.warmup:
             return schedule.base
-        epochs = samples / self.budget.epoch_samples
-        if (
-            schedule.passes is not None
-        ):  # `epoch_samples` is one pass over all data, however many workers read each sample
+        if schedule.passes is not None:  # of a worker; `epoch_samples` is one pass of all, whoever reads a sample
             epochs = samples * schedule.passes / self.budget.samples
+        else:
+            epochs = samples / self.budget.epoch_samples
         return schedule.lr(self.budget.fraction(samples, version), epochs)
