@@ -50,7 +50,7 @@ class JoinRequest:
         `largest` limits the buffers that its hello may ask for.
         """
         peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
-        peer.send(_welcome_frame({"again": False, **fields}))
+        peer.send(_welcome_frame({"again": False, "secret": peer.secret, **fields}))
         return peer
 
     def welcome_back(self, peer: TcpPeer, fields: dict[str, Any]) -> None:

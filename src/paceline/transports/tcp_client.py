@@ -145,9 +145,10 @@ class TcpClient(Transport):
     def close(self) -> None:
         """Leave the run for good."""
         self._closed.set()
-        with self._busy, contextlib.suppress(ConnectionError):
-            if self._connection is not None:
-                self._send([memoryview(header(FrameKind.BYE, 0))])
+        with self._busy:
+            with contextlib.suppress(ConnectionError):
+                if self._connection is not None:
+                    self._send([memoryview(header(FrameKind.BYE, 0))])
             self._drop()
         if self._beating is not None:
             self._beating.join()
@@ -246,10 +247,13 @@ class TcpClient(Transport):
         self._connection, self._opened = connection, time.monotonic()
         try:
             proof, limit = ClientHandshake(self._token, binding), min(HANDSHAKE_SECONDS, seconds)
-            return introduce(connection, proof, self._fields, limit, is_known=self._memory is not None)
+            welcome = introduce(connection, proof, self._fields, limit, is_known=self._memory is not None)
         except (ConnectionError, JoinRefused, UserError):
             self._drop()
             raise
+        if "secret" in welcome:
+            self._fields["secret"] = welcome["secret"]  # proves at a reconnect that this is the same worker
+        return welcome
 
     def _drop(self) -> None:
         if self._connection is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -53,6 +55,8 @@ class TcpPeer(Peer):
 
     def __init__(self, connection: Connection, worker: int, incarnation: int, largest: BufferSizes) -> None:
         self.connection, self.worker, self.incarnation = connection, worker, incarnation
+        self.secret = secrets.token_hex(16)
+        """Told to this worker alone. Servers of a run that was resumed twice may give out an incarnation twice."""
         self.slot: WorkerBuffers | None = None
         self._views: BufferViews | None = None  # views of the buffers in `slot`
         self.timing = Timing(0.0, 0.0, 0.0)  # of the last push
@@ -85,6 +89,12 @@ class TcpPeer(Peer):
         """Close the connection."""
         self.connection.close()
         self._filler = None
+
+    def is_of(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a request to reconnect comes from the worker that this peer was made for."""
+        return self.incarnation == fields.get("incarnation") and hmac.compare_digest(
+            self.secret.encode(), str(fields.get("secret")).encode()
+        )
 
     def attach(self, connection: Connection) -> None:
         """Continue on another connection, because the worker reconnected. Discard messages that are not complete."""

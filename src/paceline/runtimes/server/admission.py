@@ -112,9 +112,9 @@ class Admission:
         self._machines = WorkerHosts()
 
     def known(self, fields: Mapping[str, Any]) -> TcpPeer | None:
-        """The peer of a worker that reconnects; None if this server does not know that incarnation."""
+        """The peer of a worker that reconnects; None if this server does not know that very worker."""
         peer = self._peers.by_worker.get(fields.get("worker", -1)) if fields.get("again") else None
-        return peer if peer is not None and peer.incarnation == fields.get("incarnation") else None
+        return peer if peer is not None and peer.is_of(fields) else None
 
     def number_for(self, fields: Mapping[str, Any]) -> int | str:
         """The number that a new worker gets, or why it is refused."""

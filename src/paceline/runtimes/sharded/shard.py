@@ -169,7 +169,7 @@ class ShardService:
         worker, incarnation = int(key[0] or 0), int(key[1] or 0)
         known = self._peers.get((worker, incarnation))
         if applicant.fields.get("again"):
-            if known is None:
+            if known is None or not known.is_of(applicant.fields):
                 applicant.refuse("this worker was taken for lost")
                 return
             self._hang_up(known)
