@@ -50,6 +50,20 @@ def test_steps_are_the_only_time_without_a_link(tmp_path: Path) -> None:
     assert [worker["computing"] for worker in result["utilisation"]] == [1.0, 1.0]
 
 
+def test_a_target_that_was_not_reached_chose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workers", "2", "--steps", "4", "--eval-every", "0.01", "--target-accuracy", "100"]
+    result = simulated(tmp_path, "a", *flags)
+    assert result["reason"] is None and result["chosen_on"] is None
+    assert "chosen on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("split", "pushes"), [("iid", 240), ("full", 480)])
+def test_times_alone_have_as_many_batches_as_training(tmp_path: Path, split: str, pushes: int) -> None:
+    flags = ["--workers", "2", "--split", split, "--epoch-mode", "own", "--epochs", "1", "--batch-size", "50"]
+    result = timed(tmp_path, "a", *flags)
+    assert (result["updates"], result["samples"]) == (pushes, 50 * pushes)
+
+
 def test_a_round_takes_as_long_as_its_slowest_worker(tmp_path: Path) -> None:
     result = timed(tmp_path, "a", "--workers", "4", "--speeds", "1,1,1,4", "--steps", "10", "--strategy", "sync")
     assert result["virtual_seconds"] == 40.0

@@ -29,6 +29,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.settings.fault_table import Fault, read_faults
 from paceline.settings.notation import count
+from paceline.settings.preprocessing import split_of
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED, cluster_of
 from paceline.simulation.event_queue import EventQueue
@@ -176,8 +177,9 @@ def _timing_parts(config: RunConfig) -> RunParts:
         raise UserError("--timing-only with a custom task needs its size: add --parameters, as in --parameters 25.6M")
     info, workers = DATASETS[config.dataset], config.workers or 1
     own = config.epoch_mode == "own"
-    quota = max(1, round(config.epochs * info.train_size / (config.batch_size * workers))) if own else None
-    samples = max(1, round(config.epochs * info.train_size))
+    passes = workers if own and split_of(config).kind == "full" else 1  # over all data, by all workers in one epoch
+    samples = max(1, round(config.epochs * info.train_size * passes))
+    quota = max(1, round(samples / (config.batch_size * workers))) if own else None
     budget = Budget(samples, info.train_size, steps=config.steps, per_worker=own)
     layout, quotas = timing_layout(config), [quota] * max_workers_of(config)
     model, server = TimingModel(layout.size, config.batch_size), partial(timing_server, config, layout, budget)

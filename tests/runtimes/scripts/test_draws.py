@@ -66,6 +66,25 @@ def test_the_batches_of_all_workers_are_those_of_one(name: str, workers: int) ->
     assert {share.epoch_samples for share in shares} == {alone.num_samples}
 
 
+class Counting:
+    """A sampler that keeps a state: each pass begins one sample later."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(range(self.passes - 1, self.passes + 23))
+
+
+def test_a_sampler_with_a_state_is_drawn_once_for_each_pass() -> None:
+    batches = drawn(DataLoader(DATA, 8, sampler=Counting()), 0, workers=1)
+    assert [one_pass(batches, number)[0][0] for number in range(3)] == [0, 1, 2]
+
+
 def test_each_pass_and_each_seed_has_its_own_draw() -> None:
     first = drawn(LOADERS["subset"](), 0, seed=1)
     passes = [one_pass(first, 0), one_pass(first, 1), one_pass(drawn(LOADERS["subset"](), 0, seed=2), 0)]

@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "names of samples": (lambda: DataLoader(NUMBERS, 8, sampler=["a", "b"]), "must yield sample numbers"),
     "no batch": (lambda: DataLoader(NUMBERS, 8, sampler=range(7), drop_last=True), "makes 0 batches for 1 workers"),
-    "other passes": (lambda: DataLoader(NUMBERS, 8, sampler=Growing()), "made 4 batches for pass 1, and 3 for"),
+    "other passes": (lambda: DataLoader(NUMBERS, 8, sampler=Growing()), "made 4 batches for pass 2, and 3 for"),
     "a stream with a length": (lambda: DataLoader(Stream(), 8), "Stream is a stream"),
     "batches changed on the way": (lambda: Doubling(NUMBERS, 8), "Doubling has an __iter__ of its own"),
     "columns": (lambda: DataLoader({"x": torch.zeros(8, 1)}, 4), "give the dict itself"),  # type: ignore[arg-type]

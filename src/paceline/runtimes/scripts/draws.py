@@ -92,7 +92,7 @@ class DrawnBatches:
 
     All workers draw the same pass, because all random numbers of a draw come from (seed, pass). With split full, each
     worker draws and takes a pass of its own. A sampler with a state of its own must have the same in every worker. It
-    is drawn once to begin with, for its size and for `checksum`, then once for each pass.
+    is drawn once for each pass; the first draw also gives the sizes and `checksum`.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class DrawnBatches:
         self._full, workers = split_of(config).kind == "full", config.workers or 1
         self._seed, self._worker = config.seed, worker
         first = self._draw(0)
+        self._first: DrawnPass | None = first  # until the first pass begins
         self._passes: dict[int, DrawnPass] = {}
         self._num_batches = len(first)
         if len(first) < (1 if self._full else workers):
@@ -123,7 +124,8 @@ class DrawnBatches:
         That may be a step of an earlier pass: the batches of a dropped push are given out again.
         """
         self._passes = {one: drawn for one, drawn in self._passes.items() if one >= step // self.per_epoch}
-        drawn = self._passes[number] = self._draw(number)
+        drawn = self._first if number == 0 and self._first is not None else self._draw(number)
+        self._first, self._passes[number] = None, drawn
         found, expected = len(drawn), self._num_batches
         if found != expected:
             what = f"{self._order.name} made {found} batches for pass {number + 1}, and {expected} for the first"

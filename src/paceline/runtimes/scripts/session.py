@@ -260,11 +260,11 @@ class Session:
         """Raise UserError unless this is the only step for the current batch, and all its parts were taken."""
         if self._evaluates:
             raise UserError("a step inside session.eval_weights(): these weights are not trained; step after the block")
+        if self.finished:
+            raise UserError("a step after training was over: leave the loop when the batches end")
         if self.stepped:
             what = "session.step() was called twice for one batch, or before the first"
             raise UserError(f"{what}: call it once for each batch of the loader that session.prepare(...) returned")
-        if self.finished:
-            raise UserError("session.step() after training was over: leave the loop when the batches end")
         if self._parts_left:
             raise UserError(f"a step {self._parts_left} batches too early: session.prepare(..., accumulate=N) said N")
 

@@ -308,8 +308,9 @@ class Host:
 
     @property
     def _chosen_on(self) -> str | None:
-        """The data by which the best weights were chosen or the run could have ended; None if it chose nothing."""
-        part, chooses = chosen_part(self.config), self._best is not None or self._goal is not None
+        """The data by which the best weights were chosen or the run was ended; None if it chose nothing."""
+        was_met = self._goal is not None and self.stop_reason == self._goal.reason
+        part, chooses = chosen_part(self.config), self._best is not None or was_met
         has_data = self.task is not None and (part != "test" or self.task.test is not None)
         return part if chooses and has_data else None
 
