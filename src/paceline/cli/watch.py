@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser
-from paceline.cli.cluster import add_proof
+from paceline.cli.cluster import add_proof, chosen_tls
 from paceline.errors import UserError
 from paceline.transports.connection import is_loopback, parse_address
 
@@ -68,13 +68,14 @@ def _source(parsed: argparse.Namespace) -> Iterator[RunSource]:
     from paceline.reports.watch.sources import FolderSource, RemoteRun
     from paceline.transports.auth import ConnectOptions
 
-    proof = parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca
+    proof = parsed.token_file, chosen_tls(parsed, "fingerprint", "ca"), parsed.fingerprint, parsed.ca
     if is_served(parsed.what):
         with mirrored(ConnectOptions(parsed.what, *proof)) as mirror:
             yield RemoteRun(mirror)
         return
-    if any(proof):
-        raise UserError(f"{parsed.what} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
+    if any(given is not None for given in proof):
+        what = "--token-file, --tls, --plain, --fingerprint and --ca are for HOST:PORT"
+        raise UserError(f"{parsed.what} is a folder: {what}")
     yield FolderSource(Path(parsed.what))
 
 

@@ -252,8 +252,8 @@ def test_a_token_of_ones_own_is_kept_for_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(LiveServer, "serve_forever", lambda server: None)
-    (tmp_path / "token").write_text("my-token\n")
+    (tmp_path / "token").write_text("my-token-for-pages\n")
     (tmp_path / "token").chmod(0o600)
     path = str(whole_run(tmp_path).path)
     assert main(["watch", path, "--page-token", str(tmp_path / "token"), "--listen", "127.0.0.1:0"]) == 0
-    assert "/?token=my-token" in capsys.readouterr().out
+    assert "/?token=my-token-for-pages" in capsys.readouterr().out
