@@ -122,9 +122,9 @@ def test_a_token_comes_from_the_file_before_the_variable(tmp_path: Path) -> None
 def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
     """Whoever has recorded a handshake tries guesses at leisure, without asking the server again."""
     file = write(tmp_path / "token", 15 * "x")
-    for given in (lambda: read_token(file, {}), lambda: read_token(None, {TOKEN_VARIABLE: 15 * "x"})):
+    for where, variables in ((file, {}), (None, {TOKEN_VARIABLE: 15 * "x"})):
         with pytest.raises(UserError, match="has 15 bytes, and needs 16"):
-            given()
+            read_token(where, variables)
     assert read_token(write(tmp_path / "longer", 16 * "x"), {}) == 16 * b"x"
 
 

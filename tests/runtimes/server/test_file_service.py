@@ -180,7 +180,7 @@ def test_only_so_many_look_at_once(served: Served) -> None:
 
 
 def test_who_cannot_look_is_told_why(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no token for .*: give RUN/token by --token-file or PACELINE_TOKEN"):
+    with pytest.raises(UserError, match=r"no token for .*: give RUN/token by --token-file or PACELINE_TOKEN"):
         with status_reader(served.address):
             pass
     monkeypatch.setenv("PACELINE_TOKEN", "of another run altogether")
