@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import sys
+import tempfile
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,15 +97,28 @@ def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
     if not is_loopback(host):
         print("it is not encrypted: on a network that others use, prefer 'ssh -L' instead of --listen")
     print("Ctrl-C ends the page; the runs continue", flush=True)
-    if parsed.open:
-        import webbrowser
-
-        webbrowser.open(address)
     try:
-        server.serve_forever()
+        with _opened_page(address, token is not None) if parsed.open else contextlib.nullcontext():
+            server.serve_forever()
     finally:
         server.follower.close()
         server.server_close()
+
+
+@contextlib.contextmanager
+def _opened_page(address: str, is_secret: bool) -> Iterator[None]:
+    """Open the browser. Every user can read its command line: if the address is secret, a private file forwards to it."""
+    import webbrowser
+
+    from paceline.transports.auth import write_secret
+
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        page = Path(folder) / "open.html"
+        if is_secret:
+            to = html.escape(address)
+            write_secret(page, f'<meta http-equiv="refresh" content="0; url={to}"><a href="{to}">the runs</a>'.encode())
+        webbrowser.open(page.as_uri() if is_secret else address)
+        yield
 
 
 def _name(host: str) -> str:
