@@ -107,7 +107,7 @@ def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _opened_page(address: str, is_secret: bool) -> Iterator[None]:
-    """Open the browser. Every user can read its command line: if the address is secret, a private file forwards to it."""
+    """Open the browser. Its command line is public, so a private file forwards to an address that is secret."""
     import webbrowser
 
     from paceline.transports.auth import write_secret
