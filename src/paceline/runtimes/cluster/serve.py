@@ -25,7 +25,7 @@ from paceline.system.strict_json import to_json
 from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.handshake import TlsExpected
-from paceline.transports.tls import worker_tls
+from paceline.transports.tls import Tls, worker_tls
 
 
 @dataclass(frozen=True)
@@ -181,15 +181,20 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     server = ServerAddress(options.connect, token, tls_of(options), options.patience)
     own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
     _warn_of_plain(options, console)
-    try:
-        ended = work(server, own, _load, console.note)
-    except TlsExpected:  # a server for other machines, reached over loopback
-        if options.tls is not None:
-            raise
-        ended = work(dataclasses.replace(server, tls=worker_tls()), own, _load, console.note)
+    ended = _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))
     if not ended:
         console.note(f"the server at {options.connect} is gone and did not come back within {options.patience:g} s")
     return ended
+
+
+def _over(options: ConnectOptions, join: Callable[[Tls | None], bool]) -> bool:
+    """Join with or without TLS. Change to TLS if the server expects it and the user has not chosen."""
+    try:
+        return join(tls_of(options))
+    except TlsExpected:  # a server for other machines, reached over loopback
+        if options.tls is not None:
+            raise
+        return join(worker_tls())
 
 
 def _warn_of_plain(options: ConnectOptions, console: Console) -> None:
@@ -214,7 +219,7 @@ def join_as_shard(options: ConnectOptions, listen: str | None, once: bool, conso
     """Serve a part of a run until it is over. Return False if its first server is gone before that."""
     token = token_of(options)
     _warn_of_plain(options, console)
-    return serve_part(options.connect, listen, token, tls_of(options), options.patience, once, console)
+    return _over(options, lambda tls: serve_part(options.connect, listen, token, tls, options.patience, once, console))
 
 
 def _load(config: RunConfig) -> Dataset | None:
