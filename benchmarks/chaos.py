@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -135,13 +136,15 @@ class Cluster:
         self.link = Link(self._port)
         self.processes: list[subprocess.Popen[bytes]] = []
         numbers = str(workers * (overlap + 1))
+        self._token = secrets.token_hex(16)
         self.server = self._start(["server", *words, "--workers", numbers, "--runs", str(folder), "--name", "run",
                                    "--listen", f"127.0.0.1:{self._port}"])  # fmt: skip
         self.workers = [self.start_worker() for _ in range(workers)]
 
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
         log = (self.folder / "output.log").open("ab")
-        process = subprocess.Popen([sys.executable, "-m", "paceline", *words], stdout=log, stderr=log)
+        environment = {**os.environ, "PACELINE_TOKEN": self._token}
+        process = subprocess.Popen([sys.executable, "-m", "paceline", *words], stdout=log, stderr=log, env=environment)
         log.close()
         self.processes.append(process)
         return process

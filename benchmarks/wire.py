@@ -2,6 +2,7 @@
 
     python benchmarks/wire.py [--floats N] [--tls]
     python benchmarks/wire.py --hosts [--rate 1gbit]      # over a link between two test hosts; also runs iperf3
+    python benchmarks/wire.py --tls [--hosts]             # TLS beside plain TCP, in turn
 
 A server process and a worker process have a TCP transport and a process group, and exchange over one of them on
 request. A push and its reply alternate, as in training, without computation. `--hosts` needs root and iperf3.
@@ -30,7 +31,7 @@ HERE = str(Path(__file__).resolve())
 TOKEN = b"of a benchmark"
 GLOO_PORT = "29517"
 PATIENCE_SECONDS = 120.0
-GLOO_BAR, IPERF_BAR = 0.9, 0.93
+GLOO_BAR, IPERF_BAR, TLS_BAR = 0.9, 0.93, 0.97
 
 
 class Served:
@@ -45,31 +46,33 @@ class Served:
 
         self.largest = BufferSizes(floats)
         self.update, self.weights = torch.zeros(floats), torch.zeros(floats)
-        tls = server_tls(*make_certificate(Path(folder))) if folder is not None else None
-        self.listener = Listener(f"{address}:0", TOKEN, tls)
-        print(self.listener.address, flush=True)
-        self.door: Any = None
+        self.listeners = {"tcp": Listener(f"{address}:0", TOKEN)}
+        if folder is not None:
+            self.listeners["tls"] = Listener(f"{address}:0", TOKEN, server_tls(*make_certificate(Path(folder))))
+        print(*(listener.address for listener in self.listeners.values()), flush=True)
+        self.doors: dict[str, Any] = {}
 
     def meet(self) -> None:
-        """Accept the worker."""
-        while self.door is None:
-            select.select([self.listener], [], [])
-            for applicant in self.listener.serve():
-                self.door = applicant.welcome({"worker": 0, "incarnation": 0}, self.largest)
-        self.poll = select.epoll()
-        self.poll.register(self.door.fileno(), select.EPOLLIN)
-        self.tcp(1)
+        """Accept the worker, over TCP and then over TLS."""
+        for name, listener in self.listeners.items():
+            while name not in self.doors:
+                select.select([listener], [], [])
+                for applicant in listener.serve():
+                    self.doors[name] = applicant.welcome({"worker": 0, "incarnation": 0}, self.largest)
+            self.exchange(name, 1)
 
-    def tcp(self, repeats: int) -> None:
+    def exchange(self, name: str, repeats: int) -> None:
         from paceline.core.messages import Push, Reply
         from paceline.transports.protocol import Hello
 
-        door, answered, wanted = self.door, 0, False
+        door, answered, wanted = self.doors[name], 0, False
+        poll = select.epoll()
+        poll.register(door.fileno(), select.EPOLLIN)
         while answered < repeats or door.wants_write:
             if wanted != door.wants_write:
                 wanted = door.wants_write
-                self.poll.modify(door.fileno(), select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-            ((_, happened),) = self.poll.poll()
+                poll.modify(door.fileno(), select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+            ((_, happened),) = poll.poll()
             if happened & select.EPOLLOUT:
                 door.flush()
             if happened & select.EPOLLIN:
@@ -78,7 +81,7 @@ class Served:
                 if isinstance(message, Push | Hello):
                     door.answer(Reply(0, 0, message.seq + 1 if isinstance(message, Push) else 0, 0, 0))
                     answered += 1
-        self.poll.modify(door.fileno(), select.EPOLLIN)
+        poll.close()
 
     def gloo(self, repeats: int) -> None:
         import torch.distributed as dist
@@ -91,30 +94,36 @@ class Served:
 class Working:
     """The worker's process."""
 
-    def __init__(self, address: str, floats: int, folder: str | None) -> None:
+    def __init__(self, addresses: str, floats: int, folder: str | None) -> None:
         from paceline.core.buffers import BufferSizes, WorkerBuffers
         from paceline.transports.tcp_client import TcpClient
         from paceline.transports.tls import worker_tls
 
         self.memory = WorkerBuffers.private(BufferSizes(floats))
         self.memory.update.fill_(1.0)
-        self.door = TcpClient(address, TOKEN, worker_tls() if folder is not None else None)
-        self.seq = 0
+        kinds = {"tcp": None, "tls": worker_tls()} if folder is not None else {"tcp": None}
+        self.doors = {
+            name: TcpClient(address, TOKEN, tls)
+            for (name, tls), address in zip(kinds.items(), addresses.split(), strict=True)
+        }
+        self.seq = dict.fromkeys(kinds, 0)
 
     def meet(self) -> None:
         from paceline.core.messages import Join
 
-        self.door.apply({})
-        assert self.door.hello(Join(0, 0), self.memory, {}) is not None
+        for door in self.doors.values():
+            door.apply({})
+            assert door.hello(Join(0, 0), self.memory, {}) is not None
 
-    def tcp(self, repeats: int) -> None:
+    def exchange(self, name: str, repeats: int) -> None:
         from paceline.core.messages import Push
         from paceline.transports.protocol import Timing
 
         for _ in range(repeats):
-            push = Push(0, 0, self.seq, self.seq, 1, 0.0, self.memory.update, self.memory.state)
-            assert self.door.exchange(push, Timing(0.0, 0.0, 0.0)) is not None
-            self.seq += 1
+            seq = self.seq[name]
+            push = Push(0, 0, seq, seq, 1, 0.0, self.memory.update, self.memory.state)
+            assert self.doors[name].exchange(push, Timing(0.0, 0.0, 0.0)) is not None
+            self.seq[name] += 1
 
     def gloo(self, repeats: int) -> None:
         import torch.distributed as dist
@@ -138,7 +147,10 @@ def play(role: str, address: str, floats: int, folder: str | None) -> None:
         kind, repeats = line.split()
         dist.barrier()
         began = time.perf_counter()
-        getattr(end, kind)(int(repeats))
+        if kind == "gloo":
+            end.gloo(int(repeats))
+        else:
+            end.exchange(kind, int(repeats))
         print((time.perf_counter() - began) / int(repeats), flush=True)
     dist.destroy_process_group()
 
@@ -213,27 +225,27 @@ def iperf(hosts: tuple[Host, Host], seconds: float) -> float:
 def main() -> int:
     parser = pairs.flags(__doc__)
     parser.add_argument("--floats", type=int, default=11_000_000)
-    parser.add_argument("--tls", action="store_true", help="our side over TLS; Gloo has none")
+    parser.add_argument("--tls", action="store_true", help="compare TLS with plain TCP instead of with Gloo and iperf3")
     parser.add_argument("--hosts", action="store_true", help="over a link between two test hosts")
     parser.add_argument("--rate", default=RATE, help="of that link, as tc takes it")
     parsed = parser.parse_args()
     reason = why_not() if parsed.hosts else None
-    if parsed.hosts and reason is None and shutil.which("iperf3") is None:
+    if parsed.hosts and not parsed.tls and reason is None and shutil.which("iperf3") is None:
         reason = "iperf3 is not installed"
     if reason is not None:
         print(f"cannot measure here: {reason}")
         return 2
     repeats = (2 if parsed.quick else 4) if parsed.hosts else (5 if parsed.quick else 15)
-    number, name = pairs.num_pairs(parsed), "tls" if parsed.tls else "tcp"
+    number, name, other = pairs.num_pairs(parsed), *(("tls", "tcp") if parsed.tls else ("tcp", "gloo"))
     with two_hosts(parsed.rate) if parsed.hosts else contextlib.nullcontext(None) as hosts, pairs.Disturbance() as by:
         with both(hosts, parsed.floats, repeats, parsed.tls) as ends:
-            sides: dict[str, Callable[[], float]] = {"tcp": lambda: ends.rate("tcp"), "gloo": lambda: ends.rate("gloo")}
-            if hosts is not None:
+            sides: dict[str, Callable[[], float]] = {name: lambda: ends.rate(name), other: lambda: ends.rate(other)}
+            if hosts is not None and not parsed.tls:
                 sides["iperf3"] = lambda: iperf(hosts, 1.0 if parsed.quick else 3.0)
             found = pairs.interleave(sides, number, warm=True, say=pairs.teller(parsed, name))
-    bars = {} if parsed.tls else {"iperf3": IPERF_BAR} if parsed.hosts else {"gloo": GLOO_BAR}
-    peers = [peer for peer in found if peer != "tcp"]
-    rows = [pairs.make_row(f"{name}/{peer}", found["tcp"], found[peer], by, at_least=bars.get(peer)) for peer in peers]
+    bars = {"iperf3": IPERF_BAR, "tcp": TLS_BAR} if parsed.hosts else {"gloo": GLOO_BAR}
+    peers = [peer for peer in found if peer != name]
+    rows = [pairs.make_row(f"{name}/{peer}", found[name], found[peer], by, at_least=bars.get(peer)) for peer in peers]
     print(pairs.table(rows, f"Gbit/s, {parsed.rate}" if parsed.hosts else "Gbit/s, local"))
     return pairs.close(parsed, "wire", rows, floats=parsed.floats, hosts=parsed.hosts, tls=parsed.tls)
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ class Checkout:
     """Runs commands of one source tree."""
 
     def __init__(self, source: Path, runs: Path, renames: dict[str, str]) -> None:
-        self._environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
+        self._environment = {**os.environ, "PYTHONPATH": str(source.resolve()), "PACELINE_TOKEN": secrets.token_hex(16)}
         self._runs, self._renames = runs, renames
 
     def train(self, number: int, command: str) -> str:

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: RunConfig, console: Console, rank: Rank | None = None, tls: bool = False
+    config: RunConfig, console: Console, rank: Rank | None = None, tls: bool | None = None
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Train a new run; return its folder and its result.
 
-    `rank` says which process this is if a launcher started it. `tls` encrypts what the ranks of a star send.
+    `rank` says which process this is if a launcher started it. `tls` says whether to encrypt what the ranks of a star
+    send; None: if they are on several machines.
     """
     if rank is not None:
         config = config_of(rank, config)
@@ -48,6 +49,8 @@ def train(
     if rank is not None:
         from paceline.runtimes.ring.rank import train_as_rank
 
+        if rank.leads and not rank.is_alone:
+            console.note("the ring between hosts is Gloo's or NCCL's own: neither encrypted nor authenticated")
         config, location = resolve_dataset(config)
         return train_as_rank(config, rank, location, console.report)
     with _fork_server(config) as forks:  # it imports torch while this process finds the data
@@ -71,6 +74,9 @@ def resume(
     check_names(config)
     if is_simulated(config):
         raise UserError(f"{path} is a simulated run, which cannot be resumed: {folder.resume_hint(config)}")
+    if folder.served().get("by_hand"):
+        what = f"{path} was served to workers that connect, and they would not find it"
+        raise UserError(f"{what}: 'paceline server --resume {path}' continues it, with the workers that come back")
     with folder.locked():
         if is_script(config):
             from paceline.runtimes.scripts.launch import resume_script

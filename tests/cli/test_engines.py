@@ -12,7 +12,8 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import ListenOptions, serve
+from paceline.runtimes.cluster.credentials import ListenOptions
+from paceline.runtimes.cluster.serve import serve
 from paceline.settings.ranks import VARIABLES
 from paceline.settings.resolve import resolve
 

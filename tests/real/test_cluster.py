@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster_commands import RUN, address_of, serve, workers
-from tests.support.commands import replays, result_of, run, wait_for_records
+from tests.support.commands import Command, replays, result_of, run, wait_for_records
 
 pytestmark = pytest.mark.real
 
@@ -47,11 +47,12 @@ def test_a_newcomer_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_goes_on_where_it_was_and_its_workers_find_back(tmp_path: Path) -> None:
+    """The resumed server has TLS, certificate and token of before, without being told."""
     settings = ("--strategy", "async", "--rule", "foresight-cached", "--average", "on", "--codec", "int8")
     with ExitStack() as stack:
         length = ("--workers", "2", "--steps", "280", "--checkpoint-every", "0.3")
-        server = serve(stack, tmp_path, *RUN, *settings, *length)
-        there = workers(stack, tmp_path, 2)
+        server = serve(stack, tmp_path, *RUN, *settings, *length, "--tls")
+        there = workers(stack, tmp_path, 2, "--tls")
         wait_for_records(tmp_path / "runs/it", 150)
         server.process.kill()
         server.finish()
@@ -96,7 +97,7 @@ def test_a_server_that_keeps_itself_going_is_found_at_the_same_address(tmp_path:
 def test_strangers_and_misfits_are_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("correct horse battery staple\n")
     (tmp_path / "token").chmod(0o600)
-    (tmp_path / "other").write_text("wrong\n")
+    (tmp_path / "other").write_text("wrong, but long enough\n")
     (tmp_path / "other").chmod(0o600)
     with ExitStack() as stack:
         server = serve(stack, tmp_path, *RUN, "--strategy", "async", "--steps", "20", "--token-file", "token")
@@ -112,7 +113,7 @@ def test_strangers_and_misfits_are_told_in_one_line(tmp_path: Path) -> None:
         look = run("status", address_of(tmp_path / "runs/it"), "--token-file", "token", "--json", cwd=tmp_path)
         assert look.process.returncode == 0, look.err
         assert [worker["state"] for worker in json.loads(look.out)["workers"]] == ["awaited"] * 2
-        right = workers(stack, tmp_path, 2, "--token-file", "token")
+        right = [stack.enter_context(Command("worker", "--run", "runs/it", cwd=tmp_path)) for _ in range(2)]
         assert server.finish() == 0, server.err
         assert "turned away" in server.err
         assert [worker.finish() for worker in right] == [0, 0]

@@ -26,4 +26,6 @@ def address_of(folder: Path) -> str:
 def workers(stack: ExitStack, cwd: Path, count: int, *arguments: str) -> list[Command]:
     """Start workers that connect to the server of `runs/it`."""
     words = ("worker", "--connect", address_of(cwd / "runs/it"), "--threads", "1", *arguments)
+    if "--token-file" not in arguments:
+        words += ("--token-file", "runs/it/token")
     return [stack.enter_context(Command(*words, cwd=cwd)) for _ in range(count)]

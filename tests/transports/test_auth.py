@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from paceline.transports.auth import (
     ClientHandshake,
     OtherVersion,
     ServerHandshake,
+    WrongToken,
     make_token,
+    read_only,
     read_token,
+    write_secret,
 )
 
 
@@ -108,11 +112,49 @@ def write(path: Path, text: str, mode: int = 0o600) -> Path:
 
 
 def test_a_token_comes_from_the_file_before_the_variable(tmp_path: Path) -> None:
-    file = write(tmp_path / "token", "from the file\n")
-    assert read_token(file, {TOKEN_VARIABLE: "from the variable"}) == b"from the file"
+    file = write(tmp_path / "token", "a token from the file\n")
+    assert read_token(file, {TOKEN_VARIABLE: "from the variable"}) == b"a token from the file"
     assert read_token(None, {TOKEN_VARIABLE: " from the variable\n"}) == b"from the variable"
     assert read_token(None, {}) is None
-    assert read_token(write(tmp_path / "shared", "group", 0o640), {}) == b"group"
+    assert read_token(write(tmp_path / "shared", "the token of a group", 0o640), {}) == b"the token of a group"
+
+
+def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
+    """Whoever has recorded a handshake tries guesses at leisure, without asking the server again."""
+    file = write(tmp_path / "token", 15 * "x")
+    for where, variables in ((file, {}), (None, {TOKEN_VARIABLE: 15 * "x"})):
+        with pytest.raises(UserError, match="has 15 bytes, and needs 16"):
+            read_token(where, variables)
+    assert read_token(write(tmp_path / "longer", 16 * "x"), {}) == 16 * b"x"
+
+
+def test_the_token_of_observers_proves_that_one_may_read_and_no_more() -> None:
+    token = make_token()
+    for shown, reads_only in ((token, False), (read_only(token), True)):
+        server, client = ServerHandshake(token), ClientHandshake(shown)
+        client.check(server.check(client.answer(server.challenge)))
+        assert server.reads_only == reads_only
+    with pytest.raises(WrongToken):
+        observers = ServerHandshake(read_only(token))  # who holds only the derived token cannot pose as the server
+        observers.check(ClientHandshake(token).answer(observers.challenge))
+
+
+@pytest.mark.parametrize("before", [None, 0o644, 0o600])
+def test_a_secret_is_never_readable_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None
+) -> None:
+    """Nor while it is written, whatever the umask."""
+    file, modes = tmp_path / "token", set[int]()
+    if before is not None:
+        write(file, "an old one", before)
+    monkeypatch.setattr(os, "fsync", lambda number: modes.add(os.fstat(number).st_mode & 0o777))
+    mask = os.umask(0)
+    try:
+        write_secret(file, b"a new one")
+    finally:
+        os.umask(mask)
+    assert modes == {0o600} and file.stat().st_mode & 0o777 == 0o600 and file.read_bytes() == b"a new one"
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
 
 
 def test_a_token_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:

@@ -9,17 +9,21 @@ import socket
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 
 from paceline.core.compression import DENSE
 from paceline.errors import UserError
-from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake
+from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake, read_only
 from paceline.transports.connection import parse_address
+from paceline.transports.file_client import FileClient
 from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, fields_frame, header
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tls import make_certificate, server_tls, worker_tls
 from tests.support.small_star import TOKEN, Star, Wire, work
+from tests.support.waiting import until
 
 
 class Hall:
@@ -267,14 +271,30 @@ def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reas
         thread.join(5)
 
 
-def test_without_a_token_both_ends_keep_to_this_machine() -> None:
-    """A server without one would take anybody's pushes, and a worker would run what anybody's server says."""
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_without_a_token_neither_end_begins(host: str) -> None:
+    """A server without one would take anybody's pushes, and a worker would run what anybody's server says.
+
+    On one machine too: any of its users can take the port of a server that has ended.
+    """
     with pytest.raises(UserError, match="there is no token"):
-        Listener("0.0.0.0:0", b"")
+        Listener(f"{host}:0", b"")
     with pytest.raises(UserError, match="there is no token"):
-        TcpClient("192.0.2.7:7000", b"").apply({})
-    with Hall(token=b"") as hall:
-        assert hall.knock()
+        TcpClient(f"{host}:7000", b"").apply({})
+    with pytest.raises(UserError, match="there is no token"):
+        FileClient(f"{host}:7000", b"")
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"shard": True}, {"again": True, "worker": 0, "incarnation": 0}])
+def test_the_token_of_observers_lets_nobody_join(tmp_path: Path, fields: dict[str, object], encrypted: bool) -> None:
+    tls = server_tls(*make_certificate(tmp_path)) if encrypted else None
+    with Star(tls=tls) as star:
+        with pytest.raises(UserError, match="this token is for observers, who only read: a worker needs the run's own"):
+            TcpClient(star.listener.address, read_only(TOKEN), worker_tls() if encrypted else None).apply(fields)
+        until(lambda: star.errors, "a complaint")
+        assert "asked to join with the token of observers" in star.errors[-1]
+        assert star.applied == []
 
 
 def test_an_address_that_cannot_be_listened_at_is_one_clear_line() -> None:

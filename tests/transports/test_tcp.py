@@ -493,7 +493,9 @@ def test_a_certificate_of_another_time_is_refused_with_the_time_here(tmp_path: P
 @pytest.mark.parametrize("at_the_server", [True, False])
 def test_tls_at_one_end_alone_is_one_clear_line(certificate: tuple[Path, Path], at_the_server: bool) -> None:
     ours, theirs = (None, server_tls(*certificate)) if at_the_server else (worker_tls(), None)
-    message = "speaks TLS, and we do not" if at_the_server else "does not speak TLS: leave --tls out"
+    message = (
+        "speaks TLS, and we do not" if at_the_server else "does not speak TLS, and we do: start its server with --tls"
+    )
     with Star(DENSE, UPDATES, theirs) as star, pytest.raises(UserError, match=message):
         TcpClient(star.listener.address, TOKEN, ours).apply({}, patience=0.5)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.output import show
@@ -10,13 +12,17 @@ from paceline.config import SIMULATED_ONLY, UPKEEP
 from paceline.errors import UserError
 from paceline.reports.console import Console
 
+if TYPE_CHECKING:
+    from paceline.transports.auth import ConnectOptions
+
 SERVER_DESCRIPTION = """Serve a run to workers on other machines; the run folder stays here.
 
-  paceline server --strategy async --workers 2                         for workers on this machine, without a token
+  paceline server --strategy async --workers 2                         for workers on this machine
   paceline server --strategy sync --workers 8 --listen 0.0.0.0:29500   for other machines; prints a new token once
   paceline server --resume runs/NAME                                   continue after the server ended"""
 WORKER_DESCRIPTION = """Connect a worker to a server, which sends the settings. The data is read on this machine.
 
+  paceline worker --run runs/NAME                                      on the server's own machine
   paceline worker --connect 10.0.0.1:29500 --token-file token --data-dir DIR
   PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500 --threads 4"""
 SHARD_DESCRIPTION = """Hold a range of the weights for 'paceline server --servers S --shards-elsewhere'.
@@ -31,7 +37,7 @@ def server_verb(arguments: list[str]) -> int:
     parser.add("--listen", "address for workers [127.0.0.1 and a free port]", "network", metavar="HOST:PORT")
     token = "file with the token of the run [PACELINE_TOKEN, or a new one]"
     parser.add("--token-file", token, "network", metavar="FILE")
-    parser.add("--tls", "encrypt, and show the fingerprint of the certificate", "network", action="store_true")
+    add_encryption(parser, "encrypt [unless --listen is of this machine alone; with --resume: as before]", "network")
     parser.add("--certificate", "TLS certificate; needs --key [a new one]", "network", metavar="FILE")
     parser.add("--key", "private key of --certificate", "network", metavar="FILE")
     servers = "divide the weights over S server processes [1; with --resume: as before]"
@@ -44,13 +50,14 @@ def server_verb(arguments: list[str]) -> int:
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
-    from paceline.runtimes.cluster.serve import ListenOptions, serve, serve_again
+    from paceline.runtimes.cluster.credentials import ListenOptions
+    from paceline.runtimes.cluster.serve import serve, serve_again
 
     if (parsed.certificate is None) != (parsed.key is None):
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
     if parsed.wait is not None and parsed.wait <= 0:
         raise UserError(f"--wait {parsed.wait:g}: give the seconds to wait for all workers, as in --wait 600")
-    tls = parsed.tls or parsed.certificate is not None, parsed.certificate, parsed.key
+    tls = chosen_tls(parsed, "certificate"), parsed.certificate, parsed.key
     shards = parsed.servers, parsed.shards_elsewhere
     options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
     with Console() as console:
@@ -62,37 +69,67 @@ def server_verb(arguments: list[str]) -> int:
     return show(folder, result, parsed.json)
 
 
+def add_encryption(parser: Parser, help_text: str, group: str | None = None) -> None:
+    """Add the flags that turn TLS on or off."""
+    parser.add("--tls", help_text, group, action="store_true")
+    parser.add("--plain", "do not encrypt, for a private network", group, action="store_true")
+
+
+def chosen_tls(parsed: argparse.Namespace, *implying: str) -> bool | None:
+    """Whether the user chose TLS, also by flags that imply it. None if no flag says so."""
+    on = [name for name in ("tls", *implying) if getattr(parsed, name)]
+    if on and parsed.plain:
+        raise UserError(f"--{on[0]} encrypts and --plain does not: leave one out")
+    return True if on else False if parsed.plain else None
+
+
 def add_proof(parser: Parser) -> None:
     """Add the flags that authenticate a client to a server, and the server to the client."""
     parser.add("--token-file", "file with the token of the server [PACELINE_TOKEN]", metavar="FILE")
-    parser.add("--tls", "encrypt; the token authenticates the certificate of the server", action="store_true")
+    add_encryption(parser, "encrypt; the token authenticates the server's certificate [unless it is on this machine]")
     parser.add("--fingerprint", "use TLS, and accept only the certificate with this fingerprint", metavar="HEX")
     parser.add("--ca", "use TLS, and accept only certificates that this one signed", metavar="FILE")
 
 
 def _add_connection(parser: Parser) -> None:
-    parser.add("--connect", "address of the server", metavar="HOST:PORT", required=True)
+    parser.add("--connect", "address of the server", metavar="HOST:PORT")
+    parser.add("--run", "run folder of a server on this machine: finds address, token and certificate", metavar="RUN")
     add_proof(parser)
     patience = "seconds to retry while the server cannot be reached [%(default)g]"
     parser.add("--patience", patience, type=float, default=PATIENCE_SECONDS, metavar="S")
 
 
+def _connect_options(parsed: argparse.Namespace) -> ConnectOptions:
+    """How to reach the server: as the flags say, else as the folder of `--run` does."""
+    from paceline.runtimes.cluster.credentials import server_of_run
+    from paceline.transports.auth import ConnectOptions
+
+    if (parsed.run is None) == (parsed.connect is None):
+        here, there = "--run RUN for a server on this machine", "--connect HOST:PORT for another machine's"
+        raise UserError(f"{'one' if parsed.run else 'either'} of two is needed: {here}, {there}")
+    given = {**vars(parsed), "tls": chosen_tls(parsed, "fingerprint", "ca")}
+    del given["run"], given["plain"]
+    found = server_of_run(Path(parsed.run)) if parsed.run is not None else {}
+    if parsed.plain and found.get("tls"):
+        raise UserError(f"--plain, but {parsed.run} is served over TLS: leave it out")
+    return ConnectOptions(**{**given, **{name: value for name, value in found.items() if given[name] is None}})
+
+
 def shard_verb(arguments: list[str]) -> int:
-    parser = Parser("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT [flags]")
+    parser = Parser("shard", SHARD_DESCRIPTION, "paceline shard --connect HOST:PORT|--run RUN [flags]")
     _add_connection(parser)
     parser.add("--listen", "address for workers [the interface that reaches the server]", metavar="HOST:PORT")
     parser.add("--once", "end when the server is gone, instead of waiting until it is back", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import join_as_shard
-    from paceline.transports.auth import ConnectOptions
 
     listen, once = vars(parsed).pop("listen"), vars(parsed).pop("once")
     with Console() as console:
-        return 0 if join_as_shard(ConnectOptions(**vars(parsed)), listen, once, console) else 1
+        return 0 if join_as_shard(_connect_options(parsed), listen, once, console) else 1
 
 
 def worker_verb(arguments: list[str]) -> int:
-    parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT [flags]")
+    parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT|--run RUN [flags]")
     _add_connection(parser)
     parser.add("--data-dir", "folder that holds the data set on this machine", metavar="DIR")
     parser.add("--threads", "threads of this worker [all cores]", type=int, metavar="N")
@@ -103,10 +140,9 @@ def worker_verb(arguments: list[str]) -> int:
     parser.add("--overlap", overlap, type=int, default=0, metavar="D")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import join_server
-    from paceline.transports.auth import ConnectOptions
 
     with Console() as console:
-        return 0 if join_server(ConnectOptions(**vars(parsed)), console) else 1
+        return 0 if join_server(_connect_options(parsed), console) else 1
 
 
 DESCRIPTION = """Remove workers from a running run. Each worker sends its current push, which is applied, and ends.

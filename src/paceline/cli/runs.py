@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.arguments import Parser
-from paceline.cli.cluster import add_proof
+from paceline.cli.cluster import add_proof, chosen_tls
 from paceline.errors import UserError
 from paceline.reports.status_table import format_status
 from paceline.system.strict_json import to_json
@@ -45,7 +45,8 @@ def status_verb(arguments: list[str]) -> int:
     from paceline.analysis.stragglers import stragglers
     from paceline.reports.watch.remote import status_reader
 
-    with status_reader(parsed.run, parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca) as look:
+    tls = chosen_tls(parsed, "fingerprint", "ca")
+    with status_reader(parsed.run, parsed.token_file, tls, parsed.fingerprint, parsed.ca) as look:
         while True:
             found = look()
             if parsed.json:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import Parser, add_settings, config_from
+from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
@@ -56,8 +57,8 @@ def _add_places(parser: Parser) -> None:
     parser.add("--hosts", hosts, "several machines", metavar="FILE")
     listen = "with --hosts: address of this machine that workers connect to [any interface, a free port]"
     parser.add("--listen", listen, "several machines", metavar="HOST:PORT")
-    tls = "with --hosts, Ray, torchrun or srun: encrypt the connections of workers"
-    parser.add("--tls", tls, "several machines", action="store_true")
+    tls = "with --hosts, Ray, torchrun or srun: encrypt the connections of workers [if they are on other machines]"
+    add_encryption(parser, tls, "several machines")
 
 
 def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
@@ -68,8 +69,8 @@ def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
     placed = f"--engine {engine}" if engine is not None else f"--hosts {parsed.hosts}" if parsed.hosts else None
     if placed is not None and rank is not None:
         raise UserError(f"{placed} starts its own workers: leave the launcher (torchrun, srun) out")
-    for flag in ("skip_failed", "listen", "tls"):
-        launched = flag == "tls" and (engine is not None or rank is not None)
+    for flag in ("skip_failed", "listen", "tls", "plain"):
+        launched = flag in ("tls", "plain") and (engine is not None or rank is not None)
         if getattr(parsed, flag, None) and parsed.hosts is None and not launched:
             raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
 
@@ -84,14 +85,15 @@ def _train(
     if parsed.hosts is not None:
         from paceline.runtimes.cluster.ssh_launch import HostOptions, train_on_hosts
 
-        return train_on_hosts(config, HostOptions(parsed.hosts, parsed.listen, parsed.skip_failed, parsed.tls), console)
+        options = HostOptions(parsed.hosts, parsed.listen, parsed.skip_failed, chosen_tls(parsed))
+        return train_on_hosts(config, options, console)
     if parsed.engine is not None:
         from paceline.runtimes.cluster.ray import train_on_ray
 
-        return train_on_ray(config, console, parsed.tls)
+        return train_on_ray(config, console, chosen_tls(parsed))
     from paceline.launch import train
 
-    return train(config, console, rank, parsed.tls)
+    return train(config, console, rank, chosen_tls(parsed))
 
 
 def run_verb(arguments: list[str]) -> int:
@@ -128,7 +130,7 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
     if parsed.hosts is not None:
         from paceline.runtimes.cluster.ssh_launch import HostOptions, resume_on_hosts
 
-        options = HostOptions(parsed.hosts, parsed.listen, tls=parsed.tls)
+        options = HostOptions(parsed.hosts, parsed.listen, tls=chosen_tls(parsed))
         return resume_on_hosts(Path(parsed.run), options, console, upkeep)
     from paceline.launch import resume
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import sys
+import tempfile
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser
-from paceline.cli.cluster import add_proof
+from paceline.cli.cluster import add_proof, chosen_tls
 from paceline.errors import UserError
 from paceline.transports.connection import is_loopback, parse_address
 
@@ -68,13 +70,14 @@ def _source(parsed: argparse.Namespace) -> Iterator[RunSource]:
     from paceline.reports.watch.sources import FolderSource, RemoteRun
     from paceline.transports.auth import ConnectOptions
 
-    proof = parsed.token_file, parsed.tls, parsed.fingerprint, parsed.ca
+    proof = parsed.token_file, chosen_tls(parsed, "fingerprint", "ca"), parsed.fingerprint, parsed.ca
     if is_served(parsed.what):
         with mirrored(ConnectOptions(parsed.what, *proof)) as mirror:
             yield RemoteRun(mirror)
         return
-    if any(proof):
-        raise UserError(f"{parsed.what} is a folder: --token-file, --tls, --fingerprint and --ca are for HOST:PORT")
+    if any(given is not None for given in proof):
+        what = "--token-file, --tls, --plain, --fingerprint and --ca are for HOST:PORT"
+        raise UserError(f"{parsed.what} is a folder: {what}")
     yield FolderSource(Path(parsed.what))
 
 
@@ -94,15 +97,28 @@ def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
     if not is_loopback(host):
         print("it is not encrypted: on a network that others use, prefer 'ssh -L' instead of --listen")
     print("Ctrl-C ends the page; the runs continue", flush=True)
-    if parsed.open:
-        import webbrowser
-
-        webbrowser.open(address)
     try:
-        server.serve_forever()
+        with _opened_page(address, token is not None) if parsed.open else contextlib.nullcontext():
+            server.serve_forever()
     finally:
         server.follower.close()
         server.server_close()
+
+
+@contextlib.contextmanager
+def _opened_page(address: str, is_secret: bool) -> Iterator[None]:
+    """Open the browser. Its command line is public, so a private file forwards to an address that is secret."""
+    import webbrowser
+
+    from paceline.transports.auth import write_secret
+
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        page = Path(folder) / "open.html"
+        if is_secret:
+            to = html.escape(address)
+            write_secret(page, f'<meta http-equiv="refresh" content="0; url={to}"><a href="{to}">the runs</a>'.encode())
+        webbrowser.open(page.as_uri() if is_secret else address)
+        yield
 
 
 def _name(host: str) -> str:

@@ -45,6 +45,7 @@ class RunFolder:
         self.requests = path / "requests"
         self.server_file = path / "server.json"
         self.token_file = path / "token"
+        self.read_token_file = path / "read-token"
 
     @property
     def has_log(self) -> bool:
@@ -155,9 +156,12 @@ class RunFolder:
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
-            for path in (self.config_file, self.script_file, self.frozen_file, self.faults_file):
+            ours = (self.config_file, self.script_file, self.frozen_file, self.faults_file)
+            for path in (*ours, self.token_file, self.read_token_file, *self.path.glob("tls/*.pem")):
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # keep a folder that holds other files
+                if (self.path / "tls").is_dir():
+                    (self.path / "tls").rmdir()
                 self.path.rmdir()
                 self.path.parent.rmdir()
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ProtocolError, UserError
+from paceline.transports.connection import is_loopback, parse_address
 from paceline.transports.frames import MAGIC, VERSION
 from paceline.transports.tls import Tls, worker_tls
 
 TOKEN_VARIABLE = "PACELINE_TOKEN"
+MIN_TOKEN_NBYTES = 16  # a recorded handshake lets its owner try guesses at leisure
+READ_ONLY = b"paceline-read-"  # how the tokens of observers begin
 _NONCE_NBYTES = 32
 _CHALLENGE = struct.Struct("<4sB11x32s")
 _ANSWER = struct.Struct("<4sB11x32s32s")
@@ -55,16 +58,19 @@ class ServerHandshake:
 
     def __init__(self, token: bytes, binding: bytes = b"") -> None:
         self._token, self._binding = token, binding
+        self.reads_only = False  # whether the client has proved the token of observers
         self._nonce = secrets.token_bytes(_NONCE_NBYTES)
         self.challenge = _CHALLENGE.pack(MAGIC, VERSION, self._nonce)
 
     def check(self, answer: bytes | bytearray) -> bytes:
-        """Return the server's proof if the worker's is right, else raise ProtocolError."""
+        """Return the server's proof if the client's is right, of the run's token or of its observers' token."""
         magic, version, nonce, proof = _ANSWER.unpack(answer)
         _require_protocol(magic, version)
-        if not hmac.compare_digest(proof, _proof(self._token, b"worker", self._nonce, nonce, self._binding)):
-            raise WrongToken("a wrong token")
-        return _proof(self._token, b"server", self._nonce, nonce, self._binding)
+        for token in (self._token, read_only(self._token)):
+            if hmac.compare_digest(proof, _proof(token, b"worker", self._nonce, nonce, self._binding)):
+                self.reads_only = token is not self._token
+                return _proof(token, b"server", self._nonce, nonce, self._binding)
+        raise WrongToken("a wrong token")
 
 
 class ClientHandshake:
@@ -100,17 +106,44 @@ def make_token() -> bytes:
     return secrets.token_urlsafe(24).encode()
 
 
+def read_only(token: bytes) -> bytes:
+    """Derive the token of observers, which lets nobody push or join. The run's token cannot be computed from it.
+
+    >>> derived = read_only(b"the token of a run")
+    >>> derived.decode()
+    'paceline-read-b8df85c24e32b20fa3f8ad00e13a7e4a'
+    >>> read_only(derived) == derived
+    True
+    """
+    if token.startswith(READ_ONLY):
+        return token
+    return READ_ONLY + hmac.digest(token, b"paceline observers", "sha256").hex()[:32].encode()
+
+
+def write_secret(file: Path, content: bytes) -> None:
+    """Write a file that no other user can read at any moment. Readers see the old file or the new one."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(temporary, flags, 0o600), "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
+
+
 def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
     """Read the token from `file`, else from the variable PACELINE_TOKEN. Return None if there is neither.
 
     Refuse a file that any user of the machine can read, as ssh refuses such a key: every holder of the token can push
-    into the run, and a warning would be overlooked. A group may share one. Surrounding white space is ignored.
+    into the run, and a warning would be overlooked. A group may share one. Surrounding white space is ignored. Refuse
+    a token that could be guessed too.
     """
     if file is None:
         text = environ.get(TOKEN_VARIABLE)
         if text is not None and not text.strip():
             raise UserError(f"the variable {TOKEN_VARIABLE} is empty: put the token into it, or unset it")
-        return text.strip().encode() if text is not None else None
+        return _long_enough(os.fsencode(text.strip()), f"in {TOKEN_VARIABLE}") if text is not None else None
     try:
         mode, token = file.stat().st_mode, file.read_bytes().strip()
     except OSError as error:
@@ -118,12 +151,15 @@ def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
     if mode & 0o006:
         raise UserError(f"token file {file} can be read by every user (mode {mode & 0o777:o}): chmod 600 {file}")
     if not token:
-        raise UserError(f"token file {file} is empty: write the token that the server showed into it")
+        raise UserError(f"token file {file} is empty: write the token of the run into it")
+    return _long_enough(token, f"in {file}")
+
+
+def _long_enough(token: bytes, where: str) -> bytes:
+    if len(token) < MIN_TOKEN_NBYTES:
+        what = f"the token {where} has {len(token)} bytes, and needs {MIN_TOKEN_NBYTES}"
+        raise UserError(f"{what}: 'openssl rand -hex 16' makes one, or leave it to 'paceline server'")
     return token
-
-
-def _read_token(file: str | None) -> bytes | None:
-    return read_token(Path(file) if file is not None else None, os.environ)
 
 
 @dataclass(frozen=True)
@@ -132,7 +168,7 @@ class ConnectOptions:
 
     connect: str
     token_file: str | None = None
-    tls: bool = False
+    tls: bool | None = None  # None: unless the server is on this machine
     fingerprint: str | None = None
     ca: str | None = None
     patience: float = 300.0
@@ -144,12 +180,25 @@ class ConnectOptions:
 
 
 def token_of(options: ConnectOptions) -> bytes:
-    """Read the token from the file or the variable. Empty if there is neither."""
-    return _read_token(options.token_file) or b""
+    """Read the token from the file or the variable. Raise UserError, which says where it is, if there is neither."""
+    token = read_token(Path(options.token_file) if options.token_file is not None else None, os.environ)
+    if token is None:
+        here = "on the server's own machine name the folder instead, as in 'paceline worker --run RUN'"
+        raise UserError(f"no token for {options.connect}: give RUN/token by --token-file or {TOKEN_VARIABLE}; {here}")
+    return token
+
+
+def wants_tls(chosen: bool | None, address: str) -> bool:
+    """Whether to use TLS: as chosen, else if other machines can reach the address.
+
+    >>> wants_tls(None, "10.0.0.1:29500"), wants_tls(None, "127.0.0.1:29500"), wants_tls(True, "127.0.0.1:29500")
+    (True, False, True)
+    """
+    return chosen if chosen is not None else not is_loopback(parse_address(address)[0])
 
 
 def tls_of(options: ConnectOptions) -> Tls | None:
     """The TLS settings, or None without TLS."""
     authorities = Path(options.ca) if options.ca is not None else None
-    on = options.tls or options.fingerprint or authorities
+    on = options.fingerprint or authorities or wants_tls(options.tls, options.connect)
     return worker_tls(options.fingerprint, authorities) if on else None

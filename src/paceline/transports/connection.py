@@ -54,11 +54,10 @@ def is_loopback(host: str) -> bool:
 
 
 def require_token(address: str, token: bytes) -> None:
-    """Require a token for every address that other machines can reach: a server tells its workers what to run."""
-    host, _ = parse_address(address)
-    if not token and not is_loopback(host):
-        hint = "give one by --token-file or in PACELINE_TOKEN"
-        raise UserError(f"{host} is not this machine alone, and there is no token: {hint}")
+    """Require a token at every address: a server tells its workers what to run, and any user can take a free port."""
+    parse_address(address)
+    if not token:
+        raise UserError(f"{address}: there is no token: give one by --token-file or in PACELINE_TOKEN")
 
 
 def prepare(sock: socket.socket) -> None:
@@ -209,7 +208,8 @@ def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection
     except OSError as error:
         sock.close()
         if _speaks_plainly((host, port), min(seconds, 1.0)):
-            raise UserError(f"{address} does not speak TLS: leave --tls out, or start its server with it") from None
+            hint = "start its server with --tls, or give both ends --plain if the network is private"
+            raise UserError(f"{address} does not speak TLS, and we do: {hint}") from None
         raise ConnectionError(f"no TLS: {getattr(error, 'reason', None) or error}") from None
     found = fingerprint(wrapped.getpeercert(binary_form=True) or b"")
     if tls.fingerprint not in (None, found):

@@ -19,6 +19,10 @@ HANDSHAKE_SECONDS = 30.0  # A server that evaluates its model does not answer me
 TLS_PROBE_SECONDS = 2.0  # A server that sends nothing for so long may be waiting for TLS
 
 
+class TlsExpected(UserError):
+    """The server speaks TLS and this end does not. An end that nobody told which to use may switch to TLS."""
+
+
 def introduce(
     connection: Connection, proof: ClientHandshake, fields: Mapping[str, Any], seconds: float, is_known: bool = False
 ) -> dict[str, Any]:
@@ -38,7 +42,7 @@ def introduce(
     except OtherVersion as error:
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None
     except WrongToken as error:
-        hint = f"give the one that it showed, by --token-file or in {TOKEN_VARIABLE}"
+        hint = f"give the one in RUN/token on its machine, by --token-file or in {TOKEN_VARIABLE}"
         raise UserError(f"{address} {error}: {hint}") from None
     except ProtocolError as error:
         raise UserError(f"{address} is not a Paceline server: it sent {error}") from None
@@ -56,11 +60,11 @@ def _welcome() -> Reading[dict[str, Any]]:
 
 
 def _require_no_tls(connection: Connection, seconds: float) -> None:
-    """Raise UserError if the server expects TLS: it would then wait for the client, and the client for the server."""
+    """Raise TlsExpected if the server expects TLS: it would then wait for the client, and the client for the server."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if not poll.poll(1000 * seconds) and _speaks_tls(connection.peer, seconds):
-        raise UserError(f"{connection.peer} speaks TLS, and we do not: give --tls here too, as its server has it")
+        raise TlsExpected(f"{connection.peer} speaks TLS, and we do not: leave --plain out, or give --tls")
 
 
 def _speaks_tls(address: str, seconds: float) -> bool:

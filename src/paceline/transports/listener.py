@@ -70,7 +70,8 @@ class UnauthenticatedPeer:
         self.connection, self.peer, self.since = connection, connection.peer, now
         self._shaken = False  # whether the TLS handshake is done
         self._outbox = SendQueue()
-        self._filler = FrameReader(_application(connection, self._outbox, ServerHandshake(token, binding)))
+        self._handshake = ServerHandshake(token, binding)
+        self._filler = FrameReader(_application(connection, self._outbox, self._handshake))
 
     def fileno(self) -> int:
         """The connection's descriptor."""
@@ -94,7 +95,13 @@ class UnauthenticatedPeer:
         except (ProtocolError, ConnectionError) as error:
             connection.close()
             raise ProtocolError(f"{self.peer} was turned away: {error}") from None
-        return JoinRequest(connection, whole[0]) if whole is not None else None
+        if whole is None:
+            return None
+        request, wants_to_read = JoinRequest(connection, whole[0]), bool(whole[0].get("observer"))
+        if self._handshake.reads_only and not wants_to_read:
+            request.refuse("this token is for observers, who only read: a worker needs the run's own")
+            raise ProtocolError(f"{self.peer} was turned away: it asked to join with the token of observers")
+        return request
 
 
 def _application(connection: Connection, outbox: SendQueue, handshake: ServerHandshake) -> Reading[dict[str, Any]]:

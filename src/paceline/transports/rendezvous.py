@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.errors import UserError
 from paceline.system.strict_json import to_json
+from paceline.transports.auth import write_secret
 
 LOOK_SECONDS = 0.05
 
@@ -27,20 +30,19 @@ class RendezvousStore(Protocol):
 
 
 class FileRendezvous:
-    """A store in a folder of a file system that all machines share, of mode 700."""
+    """A store in a folder of a file system that all machines share. Its rows hold the token: nobody else may enter."""
 
     def __init__(self, folder: Path, step: str, keeper: bool) -> None:
         self.path, self._keeper = folder / f".step-{step}", keeper
         if keeper:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
+            self._require_private()
 
     def tell(self, name: str, row: dict[str, Any]) -> None:
         """Publish `row` atomically."""
-        temporary = self.path / f".{name.replace('/', '-')}.{os.getpid()}"
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(to_json(row))
-        temporary.replace(self._file(name))
+        self._require_private()
+        write_secret(self._file(name), to_json(row).encode())
 
     def wait_for(self, name: str, seconds: float) -> dict[str, Any] | None:
         """Wait for a row. The folder is listed each time, because that makes a network file system ask its server."""
@@ -48,10 +50,18 @@ class FileRendezvous:
         while True:
             with contextlib.suppress(FileNotFoundError):
                 if file.name in os.listdir(self.path):  # noqa: PTH208
+                    self._require_private()
                     return dict(json.loads(file.read_text()))
             if time.monotonic() > deadline:
                 return None
             time.sleep(LOOK_SECONDS)
+
+    def _require_private(self) -> None:
+        """Raise UserError if another user made the folder or may enter it: he would tell ranks which server to obey."""
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            what = f"{self.path} is of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+            raise UserError(f"{what}, not ours alone (700): remove it, or choose another --runs DIR")
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name.replace('/', '-')}.json"

@@ -236,24 +236,40 @@ def test_the_verb_says_where_it_is_and_ends_with_ctrl_c(
         raise KeyboardInterrupt
 
     opened: list[str] = []
+    forwarding: list[tuple[int, str]] = []
+
+    def open_browser(url: str) -> None:
+        opened.append(url)
+        if url.startswith("file://"):
+            page = Path(url.removeprefix("file://"))
+            forwarding.append((page.stat().st_mode & 0o777, page.read_text()))
+            assert page.parent.stat().st_mode & 0o077 == 0
+
     monkeypatch.setattr(LiveServer, "serve_forever", interrupted)
-    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("webbrowser.open", open_browser)
     folder = whole_run(tmp_path)
     with socket.create_server((where, 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["watch", str(folder.path), "--open", "--listen", f"{where}:{port}"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"port {port} is in use: this is at \d+", said[0])
-    assert said[1] == f"watching {folder.path}: {opened[0]}"
-    assert ("?token=" in opened[0]) == (where == "0.0.0.0") == ("it is not encrypted" in said[2])
+    address = said[1].removeprefix(f"watching {folder.path}: ")
+    assert ("?token=" in address) == (where == "0.0.0.0") == ("it is not encrypted" in said[2])
+    if where == "127.0.0.1":
+        assert opened == [address]
+        return
+    assert "token" not in opened[0], "every user can read the command line of the browser"
+    ((mode, text),) = forwarding
+    assert mode == 0o600 and f'url={address}"' in text
+    assert not Path(opened[0].removeprefix("file://")).exists()
 
 
 def test_a_token_of_ones_own_is_kept_for_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(LiveServer, "serve_forever", lambda server: None)
-    (tmp_path / "token").write_text("my-token\n")
+    (tmp_path / "token").write_text("my-token-for-pages\n")
     (tmp_path / "token").chmod(0o600)
     path = str(whole_run(tmp_path).path)
     assert main(["watch", path, "--page-token", str(tmp_path / "token"), "--listen", "127.0.0.1:0"]) == 0
-    assert "/?token=my-token" in capsys.readouterr().out
+    assert "/?token=my-token-for-pages" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from paceline.transports.file_client import FileClient
 from paceline.transports.frames import MAX_PIECE
 from paceline.transports.listener import Listener
 
-TOKEN = b"a token"
+TOKEN = b"the token of a run"
 
 
 class Served:
@@ -180,8 +180,11 @@ def test_only_so_many_look_at_once(served: Served) -> None:
 
 
 def test_who_cannot_look_is_told_why(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_TOKEN", "wrong")
-    with pytest.raises(UserError, match="does not accept our token: give the one that it showed"):
+    with pytest.raises(UserError, match=r"no token for .*: give RUN/token by --token-file or PACELINE_TOKEN"):
+        with status_reader(served.address):
+            pass
+    monkeypatch.setenv("PACELINE_TOKEN", "of another run altogether")
+    with pytest.raises(UserError, match="does not accept our token: give the one in RUN/token"):
         with status_reader(served.address):
             pass
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -16,7 +16,7 @@ from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Stop
 from paceline.core.schedules import Budget
 from paceline.core.server import Roster, Server, server_facts
-from paceline.errors import ProtocolError
+from paceline.errors import ProtocolError, UserError
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import to_words
@@ -164,6 +164,25 @@ def test_who_has_left_is_not_let_in_again_and_who_was_never_sent_here_neither(fi
     stranger = TcpClient(first.listener.address, b"token")
     with pytest.raises(Exception, match="a part of a run is served here"):
         stranger.apply({"version": "x"})
+
+
+def test_who_holds_the_token_does_not_take_the_place_of_a_worker_that_has_joined(first: First) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        door = TcpClient(first.listener.address, b"token", patience=20)
+        door.apply({"worker": 0, "incarnation": 0})
+        greeting = pool.submit(door.hello, Join(0, 0), WorkerBuffers.private(BufferSizes(128)), {})
+        hear(first.link)
+        first.order(Join(0, 0))
+        greeting.result(20)
+        with pytest.raises(UserError, match="this worker is here already"):
+            TcpClient(first.listener.address, b"token").apply({"worker": 0, "incarnation": 0})
+        push = gradient_push(0, 1.0)
+        asked = pool.submit(door.exchange, part_of_push(push), TIMING)
+        assert hear(first.link) == {"part": [0, 0, 0], "finite": True, "nbytes": 512}
+        first.order(push)
+        reply = asked.result(20)
+        assert reply is not None and reply.version == 1
+        door.close()
 
 
 def test_a_server_whose_first_is_gone_ends(first: First) -> None:

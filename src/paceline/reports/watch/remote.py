@@ -11,9 +11,11 @@ from pathlib import Path
 from paceline.analysis.status import TAIL_BYTES, RunStatus, read_status
 from paceline.errors import UserError
 from paceline.reports.watch.mirror import GROWING, Mirror
-from paceline.transports.auth import ConnectOptions, tls_of, token_of
+from paceline.transports.auth import ConnectOptions, read_only, tls_of, token_of
 from paceline.transports.connection import parse_address
 from paceline.transports.file_client import FileClient
+from paceline.transports.handshake import TlsExpected
+from paceline.transports.tls import worker_tls
 
 
 def is_served(target: str) -> bool:
@@ -34,27 +36,38 @@ def is_served(target: str) -> bool:
 def mirrored(options: ConnectOptions, tail: int | None = None) -> Iterator[Mirror]:
     """Yield a mirror of the served run's folder; with `tail`, of its events only the last bytes.
 
-    >>> with mirrored(ConnectOptions("127.0.0.1:1")) as mirror:
-    ...     mirror.refresh()
-    Traceback (most recent call last):
-    paceline.errors.UserError: 127.0.0.1:1 cannot be reached (Connection refused): is a 'paceline server' running there?
+    The server gets proof of the read-only token alone, which is derived from the run's token if that one is given.
     """
-    token, tls = token_of(options), tls_of(options)
+    token, tls = read_only(token_of(options)), tls_of(options)
+
+    def connect() -> FileClient:
+        try:
+            return FileClient(options.connect, token, tls)
+        except TlsExpected:  # a server for other machines, reached over loopback
+            if options.tls is not None:
+                raise
+            return FileClient(options.connect, token, worker_tls())
+
     with tempfile.TemporaryDirectory(prefix="paceline-") as path, contextlib.ExitStack() as stack:
         growing = GROWING if tail is None else GROWING[-1:]
-        mirror = Mirror(lambda: FileClient(options.connect, token, tls), Path(path), tail, growing)
+        mirror = Mirror(connect, Path(path), tail, growing)
         stack.callback(mirror.close)
         yield mirror
 
 
 @contextlib.contextmanager
 def status_reader(
-    target: str, token_file: str | None = None, tls: bool = False, fingerprint: str | None = None, ca: str | None = None
+    target: str,
+    token_file: str | None = None,
+    tls: bool | None = None,
+    fingerprint: str | None = None,
+    ca: str | None = None,
 ) -> Iterator[Callable[[], RunStatus]]:
     """Yield a function that returns the current status of the run."""
     if not is_served(target):
-        if token_file or tls or fingerprint or ca:
-            raise UserError(f"{target} is a folder: --token-file, --tls, --fingerprint and --ca need HOST:PORT")
+        if any(given is not None for given in (token_file, tls, fingerprint, ca)):
+            what = "--token-file, --tls, --plain, --fingerprint and --ca need HOST:PORT"
+            raise UserError(f"{target} is a folder: {what}")
         yield lambda: read_status(Path(target))
         return
     with mirrored(ConnectOptions(target, token_file, tls, fingerprint, ca), TAIL_BYTES) as mirror:

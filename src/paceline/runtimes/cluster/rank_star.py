@@ -11,7 +11,8 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.cluster.serve import Listening, ListenOptions, Outcome, join_server, serve
+from paceline.runtimes.cluster.credentials import ListenOptions
+from paceline.runtimes.cluster.serve import Listening, Outcome, join_server, serve
 from paceline.settings.ranks import Rank
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address
@@ -22,7 +23,7 @@ RESULT_SECONDS = 600.0
 LINGER_SECONDS = 10.0
 
 
-def train_as_rank_of_star(config: RunConfig, rank: Rank, console: Console, tls: bool = False) -> Outcome:
+def train_as_rank_of_star(config: RunConfig, rank: Rank, console: Console, tls: bool | None = None) -> Outcome:
     """Serve as rank 0, or work for it as another rank. Every rank returns the result."""
     with contextlib.closing(_open_store(config, rank)) as store:
         return _lead(config, rank, store, console, tls) if rank.leads else _follow(config, rank, store, console)
@@ -37,7 +38,7 @@ def _open_store(config: RunConfig, rank: Rank) -> RendezvousStore:
     return ProcessGroup(rank)
 
 
-def _lead(config: RunConfig, rank: Rank, store: RendezvousStore, console: Console, tls: bool) -> Outcome:
+def _lead(config: RunConfig, rank: Rank, store: RendezvousStore, console: Console, tls: bool | None) -> Outcome:
     known = TOKEN_VARIABLE in os.environ  # then the other ranks have it too
     token = os.environ.setdefault(TOKEN_VARIABLE, make_token().decode())
     launcher = "srun" if rank.step is not None else "torchrun"
@@ -46,7 +47,7 @@ def _lead(config: RunConfig, rank: Rank, store: RendezvousStore, console: Consol
 
     def tell(server: Listening) -> None:
         where = f"{_own_name(rank)}:{parse_address(server.address)[1]}"
-        store.tell("server", {"address": where, "token": None if known else token, "tls": tls})
+        store.tell("server", {"address": where, "token": None if known else token, "tls": server.tls})
 
     listen = "127.0.0.1:0" if rank.is_alone else "0.0.0.0:0"
     try:

@@ -17,10 +17,11 @@ from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
 from paceline.runtimes.cluster import serve as network
-from paceline.runtimes.cluster.serve import Listening, ListenOptions, Outcome
+from paceline.runtimes.cluster.credentials import ListenOptions
+from paceline.runtimes.cluster.serve import Listening, Outcome
 from paceline.settings.resolve import resolve
 from paceline.system.signals import stop_signals
-from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
+from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token, wants_tls
 
 MAX_RESTARTS = 10
 PLACING_SECONDS = 60.0
@@ -119,7 +120,7 @@ def require_ray() -> Any:
     return ray
 
 
-def train_on_ray(config: RunConfig, console: Console, tls: bool = False) -> Outcome:
+def train_on_ray(config: RunConfig, console: Console, tls: bool | None = None) -> Outcome:
     """Serve on this node, which keeps the run's folder, and work on nodes that Ray chooses."""
     given_threads = config.threads
     config = resolve(replace(config, threads=config.threads or 1))
@@ -186,17 +187,20 @@ def _room(ray: Any, config: RunConfig, address: str) -> Iterator[Any]:
 class RayActors:
     """The actors of one run, followed to its end."""
 
-    def __init__(self, ray: Any, config: RunConfig, address: str, group: Any, console: Console, tls: bool) -> None:
+    def __init__(
+        self, ray: Any, config: RunConfig, address: str, group: Any, console: Console, tls: bool | None
+    ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._config, self._console, self._tls = ray, config, console, tls
+        self._ray, self._config, self._console = ray, config, console
+        self._tls = wants_tls(tls, f"{address}:0")
         self._token = os.environ.get(TOKEN_VARIABLE) or make_token().decode()
         place = PlacementGroupSchedulingStrategy
         lives = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
         server_class = ray.remote(**lives, max_concurrency=3)(ServerActor)
         worker_class = ray.remote(**lives, max_concurrency=2)(WorkerActor)
         server_options = server_class.options(num_cpus=1, scheduling_strategy=place(group, 0))
-        self.server = server_options.remote(to_dict(config), f"{address}:0", self._token, tls)
+        self.server = server_options.remote(to_dict(config), f"{address}:0", self._token, self._tls)
         threads = config.threads or 1
         self.workers = [
             worker_class.options(num_cpus=threads, scheduling_strategy=place(group, 1 + worker)).remote(self._token)

@@ -15,47 +15,30 @@ from paceline.data.datasets import Dataset, Location, load, locate_data, resolve
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder, holding, require_survivors, write_atomically
+from paceline.runtimes.cluster.credentials import PLAIN_WARNING, ListenOptions, as_before, make_credentials
 from paceline.runtimes.sharded.processes import ShardProcesses, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import check_names, refuse_simulated, resolve
 from paceline.settings.strategies import Feature, require_feature
 from paceline.system.signals import stop_signals
 from paceline.system.strict_json import to_json
-from paceline.transports.auth import ConnectOptions, _read_token, make_token, tls_of, token_of
+from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
-from paceline.transports.tls import Tls, make_certificate, server_tls
-
-LOOPBACK = "127.0.0.1:0"
+from paceline.transports.handshake import TlsExpected
+from paceline.transports.tls import Tls, worker_tls
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A server that listens: its address, and the function that ends its run from another thread."""
+    """A server that listens: its address, whether over TLS, and the function that ends its run from another thread."""
 
     address: str
+    tls: bool
     stop: Callable[[str], None]
 
 
 Tell = Callable[[Listening], None]
 Outcome = tuple[RunFolder, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class ListenOptions:
-    """Where a server listens, and how workers authenticate."""
-
-    listen: str | None = None
-    token_file: str | None = None
-    tls: bool = False
-    certificate: str | None = None
-    key: str | None = None
-    servers: int | None = None  # how many servers share the weights; None: one, or as many as before
-    elsewhere: bool = False  # whether the other servers are started by the user, on other machines
-    wait: float | None = None  # seconds that all workers have to join; None: no limit
-
-    @property
-    def num_servers(self) -> int:
-        return 1 if self.servers is None else self.servers
 
 
 def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tell | None = None) -> Outcome:
@@ -73,27 +56,17 @@ def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tel
 def serve_again(
     path: Path, options: ListenOptions, console: Console, upkeep: dict[str, Any] | None = None, tell: Tell | None = None
 ) -> Outcome:
-    """Resume serving a run at its address of before, with new settings `upkeep` about its files. Workers reconnect."""
+    """Resume serving a run as before, with new settings `upkeep` about its files. Workers reconnect."""
     folder = RunFolder.open(path)
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
     folder.require_unfinished()
     require_star(config, may_restart=tell is None)
-    if options.listen is None:
-        options = dataclasses.replace(options, listen=_address_before(folder))
-    if options.servers is None:
-        options = dataclasses.replace(options, servers=1 + len(folder.served().get("shards", ())))
+    options = as_before(options, folder, console.note)
     require_cuttable(config, options.num_servers)
     with folder.locked():
         order = _ServeOrder(config, folder, locate_data(config), options, console, tell, resume=True)
         return folder, _keep_serving(order)
-
-
-def _address_before(folder: RunFolder) -> str:
-    before = folder.served()
-    if "address" not in before:
-        raise UserError(f"{folder.path} was not served before: say where with --listen HOST:PORT")
-    return str(before["address"])
 
 
 def require_star(config: RunConfig, may_restart: bool) -> None:
@@ -131,8 +104,9 @@ def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
     from paceline.runtimes.local.restart import keep_going
 
     def live(again: bool) -> None:
-        listen = _address_before(folder) if again else order.options.listen
-        options = dataclasses.replace(order.options, listen=listen)
+        options = order.options
+        if again:
+            options = as_before(dataclasses.replace(options, listen=None), folder, console.note)
         with console:
             _serve(dataclasses.replace(order, options=options, tell=None, resume=order.resume or again))
 
@@ -160,13 +134,12 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     raise_file_limit()
     config, folder, location, options = order.config, order.folder, order.location, order.options
     console, tell, resume = order.console, order.tell, order.resume
-    address = options.listen or LOOPBACK
-    token, tls = _token(options, parse_address(address)[0], folder, console), _tls(options, folder, console)
-    listener = Listener(address, token, tls)
+    own = make_credentials(options, folder, console.note)
+    listener = Listener(options.address, own.token, own.tls)
     dataset = load(location, report=console.report) if location is not None else None
     line = ForegroundChannel(console.report)
     facts = {**provenance(config, location), "servers": options.num_servers}
-    with ShardProcesses(options.num_servers - 1, options.elsewhere, listener, token, tls) as shards:
+    with ShardProcesses(options.num_servers - 1, options.elsewhere, listener, own.token, own.tls) as shards:
         peers = shards.make_peers()
         host = make_host(config, dataset, folder, console.report, peers, facts, resume)
         assert host.work is not None
@@ -174,14 +147,16 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
             for warning in startup_warnings(config, location):
                 console.note(warning)
         service = shards.service(host, peers, line, console, options.wait)
-        known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **shards.known}
+        known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **own.kept, **shards.known}
         write_atomically(folder.server_file, to_json(known).encode())
         host_name, port = parse_address(listener.address)
         how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
+        if tell is None and is_loopback(host_name):
+            how = f": start workers on this machine with 'paceline worker --run {folder.path}'"
         console.note(f"serving at {listener.address}{how}")
         with stop_signals(console.report, line.stop):
             if tell is not None:
-                tell(Listening(listener.address, line.stop))
+                tell(Listening(listener.address, own.tls is not None, line.stop))
             with torch.inference_mode():
                 service.run()
             result = host.finish()
@@ -193,35 +168,8 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     return result
 
 
-def _tls(options: ListenOptions, folder: RunFolder, console: Console) -> Tls | None:
-    if not options.tls:
-        return None
-    cert, key = options.certificate, options.key
-    files = (Path(cert), Path(key)) if cert is not None and key is not None else make_certificate(folder.path / "tls")
-    tls = server_tls(*files)
-    console.note(f"TLS: workers may check --fingerprint {tls.fingerprint}")
-    return tls
-
-
-def _token(options: ListenOptions, host: str, folder: RunFolder, console: Console) -> bytes:
-    """The given token, else the run's earlier one, else none on loopback and a new one on other interfaces."""
-    given = _read_token(options.token_file)
-    if given is not None:
-        return given
-    if folder.token_file.exists():
-        return _read_token(str(folder.token_file)) or b""
-    if is_loopback(host):
-        return b""
-    token = make_token()
-    folder.token_file.touch(mode=0o600)
-    folder.token_file.write_bytes(token + b"\n")
-    console.note(f"token for workers, shown once: {token.decode()} (kept in {folder.token_file})")
-    return token
-
-
 def join_server(options: ConnectOptions, console: Console) -> bool:
     """Work for a server until its run is over. Return False if the server is gone before that."""
-    parse_address(options.connect)
     token = token_of(options)
     if options.threads is not None and options.threads < 1:
         raise UserError(f"--threads {options.threads}: a worker needs at least one")
@@ -232,10 +180,26 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
 
     server = ServerAddress(options.connect, token, tls_of(options), options.patience)
     own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
-    ended = work(server, own, _load, console.note)
+    _warn_of_plain(options, console)
+    ended = _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))
     if not ended:
         console.note(f"the server at {options.connect} is gone and did not come back within {options.patience:g} s")
     return ended
+
+
+def _over(options: ConnectOptions, join: Callable[[Tls | None], bool]) -> bool:
+    """Join with or without TLS. Change to TLS if the server expects it and the user has not chosen."""
+    try:
+        return join(tls_of(options))
+    except TlsExpected:  # a server for other machines, reached over loopback
+        if options.tls is not None:
+            raise
+        return join(worker_tls())
+
+
+def _warn_of_plain(options: ConnectOptions, console: Console) -> None:
+    if options.tls is False and not is_loopback(parse_address(options.connect)[0]):
+        console.note(PLAIN_WARNING)
 
 
 def _require_device(device: str) -> None:
@@ -254,7 +218,8 @@ def _require_device(device: str) -> None:
 def join_as_shard(options: ConnectOptions, listen: str | None, once: bool, console: Console) -> bool:
     """Serve a part of a run until it is over. Return False if its first server is gone before that."""
     token = token_of(options)
-    return serve_part(options.connect, listen, token, tls_of(options), options.patience, once, console)
+    _warn_of_plain(options, console)
+    return _over(options, lambda tls: serve_part(options.connect, listen, token, tls, options.patience, once, console))
 
 
 def _load(config: RunConfig) -> Dataset | None:

@@ -15,9 +15,10 @@ from paceline.data.datasets import resolve_dataset
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runtimes.cluster.credentials import ListenOptions
 from paceline.runtimes.cluster.host_probe import code_digest, find_file
 from paceline.runtimes.cluster.hosts_file import HostLine, Requirements, num_workers, read_hosts
-from paceline.runtimes.cluster.serve import Listening, ListenOptions, Outcome, Tell, require_star, serve, serve_again
+from paceline.runtimes.cluster.serve import Listening, Outcome, Tell, require_star, serve, serve_again
 from paceline.runtimes.cluster.ssh import CheckedHost, RemoteWorkers, check_hosts, settle
 from paceline.settings.resolve import resolve
 from paceline.system.environment import package_version
@@ -32,7 +33,7 @@ class HostOptions:
     file: str
     listen: str | None = None
     skip_failed: bool = False
-    tls: bool = False
+    tls: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _work(plan: HostPlan, console: Console, serving: Callable[[Tell], Outcome]) 
     workers = RemoteWorkers(console.note)
 
     def start(server: Listening) -> None:
-        more = ["--tls"] if plan.listen.tls else []
+        more = ["--tls" if server.tls else "--plain"]
         workers.start(plan.ready, token, plan.data_dir, more, lambda: server.stop(ALL_GONE))
 
     try:

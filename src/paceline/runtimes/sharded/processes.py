@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.environment import package_version
 from paceline.transports.auth import TOKEN_VARIABLE
@@ -89,9 +88,11 @@ class ShardProcesses:
         words = ["--connect", here, "--listen", listen, "--once"]  # once: a resumed run starts new ones
         if self._tls is not None and self._tls.fingerprint is not None:
             words += ["--fingerprint", self._tls.fingerprint]
+        elif self._tls is None:
+            words += ["--plain"]
         return subprocess.Popen(
             [sys.executable, "-m", "paceline", "shard", *words],
-            env={**os.environ, **({TOKEN_VARIABLE: self._token.decode()} if self._token else {})},
+            env={**os.environ, TOKEN_VARIABLE: os.fsdecode(self._token)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C reaches the first server alone, which ends the others
@@ -119,9 +120,6 @@ def serve_part(
     Unless `once`, wait `patience` seconds for the first server to come back: a resumed run needs this server again.
     """
     listen = listen or ("127.0.0.1:0" if is_loopback(parse_address(connect)[0]) else "0.0.0.0:0")
-    if not token and not is_loopback(parse_address(listen)[0]):
-        what = f"--listen {listen} lets other machines in"
-        raise UserError(f"{what}: give the run's token, by --token-file or {TOKEN_VARIABLE}")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         own = server_tls(*make_certificate(Path(folder))) if tls is not None else None
     import torch

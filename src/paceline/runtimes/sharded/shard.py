@@ -175,6 +175,9 @@ class ShardService:
             self._hang_up(known)
             applicant.welcome_back(known, {})
         else:
+            if known is not None and known.slot is not None:  # after its hello the worker itself says "again"
+                applicant.refuse("this worker is here already")
+                return
             if known is not None:
                 self._forget(known)
             largest = BufferSizes(self._server.weights.numel(), 0, *self._coding.capacities)
