@@ -24,10 +24,12 @@ from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
+from paceline.system.memory import require_open_files
 from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
 from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
+OTHER_FILES = 12  # that a server has open at least, beside the connections of its workers
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
+        per_worker = 2 if self._processes.first_worker else 1  # a ring has a second descriptor of each
+        require_open_files(per_worker * (self._config.workers or 1) + OTHER_FILES)
         own = {"name": "server", "incarnation": self._processes.incarnation}
         self._start_process(self._processes.server_role, own, self._server_end)
         for worker in self._incarnations:

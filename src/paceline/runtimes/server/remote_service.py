@@ -112,7 +112,7 @@ class RemoteService:
         """`peers` belong to the host's runtime; `wait_seconds` is how long all workers have to join."""
         self._host, self._peers, self._control, self._listener, self._gate = host, peers, control, listener, gate
         self._dispatcher = Dispatcher(host, control, expected)
-        self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note)
+        self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note, listener.complain)
         self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
         self.observers = FileService(host.folder)
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
@@ -126,6 +126,8 @@ class RemoteService:
     def run(self) -> None:
         """Serve until training is over and every worker knows it."""
         serve_until(self._host, self._peers.loop, self._all_know, self._check)
+        for text in self._listener.complaints(all_of_them=True):
+            self._admission.note_refused(text)
         for peer in self._peers.by_worker.values():
             peer.close()
 
@@ -146,7 +148,7 @@ class RemoteService:
         self._gate.check(was_busy)
         self._listener.expire(now)
         for text in self._listener.complaints():
-            self._admission.note_refused(text, text)
+            self._admission.note_refused(text)
         if not self._host.server.finished:
             self._host.look_for_requests()  # also while no worker pushes
             for worker in self._failure_detector.due(now):
