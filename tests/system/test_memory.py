@@ -13,7 +13,7 @@ import pytest
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.local.supervisor import ProcessPlan, Supervisor
+from paceline.runtimes.local.supervisor import ProcessPlan, run_local
 from paceline.runtimes.server.service import SupervisorChannel
 
 MESSAGE = r"the workers need more open files than the limit of \d+ per process: start fewer, or raise .*ulimit -n"
@@ -42,4 +42,4 @@ def test_too_many_workers_are_refused_before_any_process_is_started(
     nobody: Any = None
     plan = ProcessPlan({}, [], first_worker=first_worker)
     with pytest.raises(UserError, match=MESSAGE):
-        Supervisor(nobody, RunConfig(workers=30), RunFolder(tmp_path), plan, print).start()
+        run_local(RunConfig(workers=30), RunFolder(tmp_path), nobody, plan, print)

@@ -77,8 +77,6 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
-        per_worker = 2 if self._processes.first_worker else 1  # a ring has a second descriptor of each
-        require_open_files(per_worker * (self._config.workers or 1) + OTHER_FILES)
         own = {"name": "server", "incarnation": self._processes.incarnation}
         self._start_process(self._processes.server_role, own, self._server_end)
         for worker in self._incarnations:
@@ -246,6 +244,8 @@ def run_local(
     config: RunConfig, folder: RunFolder, forks: ForkServer, processes: ProcessPlan, report: Report
 ) -> dict[str, Any]:
     """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
+    per_worker = 2 if processes.first_worker else 1  # a ring has a second descriptor of each
+    require_open_files(per_worker * (config.workers or 1) + OTHER_FILES)
     for restart in range(1, config.restart + 2):
         supervisor = Supervisor(forks, config, folder, processes, report)
         try:
