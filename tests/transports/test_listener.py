@@ -21,7 +21,7 @@ from paceline.transports import listener as listener_module
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, FrameReader, fields_frame, header
-from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.listener import MAX_SHARE, JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, make_certificate, server_tls
 from tests.support.small_star import TOKEN, Star, Wire, work
@@ -187,10 +187,10 @@ def test_strangers_wait_after_they_took_their_share_of_the_time(monkeypatch: pyt
         hall.knock()  # takes one second, by the clock above
         with socket.create_connection(parse_address(hall.listener.address)):
             assert not poll.poll(0), "a worker's message would be handled now"
-            hall.listener.expire(9.7)
+            hall.listener.expire(0.9 / MAX_SHARE)
             assert not poll.poll(0)
-            hall.listener.expire(9.8)
-            assert poll.poll(0), "a tenth of ten seconds"
+            hall.listener.expire(1 / MAX_SHARE)
+            assert poll.poll(0), "now that second is no more than their share"
 
 
 @pytest.mark.parametrize("said", [b"", b"P", bytes(ANSWER_NBYTES)])

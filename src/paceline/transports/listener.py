@@ -33,7 +33,7 @@ from paceline.transports.tls import Tls
 STRANGER_SECONDS = 10.0
 MAX_COMPLAINTS, COMPLAINT_SECONDS = 3, 60.0
 """How many refused connections are described in each such period; the others are only counted."""
-MAX_SHARE, BURST_SECONDS = 0.1, 0.025
+MAX_SHARE, BURST_SECONDS = 0.05, 0.0125
 """Strangers take at most this share of the server's time, and this much at once: workers come first."""
 _AT_ONCE = 16
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
