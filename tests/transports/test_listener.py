@@ -21,7 +21,7 @@ from paceline.transports import listener as listener_module
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, FrameReader, fields_frame, header
-from paceline.transports.listener import MAX_SHARE, JoinRequest, Listener
+from paceline.transports.listener import MAX_SHARE, MAX_UNPAUSED, JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, make_certificate, server_tls
 from tests.support.small_star import TOKEN, Star, Wire, work
@@ -191,6 +191,21 @@ def test_strangers_wait_after_they_took_their_share_of_the_time(monkeypatch: pyt
             assert not poll.poll(0)
             hall.listener.expire(1 / MAX_SHARE)
             assert poll.poll(0), "now that second is no more than their share"
+
+
+def test_many_strangers_are_served_together_not_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module.time, "thread_time", lambda: 0.0)
+    with Hall() as hall:
+        poll = select.poll()
+        poll.register(hall.listener.fileno(), select.POLLIN)
+        for _ in range(MAX_UNPAUSED):
+            hall.knock()
+        assert not hall.listener.expire(0.0), "none had to wait yet"
+        for _ in range(MAX_UNPAUSED + 1):
+            hall.knock()
+        with socket.create_connection(parse_address(hall.listener.address)):
+            assert not poll.poll(0)
+            assert hall.listener.expire(0.0) and poll.poll(0)
 
 
 @pytest.mark.parametrize("said", [b"", b"P", bytes(ANSWER_NBYTES)])

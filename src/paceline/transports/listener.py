@@ -35,7 +35,9 @@ MAX_COMPLAINTS, COMPLAINT_SECONDS = 3, 60.0
 """How many refused connections are described in each such period; the others are only counted."""
 MAX_SHARE, BURST_SECONDS = 0.05, 0.0125
 """Strangers take at most this share of the server's time, and this much at once: workers come first."""
-_AT_ONCE = 16
+SOON_SECONDS = 0.02
+MAX_UNPAUSED = 32  # events of strangers after which they wait for `expire`: waking up for each would cost more
+_AT_ONCE = 32
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -145,10 +147,12 @@ class Complaints:
     """What the user is told about refused connections: the first few of each minute, and the number of the others.
 
     >>> complaints = Complaints()
-    >>> for number in range(8):
+    >>> for number in range(3):
     ...     complaints.add(f"{number} was turned away")
     >>> complaints.take(now=0.0)
     ['0 was turned away', '1 was turned away', '2 was turned away']
+    >>> for number in range(3, 8):
+    ...     complaints.add(f"{number} was turned away")
     >>> complaints.take(now=59.0), complaints.take(now=60.0)
     ([], ['and 5 others (8 so far), the last: 7 was turned away'])
     """
@@ -199,7 +203,7 @@ class Listener:
         self._poll, self._outer = select.epoll(), select.epoll()
         self._poll.register(self._socket, select.EPOLLIN)
         self._outer.register(self._poll.fileno(), select.EPOLLIN)  # changed to pause
-        self._paused, self._spent, self._spent_at = False, 0.0, time.monotonic()
+        self._paused, self._num_events, self._spent, self._spent_at = False, 0, 0.0, time.monotonic()
 
     @property
     def num_refused(self) -> int:
@@ -221,10 +225,12 @@ class Listener:
             if number == self._socket.fileno():
                 self.accept(now)
             elif number in self.strangers:
+                self._num_events += 1
                 request = self._step(self.strangers[number])
                 requests += [request] if request is not None else []
+        self._expire_strangers(now)
         self._spent += time.thread_time() - began
-        self.expire(now)
+        self._pause(now)
         return requests
 
     def accept(self, now: float) -> None:
@@ -242,6 +248,7 @@ class Listener:
                 continue
             if len(self.strangers) >= self._most:
                 self._evict(f"more than {self._most} unauthenticated connections at once")
+            self._num_events += 1
             self._begin(sock, address, now)
 
     def _begin(self, sock: socket.socket, address: Sequence[object], now: float) -> None:
@@ -273,19 +280,29 @@ class Listener:
             self._poll.modify(number, select.EPOLLIN | (select.EPOLLOUT if stranger.wants_write else 0))
         return request
 
-    def expire(self, now: float) -> None:
-        """Close strangers that are too slow. Their time counts from the start: sending single bytes gains nothing.
+    def expire(self, now: float) -> bool:
+        """Close strangers that are too slow, and let others continue that wait because of `MAX_SHARE`.
 
-        Also pause while strangers have taken more than their share of the server's time, and go on after that.
+        Return whether there were such: then call again soon, say in `SOON_SECONDS`.
         """
+        had_paused, self._num_events = self._paused, 0
+        self._expire_strangers(now)
+        self._pause(now)
+        return had_paused
+
+    def _expire_strangers(self, now: float) -> None:
+        """Close those that are too slow. Their time counts from the start: sending single bytes gains nothing."""
         while self.strangers:
             oldest = next(iter(self.strangers.values()))
             if now - oldest.since < self._seconds:
                 break
             self._drop(oldest, f"no proof within {self._seconds:g} s")
+
+    def _pause(self, now: float) -> None:
+        """Stop or go on listening, by the time that strangers took and by the number of their events."""
         self._spent = max(0.0, self._spent - MAX_SHARE * max(0.0, now - self._spent_at))
         self._spent_at = now
-        if self._paused is not (self._spent > BURST_SECONDS):
+        if self._paused is not (self._spent > BURST_SECONDS or self._num_events > MAX_UNPAUSED):
             self._paused = not self._paused
             self._outer.modify(self._poll.fileno(), 0 if self._paused else select.EPOLLIN)
 
