@@ -314,13 +314,16 @@ class Newcomer(threading.Thread):
         while not self._over.wait(0.5):
             began = time.monotonic()
             try:
-                with socket.create_connection(self._place, 10.0) as plain:
-                    visitor = self._context.wrap_socket(plain) if self._context is not None else plain
+                with self._connect() as visitor:
                     visitor.sendall(prove(visitor, TOKEN))
                     receive(visitor, PROOF_NBYTES)
                 self.seconds.append(time.monotonic() - began)
             except OSError:
                 self.num_failed += 1
+
+    def _connect(self) -> socket.socket:
+        plain = socket.create_connection(self._place, 10.0)
+        return self._context.wrap_socket(plain) if self._context is not None else plain
 
     def end(self) -> str:
         self._over.set()
@@ -340,7 +343,7 @@ def measure(
         target = Target(Path(path), transport)
         attacker = subprocess.Popen([sys.executable, HERE, "attack"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert attacker.stdin is not None and attacker.stdout is not None
-        with ended([target.server, target.worker, attacker], within=3600.0):
+        with attacker.stdin, attacker.stdout, ended([target.server, target.worker, attacker], within=3600.0):
             memory: list[float] = []
 
             def attack(most: int) -> int:
