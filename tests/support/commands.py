@@ -28,14 +28,16 @@ def _listen_to_interrupts() -> None:
 class Command:
     """One `paceline ...` process with all its descendants; use it as a context manager so that none outlives a test."""
 
-    def __init__(self, *arguments: str, cwd: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, cwd: Path, environment: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+    ) -> None:
         self.cwd = cwd
         self.process = subprocess.Popen(
             [sys.executable, "-m", "paceline", *arguments],
             cwd=cwd,
             env={**os.environ, **GIVING_WAY, **(environment or {})},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             start_new_session=True,
             preexec_fn=_listen_to_interrupts,

@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -133,6 +134,7 @@ class Star:
                         by_number[number].flush()
                     if happened & ~select.POLLOUT:
                         self._take(by_number[number])
+            self.listener.expire(time.monotonic())
             self.errors += self.listener.complaints()
 
     def _admit(self, applicant: JoinRequest) -> None:

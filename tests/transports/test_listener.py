@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import random
+import select
+import shutil
 import socket
 import threading
 import time
@@ -15,22 +18,25 @@ import pytest
 
 from paceline.core.compression import DENSE
 from paceline.errors import UserError
+from paceline.transports import listener as listener_module
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake, read_only
 from paceline.transports.connection import parse_address
 from paceline.transports.file_client import FileClient
-from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, fields_frame, header
-from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, FrameReader, fields_frame, header
+from paceline.transports.listener import MAX_SHARE, MAX_UNPAUSED, JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
-from paceline.transports.tls import make_certificate, server_tls, worker_tls
+from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
 from tests.support.small_star import TOKEN, Star, Wire, work
+from tests.support.strangers import ENDS, PHASES, Stranger
 from tests.support.waiting import until
 
 
 class Hall:
     """A listener that is served by hand, at a time of our choosing."""
 
-    def __init__(self, most: int = 256, token: bytes = TOKEN) -> None:
-        self.listener, self.now = Listener("127.0.0.1:0", token, most=most, seconds=10.0), 0.0
+    def __init__(self, most: int = 256, token: bytes = TOKEN, tls: Tls | None = None) -> None:
+        self.listener, self.now = Listener("127.0.0.1:0", token, tls, most=most, seconds=10.0), 0.0
+        self.tls, self.requests = tls, list[JoinRequest]()
         self.visitors: list[socket.socket] = []
 
     def __enter__(self) -> Hall:
@@ -41,18 +47,23 @@ class Hall:
         for visitor in self.visitors:
             visitor.close()
 
-    def knock(self) -> socket.socket:
+    def knock(self, source: str = "127.0.0.1") -> socket.socket:
         """A connection that was let in."""
-        visitor = socket.create_connection(parse_address(self.listener.address), timeout=5)
+        visitor = socket.create_connection(parse_address(self.listener.address), 5, (source, 0))
         self.visitors.append(visitor)
         assert self.serve() == []
         return visitor
 
     def serve(self) -> list[JoinRequest]:
         found = self.listener.serve(self.now)
+        self.requests += found
         for applicant in found:
             applicant.connection.close()
         return found
+
+    def stranger(self) -> Stranger:
+        """A connection that was not let in yet."""
+        return Stranger(self.listener.address, self.tls, TOKEN, self.serve)
 
     def prove(self, visitor: socket.socket) -> None:
         """As one who knows the token."""
@@ -62,8 +73,9 @@ class Hall:
         proof.check(visitor.recv(PROOF_NBYTES))
 
 
-def is_closed(visitor: socket.socket) -> bool:
+def is_closed(visitor: socket.socket, seconds: float = 5.0) -> bool:
     """Whether all that comes is an end."""
+    visitor.settimeout(seconds)
     try:
         while visitor.recv(1000):
             pass
@@ -72,6 +84,51 @@ def is_closed(visitor: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+@pytest.fixture(scope="module")
+def server_side(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """The certificate of a server."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the command openssl")
+    return server_tls(*make_certificate(tmp_path_factory.mktemp("tls")))
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(("encrypted", "phase"), [(tls, phase) for tls in PHASES for phase in PHASES[tls]])
+def test_a_connection_that_ends_at_any_moment_ends_alone(
+    encrypted: bool, phase: str, how: str, request: pytest.FixtureRequest
+) -> None:
+    with Hall(tls=request.getfixturevalue("server_side") if encrypted else None) as hall:
+        with hall.stranger() as stranger:
+            assert phase in stranger.phases()
+            stranger.end(how)
+            hall.serve()
+            hall.serve()
+            assert not hall.listener.strangers and hall.listener.num_refused == 1
+            (text,) = hall.listener.complaints()
+            assert "was turned away: " in text and not hall.requests
+        with hall.stranger() as honest:
+            list(honest.phases())
+            assert [found.fields for found in hall.requests] == [{"who": "a worker"}]
+        assert hall.listener.num_refused == 1 and not hall.listener.strangers
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), ValueError("odd"), AttributeError("odd")])
+def test_whatever_a_handshake_raises_ends_that_connection_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    with Hall() as hall:
+        visitor = hall.knock()
+        with monkeypatch.context() as patch:
+            patch.setattr(FrameReader, "fill", fails)
+            visitor.sendall(b"P")
+            assert hall.serve() == [] and not hall.listener.strangers
+        assert is_closed(visitor) and hall.listener.num_refused == 1
+        assert hall.knock()
 
 
 def test_who_proves_and_applies_is_an_applicant() -> None:
@@ -104,13 +161,54 @@ def test_a_stranger_may_take_his_time_byte_by_byte_but_not_for_ever() -> None:
         assert all("no proof within 10 s" in text for text in hall.listener.complaints())
 
 
-def test_only_so_many_strangers_are_let_in_and_the_oldest_goes_first() -> None:
-    with Hall(most=3) as hall:
-        visitors = [hall.knock() for _ in range(5)]
-        assert len(hall.listener.strangers) == 3
-        assert is_closed(visitors[0]) and is_closed(visitors[1])
-        hall.prove(visitors[2])
-        assert len(hall.listener.complaints()) == 2
+def test_a_flood_from_one_address_takes_no_place_from_others() -> None:
+    with Hall(most=4) as hall:
+        honest = hall.knock()
+        flood = [hall.knock("127.0.0.2") for _ in range(20)]
+        assert len(hall.listener.strangers) == 4 and hall.listener.num_refused == 17
+        hall.prove(honest)
+        assert sum(is_closed(visitor, seconds=0.01) for visitor in flood) == 17
+
+
+def test_among_equals_one_is_closed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it were the oldest, no newcomer would get through once a flood is faster than his handshake."""
+    monkeypatch.setattr(listener_module.secrets, "choice", random.Random(1).choice)
+    with Hall(most=8) as hall:
+        numbers = {hall.knock().getsockname()[1]: number for number in range(40)}
+        left = [numbers[parse_address(stranger.peer)[1]] for stranger in hall.listener.strangers.values()]
+        assert len(left) == 8 and left == sorted(left)
+        assert min(left) < 32 and max(left) < 40, "not the last eight, as always closing the oldest would leave"
+
+
+def test_strangers_wait_after_they_took_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = iter(range(1000))
+    with Hall() as hall:
+        poll = select.poll()
+        poll.register(hall.listener.fileno(), select.POLLIN)
+        hall.knock()
+        monkeypatch.setattr(listener_module.time, "thread_time", lambda: float(next(spent)))
+        hall.knock()  # takes one second, by the clock above
+        with socket.create_connection(parse_address(hall.listener.address)):
+            assert not poll.poll(0), "a worker's message would be handled now"
+            hall.listener.expire(0.9 / MAX_SHARE)
+            assert not poll.poll(0)
+            hall.listener.expire(1 / MAX_SHARE)
+            assert poll.poll(0), "now that second is no more than their share"
+
+
+def test_many_strangers_are_served_together_not_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module.time, "thread_time", lambda: 0.0)
+    with Hall() as hall:
+        poll = select.poll()
+        poll.register(hall.listener.fileno(), select.POLLIN)
+        for _ in range(MAX_UNPAUSED):
+            hall.knock()
+        assert not hall.listener.expire(0.0), "none had to wait yet"
+        for _ in range(MAX_UNPAUSED + 1):
+            hall.knock()
+        with socket.create_connection(parse_address(hall.listener.address)):
+            assert not poll.poll(0)
+            assert hall.listener.expire(0.0) and poll.poll(0)
 
 
 @pytest.mark.parametrize("said", [b"", b"P", bytes(ANSWER_NBYTES)])
@@ -131,7 +229,12 @@ def test_nothing_is_left_of_a_stranger_even_before_the_garbage_is_collected(said
             gc.enable()
 
 
-def test_when_descriptors_run_out_the_oldest_stranger_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stranger_is_there", [True, False])
+def test_when_descriptors_run_out_one_connection_is_closed(
+    stranger_is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the poll would return at once for ever, because of a connection that nobody can accept."""
+
     class Full:
         """A socket that cannot accept the first time."""
 
@@ -148,11 +251,13 @@ def test_when_descriptors_run_out_the_oldest_stranger_goes(monkeypatch: pytest.M
             self._real.close()
 
     with Hall() as hall:
-        first = hall.knock()
+        first = hall.knock() if stranger_is_there else None
         monkeypatch.setattr(hall.listener, "_socket", Full(hall.listener._socket))
-        hall.knock()
-        assert is_closed(first) and len(hall.listener.strangers) == 1
-        assert "no descriptors" in hall.listener.complaints()[0]
+        second = hall.knock()
+        assert is_closed(first or second) and len(hall.listener.strangers) == (first is not None)
+        (text,) = hall.listener.complaints()
+        assert "no descriptors" in text
+        assert hall.knock() and hall.listener.num_refused == 1
 
 
 WRONG = {
@@ -235,11 +340,14 @@ def test_complaints_of_a_flood_are_few_and_count_all(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(time, "monotonic", lambda: 100.0)
         assert len(annoy(1)) == 1, "the first is told at once"
-        assert annoy(49) == [], "for the others it is too early"
-        monkeypatch.setattr(time, "monotonic", lambda: 101.0)
-        texts = hall.listener.complaints()
-        assert len(texts) == 20 and "50 so far" in texts[-1]
-        assert hall.listener.complaints() == []
+        assert len(annoy(99)) == 2 and annoy(1) == [], "for the others it is too early"
+        monkeypatch.setattr(time, "monotonic", lambda: 160.0)
+        (text,) = hall.listener.complaints()
+        assert text.startswith("and 98 others (101 so far), the last: 127.0.0.1:")
+        assert len(annoy(10)) == 2 and hall.listener.num_refused == 111
+        monkeypatch.setattr(time, "monotonic", lambda: 161.0)
+        (text,) = hall.listener.complaints(all_of_them=True)
+        assert text.startswith("and 8 others (111 so far)")
 
 
 def test_a_worker_is_told_in_one_line_what_is_wrong() -> None:

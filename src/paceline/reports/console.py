@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
+import queue
+import select
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import LIVE, kind_of
@@ -20,13 +24,93 @@ LINES_PER_DOUBLING = 20
 FRAME_SECONDS = 0.1
 NARROW = 64  # columns below which the bar is dropped and only the figures are shown
 MAX_CLASSES = 20  # classes listed one by one; the result has all
+MAX_WAITING, MAX_FRAMES_WAITING = 1000, 16
+"""Texts that wait for a reader: beyond this, notes are dropped and counted, and frames of the bar are left out."""
+DRAIN_SECONDS = 2.0  # how long the end of a command waits for a reader
+
+
+class OutputQueue:
+    """A text stream that never blocks: a thread writes to the real one, whose reader may be slow or stopped.
+
+    Otherwise a full pipe or Ctrl-S would stop the thread that owns the weights. Each `write` is shown as a whole, in
+    order, or is dropped and counted. Callable from a signal handler.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.isatty, self.fileno = stream.isatty, stream.fileno
+        self._num_dropped = 0
+        self._starts = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """How many texts wait to be written."""
+        return self._waiting.qsize()
+
+    def write(self, text: str) -> int:
+        """Queue a text."""
+        if self._pid != os.getpid():  # a fork has no copy of the thread; its parent writes what waited
+            self._begin()
+        if self.num_waiting >= MAX_WAITING:
+            self._num_dropped += 1
+            return len(text)
+        self._waiting.put(text)
+        if self._thread is None and self._starts.acquire(blocking=False):  # else a signal interrupted these lines
+            self._thread = threading.Thread(target=self._run, args=(self._waiting,), name="console", daemon=True)
+            self._thread.start()
+            self._starts.release()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: the thread writes at once."""
+
+    def drain(self, seconds: float) -> None:
+        """Wait until everything is written, at most so long, and end the thread. A later `write` starts another."""
+        if self._thread is not None and self._pid == os.getpid():
+            self._waiting.put(None)
+            self._thread.join(seconds)
+        self._begin()
+
+    def _run(self, waiting: queue.SimpleQueue[str | None]) -> None:
+        try:
+            while (text := waiting.get()) is not None:
+                self._emit(text)
+                if self._num_dropped and waiting.empty():
+                    number, self._num_dropped = self._num_dropped, 0
+                    self._emit(f"{number} messages are not shown: nobody read this output for a while\n")
+        except (OSError, ValueError):  # the terminal or the reader is gone for good
+            while waiting.get() is not None:
+                pass
+
+    def _emit(self, text: str) -> None:
+        try:
+            number = self._stream.fileno()
+        except (OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        data = text.encode(self.encoding, "backslashreplace")
+        while data:  # not by the stream: at exit, Python would wait for its lock
+            try:
+                data = data[os.write(number, data) :]
+            except BlockingIOError:
+                select.select([], [number], [])
 
 
 class Console:
     """Receives the rows a host reports. Draws a bar on a terminal, else prints a line now and then."""
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
-        self._stream = stream or sys.stderr
+        stream = stream or sys.stderr
+        self._output = OutputQueue(stream) if stream is not None else None
+        self._stream = cast(TextIO, self._output)
         self.stopping: str | None = None  # reason of a requested stop; the run may still finish by itself first
         self._quiet = quiet or self._stream is None  # a closed standard error is None
         self._bar: Progress | None = None
@@ -67,7 +151,7 @@ class Console:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._stream, flush=True)
+            self._stream.write(text + "\n")
 
     def _progress(self, row: dict[str, Any]) -> None:
         if self._fancy:
@@ -94,6 +178,8 @@ class Console:
         self.note(share + text + left)
 
     def _draw(self, fraction: float, figures: str) -> None:
+        if self._output is not None and self._output.num_waiting > MAX_FRAMES_WAITING:
+            return
         if self._bar is None:
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -116,10 +202,12 @@ class Console:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Restore the terminal."""
+        """Restore the terminal, and wait a while until everything is shown."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if self._output is not None:
+            self._output.drain(DRAIN_SECONDS)
 
 
 def _figures(row: dict[str, Any]) -> str:

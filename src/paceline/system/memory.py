@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
+import socket
 from pathlib import Path
 
 from paceline.errors import UserError
@@ -59,3 +61,25 @@ def raise_file_limit() -> None:
     """Raise the limit of open files to the user's maximum: a server has one connection per worker."""
     _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
+
+
+def receive_fds(connection: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
+    """Receive a packet and its descriptors. Raise UserError if some are missing: the limit of open files is reached."""
+    packet, fds, flags, _ = socket.recv_fds(connection, nbytes, most)
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise _too_many_files()
+    return packet, fds
+
+
+def require_open_files(number: int) -> None:
+    """Raise UserError if a process may not open so many files at once."""
+    if number > resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 0:
+        raise _too_many_files()
+
+
+def _too_many_files() -> UserError:
+    maximum = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    what = f"the workers need more open files than the limit of {maximum} per process"
+    return UserError(f"{what}: start fewer, or raise the limit, as in 'ulimit -n {max(1024, 4 * maximum)}'")

@@ -179,11 +179,19 @@ def listen(address: str) -> socket.socket:
 
 
 def accepted(sock: socket.socket, peer: str, tls: Tls | None) -> Connection:
-    """Wrap an accepted socket, non-blocking. Over TLS the handshake is still to be done."""
-    sock.setblocking(False)
-    if tls is None:
-        return Connection(sock, peer, waits=False)
-    return TlsConnection(tls.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), peer)
+    """Wrap an accepted socket, non-blocking. Over TLS the handshake is still to be done.
+
+    Close it and raise ConnectionError if that fails: the other end may have reset the connection already.
+    """
+    try:
+        sock.setblocking(False)
+        if tls is None:
+            return Connection(sock, peer, waits=False)
+        sock.getpeername()  # `wrap_socket` leaves a socket open that it finds reset
+        return TlsConnection(tls.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), peer)
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise ConnectionError(str(error)) from None
 
 
 def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection, bytes]:

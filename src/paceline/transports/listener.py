@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import os
+import secrets
 import select
+import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.buffers import BufferSizes
 from paceline.errors import ProtocolError
 from paceline.transports import frames
 from paceline.transports.auth import ANSWER_NBYTES, DENIAL, ServerHandshake, WrongToken
-from paceline.transports.connection import Connection, TlsConnection, accepted, format_address, listen, require_token
+from paceline.transports.connection import (
+    Connection,
+    TlsConnection,
+    accepted,
+    format_address,
+    listen,
+    parse_address,
+    require_token,
+)
 from paceline.transports.frames import FrameKind, FrameReader, Reading, SendQueue
 from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
 STRANGER_SECONDS = 10.0
-_AT_ONCE = 64
-_KEPT_COMPLAINTS = 20
-_QUIET_SECONDS = 1.0
+MAX_COMPLAINTS, COMPLAINT_SECONDS = 3, 60.0
+"""How many refused connections are described in each such period; the others are only counted."""
+MAX_SHARE, BURST_SECONDS = 0.05, 0.0125
+"""Strangers take at most this share of the server's time, and this much at once: workers come first."""
+SOON_SECONDS = 0.02
+MAX_UNPAUSED = 32  # events of strangers after which they wait for `expire`: waking up for each would cost more
+_AT_ONCE = 32
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class JoinRequest:
@@ -68,6 +86,7 @@ class UnauthenticatedPeer:
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
+        self.source = _source_of(self.peer)
         self._shaken = False  # whether the TLS handshake is done
         self._outbox = SendQueue()
         self._handshake = ServerHandshake(token, binding)
@@ -92,16 +111,29 @@ class UnauthenticatedPeer:
                     return None
             whole = self._filler.fill(connection.receive_into)
             self._outbox.flush(connection.send)
-        except (ProtocolError, ConnectionError) as error:
+        except Exception as error:  # whatever a stranger causes ends his connection alone
             connection.close()
-            raise ProtocolError(f"{self.peer} was turned away: {error}") from None
+            known = isinstance(error, ProtocolError | ConnectionError)
+            raise ProtocolError(str(error) if known else f"{type(error).__name__}: {error}") from None
         if whole is None:
             return None
         request, wants_to_read = JoinRequest(connection, whole[0]), bool(whole[0].get("observer"))
         if self._handshake.reads_only and not wants_to_read:
             request.refuse("this token is for observers, who only read: a worker needs the run's own")
-            raise ProtocolError(f"{self.peer} was turned away: it asked to join with the token of observers")
+            raise ProtocolError("it asked to join with the token of observers")
         return request
+
+
+def _source_of(peer: str) -> str:
+    """Return what one machine cannot choose freely of its address: all of IPv4, the network of IPv6.
+
+    >>> _source_of("10.0.0.5:7000"), _source_of("[2001:db8:0:1::7]:7000"), _source_of("[::1]:7000")
+    ('10.0.0.5', '2001:db8:0:1::', '::')
+    """
+    address = ipaddress.ip_address(parse_address(peer)[0].partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
+        return str(address)
+    return str(ipaddress.ip_network((address, 64), strict=False).network_address)
 
 
 def _application(connection: Connection, outbox: SendQueue, handshake: ServerHandshake) -> Reading[dict[str, Any]]:
@@ -118,6 +150,48 @@ def _application(connection: Connection, outbox: SendQueue, handshake: ServerHan
     return (yield from frames.read_fields(nbytes))
 
 
+class Complaints:
+    """What the user is told about refused connections: the first few of each minute, and the number of the others.
+
+    >>> complaints = Complaints()
+    >>> for number in range(3):
+    ...     complaints.add(f"{number} was turned away")
+    >>> complaints.take(now=0.0)
+    ['0 was turned away', '1 was turned away', '2 was turned away']
+    >>> for number in range(3, 8):
+    ...     complaints.add(f"{number} was turned away")
+    >>> complaints.take(now=59.0), complaints.take(now=60.0)
+    ([], ['and 5 others (8 so far), the last: 7 was turned away'])
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._waiting: list[str] = []
+        self._num_told = self._num_others = 0
+        self._last = ""
+        self._period_ends = float("-inf")
+
+    def add(self, text: str) -> None:
+        """Count a refused connection."""
+        self.total += 1
+        if self._num_told + len(self._waiting) < MAX_COMPLAINTS:
+            self._waiting.append(text)
+        else:
+            self._num_others, self._last = self._num_others + 1, text
+
+    def take(self, now: float, all_of_them: bool = False) -> list[str]:
+        """Return the lines to show now; `all_of_them` at the end, when there is no later."""
+        found, self._waiting = self._waiting, []
+        if now >= self._period_ends or all_of_them:
+            if self._num_others:
+                others = f"{self._num_others} other{'s' if self._num_others > 1 else ''}"
+                found.append(f"and {others} ({self.total} so far), the last: {self._last}")
+            self._num_told = self._num_others = 0
+            self._period_ends = now + COMPLAINT_SECONDS if found else now
+        self._num_told += len(found)
+        return found
+
+
 class Listener:
     """Listens at one address. Poll its `fileno()`; `serve` then does everything that does not block."""
 
@@ -130,102 +204,165 @@ class Listener:
         self._socket = listen(address)
         self.address = format_address(self._socket.getsockname())  # the address with the port that the system chose
         self.strangers: dict[int, UnauthenticatedPeer] = {}  # by descriptor, oldest first
-        self.num_refused = 0
-        self._complaints: list[str] = []
-        self._quiet_until = 0.0
-        self._poll = select.epoll()
+        self._by_source: dict[str, list[UnauthenticatedPeer]] = {}
+        self._complaints = Complaints()
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # closed to accept, and end, a connection without descriptors
+        self._poll, self._outer = select.epoll(), select.epoll()
         self._poll.register(self._socket, select.EPOLLIN)
+        self._outer.register(self._poll.fileno(), select.EPOLLIN)  # changed to pause
+        self._paused, self._num_events, self._spent, self._spent_at = False, 0, 0.0, time.monotonic()
+
+    @property
+    def num_refused(self) -> int:
+        """How many connections were refused since the start."""
+        return self._complaints.total
 
     def fileno(self) -> int:
-        """Readable when `serve` has something to do."""
-        return self._poll.fileno()
+        """Readable when `serve` has something to do, and may."""
+        return self._outer.fileno()
 
     def serve(self, now: float | None = None) -> list[JoinRequest]:
         """Accept connections, continue handshakes, close expired ones. Return the requests that are complete.
 
-        Call it when `fileno()` is readable, and about once a second while there are strangers.
+        Call it when `fileno()` is readable, and `expire` several times a second.
         """
-        now = time.monotonic() if now is None else now
+        now, began = time.monotonic() if now is None else now, time.thread_time()
         requests = []
-        for number, _ in self._poll.poll(0):
+        for number, _ in self._poll.poll(0, _AT_ONCE):
             if number == self._socket.fileno():
                 self.accept(now)
             elif number in self.strangers:
+                self._num_events += 1
                 request = self._step(self.strangers[number])
                 requests += [request] if request is not None else []
-        self.expire(now)
+        self._expire_strangers(now)
+        self._spent += time.thread_time() - began
+        self._pause(now)
         return requests
 
     def accept(self, now: float) -> None:
-        """Accept waiting connections and send the challenge. If there are too many, close the oldest stranger."""
+        """Accept waiting connections and send the challenge."""
         for _ in range(_AT_ONCE):
             try:
                 sock, address = self._socket.accept()
             except BlockingIOError:
                 break
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.strangers:
-                    self._complain(f"a connection could not be accepted: {error.strerror}")
-                    break
-                self._drop(next(iter(self.strangers.values())), "no descriptors are left")
+                if error.errno in _NO_DESCRIPTORS:
+                    self._free_descriptor()
+                else:
+                    self.complain(f"a connection could not be accepted: {error.strerror}")
                 continue
             if len(self.strangers) >= self._most:
-                reason = f"more than {self._most} unauthenticated connections at once"
-                self._drop(next(iter(self.strangers.values())), reason)
-            connection = accepted(sock, format_address(address), self._tls)
-            stranger = UnauthenticatedPeer(connection, self._token, self._binding, now)
-            self.strangers[stranger.fileno()] = stranger
+                self._evict(f"more than {self._most} unauthenticated connections at once")
+            self._num_events += 1
+            self._begin(sock, address, now)
+
+    def _begin(self, sock: socket.socket, address: Sequence[object], now: float) -> None:
+        """Send the challenge. Whatever goes wrong, as with a connection that was reset already, is its own end."""
+        peer = format_address(address)
+        try:
+            stranger = UnauthenticatedPeer(accepted(sock, peer, self._tls), self._token, self._binding, now)
             self._poll.register(stranger.fileno(), select.EPOLLIN)
-            self._step(stranger)  # sends the challenge, which has no answer yet
+        except OSError as error:
+            sock.close()
+            self.complain(f"{peer} was turned away: {error}")
+            return
+        self.strangers[stranger.fileno()] = stranger
+        self._by_source.setdefault(stranger.source, []).append(stranger)
+        self._step(stranger)  # sends the challenge, which has no answer yet
 
     def _step(self, stranger: UnauthenticatedPeer) -> JoinRequest | None:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             request = stranger.step()
-        except ProtocolError as error:
-            del self.strangers[number]  # closing it removed it from the poll
-            self._complain(str(error))
+        except ProtocolError as error:  # closing it removed it from the poll
+            self._forget(number)
+            self.complain(f"{stranger.peer} was turned away: {error}")
             return None
         if request is not None:
-            del self.strangers[number]
+            self._forget(number)
             self._poll.unregister(number)
         elif stranger.wants_write != wanted_write:
             self._poll.modify(number, select.EPOLLIN | (select.EPOLLOUT if stranger.wants_write else 0))
         return request
 
-    def expire(self, now: float) -> None:
-        """Close strangers that are too slow. Their time counts from the start: sending single bytes gains nothing."""
+    def expire(self, now: float) -> bool:
+        """Close strangers that are too slow, and let others continue that wait because of `MAX_SHARE`.
+
+        Return whether there were such: then call again soon, say in `SOON_SECONDS`.
+        """
+        had_paused, self._num_events = self._paused, 0
+        self._expire_strangers(now)
+        self._pause(now)
+        return had_paused
+
+    def _expire_strangers(self, now: float) -> None:
+        """Close those that are too slow. Their time counts from the start: sending single bytes gains nothing."""
         while self.strangers:
             oldest = next(iter(self.strangers.values()))
             if now - oldest.since < self._seconds:
                 break
             self._drop(oldest, f"no proof within {self._seconds:g} s")
 
+    def _pause(self, now: float) -> None:
+        """Stop or go on listening, by the time that strangers took and by the number of their events."""
+        self._spent = max(0.0, self._spent - MAX_SHARE * max(0.0, now - self._spent_at))
+        self._spent_at = now
+        if self._paused is not (self._spent > BURST_SECONDS or self._num_events > MAX_UNPAUSED):
+            self._paused = not self._paused
+            self._outer.modify(self._poll.fileno(), 0 if self._paused else select.EPOLLIN)
+
+    def _evict(self, reason: str) -> None:
+        """Close a random stranger of the address that has the most.
+
+        So whoever floods from one address takes no place from others. At random, not the oldest: then a newcomer has a
+        chance at any rate of the flood, and none can be pushed out on purpose.
+        """
+        self._drop(secrets.choice(max(self._by_source.values(), key=len)), reason)
+
+    def _free_descriptor(self) -> None:
+        """Close a stranger or, without one, the connection that waits: else the poll would return at once for ever."""
+        if self.strangers:
+            self._evict("no descriptors are left")
+            return
+        with contextlib.suppress(OSError):
+            os.close(self._spare)
+            self._spare = -1
+            sock, address = self._socket.accept()
+            sock.close()
+            self.complain(f"{format_address(address)} was turned away: no descriptors are left")
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
     def _drop(self, stranger: UnauthenticatedPeer, reason: str) -> None:
-        del self.strangers[stranger.fileno()]
+        self._forget(stranger.fileno())
         stranger.connection.close()
-        self._complain(f"{stranger.peer} was turned away: {reason}")
+        self.complain(f"{stranger.peer} was turned away: {reason}")
 
-    def _complain(self, text: str) -> None:
-        self.num_refused += 1
-        if len(self._complaints) < _KEPT_COMPLAINTS:
-            self._complaints.append(text)
-        else:
-            self._complaints[-1] = f"and others were turned away ({self.num_refused} so far), the last: {text}"
+    def _forget(self, number: int) -> None:
+        stranger = self.strangers.pop(number)
+        here = self._by_source[stranger.source]
+        here.remove(stranger)
+        if not here:
+            del self._by_source[stranger.source]
 
-    def complaints(self) -> list[str]:
-        """For the log: connections refused since the last call, with reasons; at most a few per second."""
-        now = time.monotonic()
-        if not self._complaints or now < self._quiet_until:
-            return []
-        self._quiet_until = now + _QUIET_SECONDS
-        found, self._complaints = self._complaints, []
-        return found
+    def complain(self, text: str) -> None:
+        """Count a refused connection; `complaints` tells the user."""
+        self._complaints.add(text)
+
+    def complaints(self, all_of_them: bool = False) -> list[str]:
+        """For the log: connections refused since the last call, with reasons; at most a few lines a minute."""
+        return self._complaints.take(time.monotonic(), all_of_them)
 
     def close(self) -> None:
         """Stop listening and close all strangers."""
         for stranger in self.strangers.values():
             stranger.connection.close()
         self.strangers.clear()
+        self._by_source.clear()
+        self._outer.close()
         self._poll.close()
         self._socket.close()
+        with contextlib.suppress(OSError):
+            os.close(self._spare)

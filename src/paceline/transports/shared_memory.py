@@ -26,6 +26,7 @@ from paceline.core.messages import (
     SetLrFactor,
 )
 from paceline.errors import ProtocolError
+from paceline.system.memory import receive_fds
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.system.strict_json import to_json
 from paceline.transports import protocol
@@ -191,7 +192,7 @@ class SharedMemoryPeer(Peer):
         slot = self.slot
         try:
             if slot is None:
-                packet, fds, _, _ = socket.recv_fds(self.connection, _LARGEST, 1)
+                packet, fds = receive_fds(self.connection, _LARGEST, 1)
                 return self._hello(packet, fds) if packet else None
             packet = self.connection.recv(1 << 16)
         except ConnectionResetError:

@@ -113,8 +113,10 @@ def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
     def lost(what: str) -> ServerLost | None:
         return ServerLost(what, folder.resume_hint(config)) if folder.has_log else None
 
+    console.close()  # its thread must not run while a process is forked
     for number, what in enumerate(keep_going(live, config.restart, lost), start=1):
         console.note(f"{what}: going on from what its folder holds (restart {number} of {config.restart})")
+        console.close()
     result = folder.result()
     assert result is not None, f"{folder.path} holds no result although its server finished"
     return result

@@ -24,10 +24,12 @@ from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
+from paceline.system.memory import require_open_files
 from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
 from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
+OTHER_FILES = 12  # that a server has open at least, beside the connections of its workers
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,8 @@ def run_local(
     config: RunConfig, folder: RunFolder, forks: ForkServer, processes: ProcessPlan, report: Report
 ) -> dict[str, Any]:
     """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
+    per_worker = 2 if processes.first_worker else 1  # a ring has a second descriptor of each
+    require_open_files(per_worker * (config.workers or 1) + OTHER_FILES)
     for restart in range(1, config.restart + 2):
         supervisor = Supervisor(forks, config, folder, processes, report)
         try:

@@ -26,7 +26,7 @@ from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
 from paceline.runtimes.server.process import reporting, start_host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.server.service import SupervisorChannel
-from paceline.system.memory import keep_freed_memory
+from paceline.system.memory import keep_freed_memory, receive_fds
 from paceline.system.shared_segment import Segment
 from paceline.system.strict_json import to_json
 
@@ -142,7 +142,7 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     place = _place(spec, _dataset(spec, fds), spec["worker"])
     connection = socket.socket(fileno=fds[0])
     connection.send(to_json(identity_of(place.task)).encode())
-    packet, passed, _, _ = socket.recv_fds(connection, _LARGEST, place.num_workers + 1)
+    packet, passed = receive_fds(connection, _LARGEST, place.num_workers + 1)
     if not packet:
         return 0  # worker 0 is gone, which the supervisor reports
     welcome = json.loads(packet)

@@ -104,10 +104,19 @@ class Admission:
     """Decides on a worker's request to join: its number and incarnation, or why it is refused."""
 
     def __init__(
-        self, host: Host, peers: TcpPeers, largest: BufferSizes, welcome: Mapping[str, Any], note: Callable[[str], None]
+        self,
+        host: Host,
+        peers: TcpPeers,
+        largest: BufferSizes,
+        welcome: Mapping[str, Any],
+        note: Callable[[str], None],
+        complain: Callable[[str], None],
     ) -> None:
-        """`largest` bounds a worker's memory. `welcome` is sent to every worker in addition to the settings."""
-        self._host, self._peers, self._largest, self._note = host, peers, largest, note
+        """`largest` bounds a worker's memory. `welcome` is sent to every worker in addition to the settings.
+
+        `complain` collects refused requests, which may be many, for `note_refused`.
+        """
+        self._host, self._peers, self._largest, self._note, self._complain = host, peers, largest, note, complain
         self._welcome = {"config": to_dict(host.config), "run": host.folder.path.name, **welcome}
         self._machines = WorkerHosts()
 
@@ -140,11 +149,11 @@ class Admission:
     def turn_away(self, applicant: JoinRequest, why: str) -> None:
         """Refuse a request, and tell the user of this server."""
         applicant.refuse(why)
-        self.note_refused(f"{applicant.peer}: {why}", f"{applicant.peer} was turned away: {why}")
+        self._complain(f"{applicant.peer} was turned away: {why}")
 
-    def note_refused(self, row: str, text: str) -> None:
-        """Write the event of a refused connection, and tell the user."""
-        self._host.events.write("turned_away", self._host.clock.now(), text=row)
+    def note_refused(self, text: str) -> None:
+        """Write the event of refused connections, and tell the user."""
+        self._host.events.write("turned_away", self._host.clock.now(), text=text)
         self._note(text)
 
     def leave(self, worker: int) -> None:

@@ -22,7 +22,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
 from paceline.system.strict_json import to_json
-from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.listener import SOON_SECONDS, JoinRequest, Listener
 from paceline.transports.protocol import Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
 
@@ -112,7 +112,7 @@ class RemoteService:
         """`peers` belong to the host's runtime; `wait_seconds` is how long all workers have to join."""
         self._host, self._peers, self._control, self._listener, self._gate = host, peers, control, listener, gate
         self._dispatcher = Dispatcher(host, control, expected)
-        self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note)
+        self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note, listener.complain)
         self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
         self.observers = FileService(host.folder)
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
@@ -126,6 +126,8 @@ class RemoteService:
     def run(self) -> None:
         """Serve until training is over and every worker knows it."""
         serve_until(self._host, self._peers.loop, self._all_know, self._check)
+        for text in self._listener.complaints(all_of_them=True):
+            self._admission.note_refused(text)
         for peer in self._peers.by_worker.values():
             peer.close()
 
@@ -139,14 +141,17 @@ class RemoteService:
     def _check(self) -> float:
         """Do what time alone makes due; returns the time of the next call."""
         now = time.monotonic()
+        looks_at = self._checked + LOOK_SECONDS
+        strangers_wait = self._listener.expire(now)
+        if strangers_wait and now < looks_at:
+            return time.perf_counter() + SOON_SECONDS
         was_busy = now - self._checked > LOOK_SECONDS + BUSY_SECONDS  # scoring, say: unread messages wait
         if was_busy:
             self._failure_detector.extend(now - self._checked)
         self._checked = now
         self._gate.check(was_busy)
-        self._listener.expire(now)
         for text in self._listener.complaints():
-            self._admission.note_refused(text, text)
+            self._admission.note_refused(text)
         if not self._host.server.finished:
             self._host.look_for_requests()  # also while no worker pushes
             for worker in self._failure_detector.due(now):
@@ -155,7 +160,7 @@ class RemoteService:
             self._start.check(now)
             if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
                 self._host.stop(ALL_GONE)
-        return time.perf_counter() + LOOK_SECONDS
+        return time.perf_counter() + (SOON_SECONDS if strangers_wait else LOOK_SECONDS)
 
     # workers come
 

@@ -18,6 +18,7 @@ from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers
 from paceline.system.event_loop import EventLoop
+from paceline.system.memory import receive_fds
 from paceline.system.signals import TERMINATED
 from paceline.system.strict_json import to_json
 from paceline.transports.protocol import Hello, Peer, ReportedFigures
@@ -50,7 +51,7 @@ class SupervisorChannel:
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """The next order and its descriptors; ends this process if the supervisor is gone."""
-        packet, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
+        packet, fds = receive_fds(self.connection, 1 << 16, 1)
         if not packet:
             os._exit(1)
         order: dict[str, Any] = json.loads(packet)

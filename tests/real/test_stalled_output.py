@@ -1,0 +1,36 @@
+"""A reader of the messages that stops reading: the run goes on to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster_commands import RUN, workers
+from tests.support.commands import Command, result_of
+
+pytestmark = pytest.mark.real
+
+SETTINGS = (*RUN, "--strategy", "sync", "--workers", "2", "--steps", "20")
+
+
+@pytest.mark.parametrize("verb", ["train", "server"])
+def test_a_full_pipe_does_not_stop_a_run(verb: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    with ExitStack() as stack:
+        command = stack.enter_context(Command(verb, *SETTINGS, cwd=tmp_path, stderr=writer))
+        os.close(writer)
+        stack.callback(os.close, reader)
+        there = workers(stack, tmp_path, 1, "--overlap", "1") if verb == "server" else []
+        assert command.finish() == 0
+        assert [worker.finish() for worker in there] == [0] * len(there)
+    assert result_of(tmp_path / "runs/it")["updates"] == 20
+    assert "status: finished" in command.out
