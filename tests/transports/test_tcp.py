@@ -81,7 +81,7 @@ def through_shared_memory(
 
 def through_tcp(star: Star, used: Codecs, address: str | None = None, **given: Any) -> Told:
     door = TcpClient(address or star.listener.address, TOKEN, **given)
-    assert door.apply({"who": "a worker"})["worker"] == 0
+    assert door.apply({"version": "1"})["worker"] == 0
     told = work(door, used)
     door.report({"seconds": 1.5})
     door.close()
@@ -166,7 +166,7 @@ def test_deals_cross_the_wire_and_are_told_again_where_it_broke(cuts: list[tuple
     assert not star.errors and wire.num_connections == len(cuts) + 1
 
 
-HANDSHAKE = 72 + 16 + len('{"who": "a worker"}')
+HANDSHAKE = 72 + 16 + len('{"version": "1"}')
 CUTS = [
     [("up", 0)],
     [("up", 40)],
@@ -217,7 +217,8 @@ def test_a_server_that_was_started_anew_is_told_from_one_that_remembers() -> Non
         with pytest.raises(UnknownWorker) as forgotten:
             door.exchange(push, TIMING)
         assert forgotten.value.welcome["incarnation"] == 0
-        assert star.applied[1] == {"again": True, "worker": 0, "incarnation": 0}
+        known = {name: star.applied[1][name] for name in ("again", "worker", "incarnation")}
+        assert known == {"again": True, "worker": 0, "incarnation": 0}
         star.server = make_server(DENSE, UPDATES)
         assert door.hello(Join(0, 1), memory, {}) == Reply(0, 0, 0, 0, 0)._replace(incarnation=1)
         door.close()
@@ -237,7 +238,7 @@ def test_patience_ends() -> None:
 def test_a_worker_that_is_sent_away_knows_why() -> None:
     with Star(DENSE, UPDATES) as star:
         with pytest.raises(UserError, match="nobody wants green"):
-            TcpClient(star.listener.address, TOKEN).apply({"unwanted": "green"})
+            TcpClient(star.listener.address, TOKEN).apply({"device": "green"})
         door = TcpClient(star.listener.address, TOKEN)
         door.apply({})
         with pytest.raises(UserError, match="worker 0 sent buffers with weights of 4000000000"):

@@ -9,6 +9,7 @@ from paceline.analysis.statistics import FAILED
 from paceline.data.catalog import DATASETS
 from paceline.reports.console import closing_lines
 from paceline.reports.status_table import seconds_text
+from paceline.system.terminal import printable
 
 FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
 
@@ -112,7 +113,9 @@ def _run_event(row: dict[str, Any]) -> str | None:
         case "writing_failed":
             return f"{row.get('what')} could not be written: {row.get('error')}"
         case "turned_away":
-            return f"rejected: {row.get('text')}"
+            return f"rejected: {printable(str(row.get('text')))}"
+        case "expelled":
+            return f"worker {row.get('worker')} was expelled: {printable(str(row.get('why')))}"
         case "stopped":
             return f"stopped: {row.get('reason')}"
     return None

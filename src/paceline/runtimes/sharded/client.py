@@ -77,6 +77,8 @@ class ShardedClient(Transport):
         if not (shards := welcome.get("shards")):
             return
         spans = [slice(*shard["span"]) for shard in shards]
+        if [span.start for span in spans] != [0, *(span.stop for span in spans[:-1])]:
+            raise ProtocolError("the server divides the weights into parts with gaps or overlaps")
         if spans[-1].stop != size:
             what = f"the server's model has {spans[-1].stop} floats, and the one made here {size}"
             raise UserError(f"{what}: give it the same code and the same data")
