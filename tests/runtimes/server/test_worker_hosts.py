@@ -12,9 +12,7 @@ from paceline.runtimes.server.admission import WorkerHost, WorkerHosts, own_plac
 NOW = 1_800_000_000.0
 
 
-def place(
-    process: int, machine: str = "m", cores: int = 4, threads: int = 2, clock: float = NOW - 0.2
-) -> WorkerHost:
+def place(process: int, machine: str = "m", cores: int = 4, threads: int = 2, clock: float = NOW - 0.2) -> WorkerHost:
     return WorkerHost(machine, cores, process, threads, clock)
 
 

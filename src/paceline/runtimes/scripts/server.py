@@ -99,7 +99,7 @@ class ScriptService(Service):
         control: SupervisorChannel,
         expected: dict[str, Any],
     ) -> None:
-        sizes = BufferSizes(model.layout.size, model.state_layout.size)
+        sizes = BufferSizes(model.layout.size, model.state_layout.size if model.state_layout.parameters else 0)
         super().__init__(host, peers, control, expected, sizes, patient=True)
         self._statistics = FinalStatistics(host.server, model)
         self._ending: dict[int, SharedMemoryPeer] = {}  # workers that wait for the final weights
