@@ -26,10 +26,10 @@ from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, FrameKind, fields_frame, header, padding
-from paceline.transports.protocol import HEARD, Hello, ReportedFigures
+from paceline.transports.protocol import HEARD, Hello, ReportedFigures, parse_sizes
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 from paceline.transports.tcp_client import TcpClient
-from paceline.transports.tcp_server import TcpPeer, parse_sizes
+from paceline.transports.tcp_server import TcpPeer, require_fitting
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
 from tests.support.small_star import (
     LAYOUT,
@@ -437,7 +437,7 @@ def test_a_reply_that_does_not_fit_the_wire_goes_piece_by_piece() -> None:
 )
 def test_sizes_that_are_not_as_expected_take_no_memory(asked: Any) -> None:
     with pytest.raises(ProtocolError):
-        parse_sizes(asked, SIZES)
+        require_fitting(parse_sizes(asked), SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from paceline.core.buffers import WorkerBuffers
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join, OwnLoopInput, Push, Reply, SetLrFactor
 from paceline.errors import ProtocolError
 from paceline.system.terminal import printable
@@ -27,6 +27,8 @@ HELLO_FIELDS: Schema = {
     "sizes": ANYTHING,
 }
 """The fields of a hello. All others are facts about model and data, which are only compared."""
+_COUNT = integer(0, 1 << 48)
+_SIZES: Schema = dict.fromkeys(BufferSizes._fields, _COUNT) | dict.fromkeys(("payload", "pulled"), nullable(_COUNT))
 
 
 class Timing(NamedTuple):
@@ -128,6 +130,17 @@ def parse_hello(worker: int, incarnation: int, fields: Mapping[str, Any]) -> tup
     found = checked(fields, HELLO_FIELDS)
     facts = {name: value for name, value in fields.items() if name not in HELLO_FIELDS}
     return Join(worker, incarnation, found["quota"], found["threads"], found["own_loop"]), found["sizes"], facts
+
+
+def parse_sizes(asked: Any) -> BufferSizes:
+    """Return the sizes of a worker's buffers: whole numbers, and null for what an exchange does not have.
+
+    >>> parse_sizes([10, 0, None, None, 0])
+    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0)
+    """
+    if not isinstance(asked, list) or len(asked) != len(_SIZES):
+        raise ProtocolError("a hello without sizes")
+    return BufferSizes(**checked(dict(zip(BufferSizes._fields, asked, strict=True)), _SIZES))
 
 
 def parse_figures(worker: int, fields: Mapping[str, Any]) -> ReportedFigures:

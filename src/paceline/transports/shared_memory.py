@@ -28,7 +28,7 @@ from paceline.core.messages import (
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.system.strict_json import parse_json, to_json
-from paceline.transports import frames, protocol
+from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing, unreadable
 
 _PUSH = struct.Struct("<BxxxIIIQffffd")
@@ -169,10 +169,6 @@ class SharedMemoryClient(ScriptTransport):
         return Reply(worker, incarnation, *work, self._assignment, dropped, discarded)
 
 
-_COUNT = frames.integer(0, 1 << 48)
-_SIZES: frames.Schema = {"sizes": frames.listed(frames.nullable(_COUNT), 5, 5)}
-
-
 def _fields_of(packet: bytes) -> dict[str, Any]:
     """The JSON object behind the first byte of a packet."""
     try:
@@ -254,12 +250,12 @@ class SharedMemoryPeer(Peer):
             if packet[0] != _HELLO or len(fds) != 1:
                 raise ProtocolError(f"{len(packet)} bytes that are not a hello")
             join, asked, facts = protocol.parse_hello(self.worker, self.incarnation, _fields_of(packet))
-            sizes = BufferSizes(*frames.checked({"sizes": asked}, _SIZES)["sizes"])
-            segment = Segment.attach(fds[0], SharedBuffers.nbytes_for(sizes))
-        except Exception:
+            sizes = protocol.parse_sizes(asked)
+        except ProtocolError:
             for fd in fds:
                 os.close(fd)
             raise
+        segment = Segment.attach(fds[0], SharedBuffers.nbytes_for(sizes))
         segment.close_descriptor()
         self.slot = SharedBuffers(segment, sizes)
         return Hello(join, self.slot, facts)

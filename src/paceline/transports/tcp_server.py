@@ -22,6 +22,7 @@ from paceline.transports.protocol import (
     pack_members,
     parse_figures,
     parse_hello,
+    parse_sizes,
     unreadable,
 )
 
@@ -41,22 +42,17 @@ def _within(size: int | None, most: int | None) -> bool:
     return size is most if size is None or most is None else 0 <= size <= most
 
 
-def parse_sizes(row: Any, most: BufferSizes) -> BufferSizes:
+def require_fitting(sizes: BufferSizes, most: BufferSizes) -> None:
     """Check the sizes of a worker's buffers before allocating them.
 
-    >>> parse_sizes([10, 0, None, None, 0], BufferSizes(10))
-    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0)
-    >>> parse_sizes([11, 0, None, None, 0], BufferSizes(10))
+    >>> require_fitting(BufferSizes(10), BufferSizes(10))
+    >>> require_fitting(BufferSizes(11), BufferSizes(10))
     Traceback (most recent call last):
     paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
     """
-    if not isinstance(row, list) or len(row) != len(most) or not all(type(n) in (int, type(None)) for n in row):
-        raise ProtocolError("a hello without sizes")
-    sizes = BufferSizes(*row)
     for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
         if not _within(count, limit):
             raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
-    return sizes
 
 
 class TcpPeer(Peer):
@@ -140,7 +136,8 @@ class TcpPeer(Peer):
 
     def _hello(self, fields: dict[str, Any]) -> Hello | Keepalive:
         join, asked, facts = parse_hello(self.worker, self.incarnation, fields)
-        sizes = parse_sizes(asked, self._largest)
+        sizes = parse_sizes(asked)
+        require_fitting(sizes, self._largest)
         if self.slot is not None:  # the worker did not get the reply to its first hello
             if sizes != self.slot.sizes or self._seq >= 0:
                 raise ProtocolError("a second hello")
