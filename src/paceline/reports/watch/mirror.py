@@ -53,7 +53,9 @@ class Mirror:
             ) from None
 
     def _sync(self) -> bool:
-        changed = self._store("config.toml", self._observer.read("config.toml"))
+        if (config := self._observer.read("config.toml")) is None:
+            raise ConnectionError("it shows no config.toml")
+        changed = self._store("config.toml", config)
         if not self.folder.is_locked():
             self._held.enter_context(self.folder.locked())
         result = self._observer.read("result.json")  # read first: if there is one, the other files are complete
