@@ -187,3 +187,27 @@ def test_a_server_that_does_not_say_where_it_is_is_refused_and_another_is_awaite
         assert found.fields["address"] == "127.0.0.1:7" and not others
         found.connection.close()
         client.close()
+
+
+def test_a_worker_whose_memory_does_not_fit_its_part_is_expelled(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    door = TcpClient(first.listener.address, b"token", patience=20)
+    door.apply({"version": package_version("paceline")}, beats=False)
+    small = WorkerBuffers.private(BufferSizes(32, first.run.task.state_size))
+    with pytest.raises(UserError, match="worker 0 sent buffers that do not fit its part of the weights"):
+        door.hello(Join(0, 0), small, facts_of(first))
+    door.close()
+    assert not first.run.server.members and first.error is None
+
+
+def test_a_worker_that_another_server_blames_is_expelled(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    door = TcpClient(first.listener.address, b"token", patience=20)
+    door.apply({"version": package_version("paceline")}, beats=False)
+    first.second.send({"part": [0, 0, -1], "wrong": "worker 0 sent \x1b[2J"})
+    memory = WorkerBuffers.private(BufferSizes(64, first.run.task.state_size))
+    with pytest.raises((UserError, UnknownWorker)):
+        door.hello(Join(0, 0), memory, facts_of(first))
+    door.close()
+    until(lambda: any("worker 0 sent" in note for note in first.notes), "the line")
+    assert all(note.isprintable() for note in first.notes) and first.error is None

@@ -227,3 +227,17 @@ def _is_admitted(client: TcpClient) -> bool:
     except UserError:
         return False
     return True
+
+
+@pytest.mark.parametrize("sizes", [BufferSizes(64), BufferSizes(128, 0, None, None, 8)])
+def test_a_worker_whose_memory_does_not_fit_is_named_to_the_first_server(first: First, sizes: BufferSizes) -> None:
+    door = TcpClient(first.listener.address, b"token", patience=0.1)
+    door.apply({"worker": 0, "incarnation": 0}, beats=False)
+    with ThreadPoolExecutor(1) as pool:
+        greeting = pool.submit(door.hello, Join(0, 0), WorkerBuffers.private(sizes), {})
+        blamed = hear(first.link)
+        door.abandon()
+        assert greeting.result(20) is None
+    assert blamed["part"] == [0, 0, -1] and blamed["wrong"].startswith("worker 0 sent buffers")
+    assert first.thread.is_alive()
+    door.close()

@@ -67,7 +67,7 @@ class PushGate(Protocol):
         """Call `apply` when the push may take effect. ProtocolError if it cannot be decoded."""
 
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
-        """Call `join` when the worker may join."""
+        """Call `join` when the worker may join. ProtocolError if it has a memory that does not fit."""
 
     def forget(self, peer: TcpPeer) -> None:
         """Drop what waits for a worker that is gone."""
@@ -216,15 +216,15 @@ class RemoteService:
                 self._heard(peer.worker)
             if isinstance(message, Push):
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
+            elif isinstance(message, Hello):
+                self._gate.hello(peer, message, functools.partial(self._join, peer))
         except ProtocolError as error:
             self._expel(peer, str(error))
             return
         if message is None:
             self._lose(peer)
             return
-        if isinstance(message, Hello):
-            self._gate.hello(peer, message, functools.partial(self._join, peer))
-        elif not isinstance(message, Push | Keepalive):
+        if not isinstance(message, Hello | Push | Keepalive):
             self._host.note_figures(message.worker, message.values)
         self._peers.loop.watch_writes(peer)
 

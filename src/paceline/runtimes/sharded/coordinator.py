@@ -123,7 +123,7 @@ class Coordinator(PushGate):
         if peer is None or peer.incarnation != part.incarnation or self._is_repeated(part):
             return
         if message["wrong"] is not None:
-            self._expel(peer, f"worker {part.worker}: {message['wrong']}")
+            self._expel(peer, message["wrong"])
             return
         vote = ShardVote(message["finite"], message["nbytes"])
         self._pending.setdefault(part, PendingPush()).votes[shard.number] = vote
@@ -169,6 +169,8 @@ class Coordinator(PushGate):
 
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
         """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""
+        if hello.slot.sizes != self.largest:
+            raise ProtocolError(f"worker {peer.worker} sent buffers that do not fit its part of the weights")
         weights = self._server.weights
         whole = hello.slot.full_view(weights.new_zeros(weights.shape), self._shards.own_span)
         part = PushId(peer.worker, peer.incarnation, -1)

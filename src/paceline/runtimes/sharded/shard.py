@@ -154,6 +154,11 @@ class ShardService:
             raise ProtocolError("an order came before the description of the run")
         return self._server
 
+    @property
+    def _sizes(self) -> BufferSizes:
+        """Of each worker's memory here."""
+        return BufferSizes(self._known.weights.numel(), 0, *self._coding.capacities)
+
     def _handle(self, words: list[Any], finite: bool) -> None:
         message, server = self._to_input(words, finite), self._known
         if isinstance(message, Join):
@@ -210,8 +215,7 @@ class ShardService:
             if worker >= self._server.max_workers or here >= MAX_INCARNATIONS:
                 applicant.refuse(f"worker {worker} of 0 to {self._server.max_workers - 1} is here already, or none")
                 return
-            largest = BufferSizes(self._server.weights.numel(), 0, *self._coding.capacities)
-            known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
+            known = applicant.welcome({"worker": worker, "incarnation": incarnation}, self._sizes)
             self._peers[worker, incarnation] = known
         self._loop.register(known, functools.partial(self._serve, known))
         self._loop.watch_writes(known)
@@ -221,9 +225,10 @@ class ShardService:
             peer.flush()
         try:
             message = peer.receive()
+            if isinstance(message, Hello) and message.slot.sizes != self._sizes:
+                raise ProtocolError(f"worker {peer.worker} sent buffers that do not fit this part of the weights")
         except ProtocolError as error:
-            self._say(str(error))
-            self._hang_up(peer)
+            self._blame(peer, str(error))
             return
         if message is None:
             if peer.left or peer.slot is None or self._known.finished:
@@ -252,11 +257,20 @@ class ShardService:
             try:
                 known = push if self._opened is None else push._replace(update=self._opened.open(push.update))
             except ProtocolError as error:
-                self._say(f"worker {push.worker}: {error}")
-                self._link.send({"part": part, "wrong": str(error)})
+                self._blame(peer, f"worker {push.worker}: {error}")
                 return
             self._parts[push.worker, push.incarnation] = known
         self._vote(part, is_finite(known.update), nbytes)
+
+    def _blame(self, peer: TcpPeer, why: str) -> None:
+        """Hang up on a worker because of what it sent, and tell the first server, which expels it."""
+        self._say(why)
+        self._hang_up(peer)
+        member = self._known.members.get(peer.worker)
+        is_member = member is not None and member.incarnation == peer.incarnation
+        part = PushId(peer.worker, peer.incarnation, member.seq + 1 if member is not None and is_member else -1)
+        if self._ended is None:
+            self._link.send({"part": part, "wrong": why})
 
     def _vote(self, part: PushId, finite: bool, nbytes: int = 0) -> None:
         if self._ended is None:
