@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from paceline.assembly.run import make_join, sizes_of
@@ -24,10 +26,20 @@ from paceline.transports.connection import connected, read, send
 from paceline.transports.frames import HEADER_NBYTES, PUSH_HEAD, FrameKind, header, padding, read_bytes
 from paceline.transports.listener import Listener
 from paceline.transports.tcp_client import TcpClient
-from paceline.transports.tls import Tls, worker_tls
+from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
 from tests.support.recorded_runs import RecordedRun, small_config
 
 TOKEN = b"of this served run"
+
+
+@pytest.fixture(scope="module", params=["plain", "TLS"])
+def tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tls | None:
+    """The server's side of TLS, and None for a plain connection: each test runs with both."""
+    if request.param == "plain":
+        return None
+    if shutil.which("openssl") is None:
+        pytest.skip("the command openssl is not here")
+    return server_tls(*make_certificate(tmp_path_factory.mktemp("tls")))
 
 
 class ServedRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import socket
@@ -25,6 +26,7 @@ from paceline.transports.auth import ANSWER_NBYTES, ServerHandshake
 from paceline.transports.file_client import FileClient
 from paceline.transports.frames import HEADER_NBYTES, REPLY_HEAD, FrameKind, header
 from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tls import Tls, worker_tls
 
 TOKEN = b"of a lying server"
 Act = Callable[[socket.socket], None]
@@ -36,14 +38,29 @@ def frame(kind: FrameKind, body: bytes | str | dict[str, Any]) -> bytes:
     return header(kind, len(body)) + body
 
 
+def read_all(connection: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes and (piece := connection.recv(nbytes - len(found))):
+        found += piece
+    return found
+
+
 def read_frame(connection: socket.socket) -> bytes:
-    head = connection.recv(HEADER_NBYTES, socket.MSG_WAITALL)
-    nbytes = int.from_bytes(head[8:], "little") if len(head) == HEADER_NBYTES else 0
-    return connection.recv(nbytes, socket.MSG_WAITALL) if nbytes else b""
+    head = read_all(connection, HEADER_NBYTES)
+    return read_all(connection, int.from_bytes(head[8:], "little"))
+
+
+def secured(connection: socket.socket, tls: Tls | None) -> socket.socket:
+    return tls.context.wrap_socket(connection, server_side=True) if tls is not None else connection
+
+
+def ours(tls: Tls | None) -> Tls | None:
+    """The worker's side of it."""
+    return worker_tls() if tls is not None else None
 
 
 @contextlib.contextmanager
-def served_by(act: Act) -> Iterator[str]:
+def served_by(act: Act, tls: Tls | None = None) -> Iterator[str]:
     """A server that proves its token and then does what it likes, with every connection."""
     listening = socket.create_server(("127.0.0.1", 0))
 
@@ -51,10 +68,10 @@ def served_by(act: Act) -> Iterator[str]:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listening.accept()
-                with connection, contextlib.suppress(OSError, struct.error):
-                    proof = ServerHandshake(TOKEN)
+                with contextlib.suppress(OSError, struct.error), secured(connection, tls) as connection:
+                    proof = ServerHandshake(TOKEN, (tls.fingerprint or "").encode() if tls is not None else b"")
                     connection.sendall(proof.challenge)
-                    connection.sendall(proof.check(connection.recv(ANSWER_NBYTES, socket.MSG_WAITALL)))
+                    connection.sendall(proof.check(read_all(connection, ANSWER_NBYTES)))
                     read_frame(connection)
                     act(connection)
                     while connection.recv(1 << 16):  # until the other end has seen enough
@@ -83,19 +100,20 @@ WELCOMES: list[bytes] = [
 ]
 
 
-@pytest.mark.parametrize("welcome", WELCOMES)
-def test_a_welcome_that_is_none_is_one_line(welcome: bytes) -> None:
-    with served_by(lambda connection: connection.sendall(welcome)) as address:
+@pytest.mark.parametrize("welcome", WELCOMES, ids=itertools.count())
+def test_a_welcome_that_is_none_is_one_line(welcome: bytes, tls: Tls | None) -> None:
+    with served_by(lambda connection: connection.sendall(welcome), tls) as address:
         with pytest.raises(UserError, match="is not a Paceline server: it sent") as found:
-            TcpClient(address, TOKEN).apply({}, beats=False)
+            TcpClient(address, TOKEN, ours(tls)).apply({}, beats=False)
         assert str(found.value).isprintable()
 
 
-@pytest.mark.parametrize("secret", ["\x1b[2J\x07you have won", "\u202eevil", "\N{SNAKE}" * 500])
-def test_the_reason_of_a_refusal_is_shown_and_not_obeyed(secret: str) -> None:
-    with served_by(lambda connection: connection.sendall(frame(FrameKind.REFUSED, {"reason": secret}))) as address:
+@pytest.mark.parametrize("secret", ["\x1b[2J\x07you have won", "\u202eevil", "\N{SNAKE}" * 500], ids=itertools.count())
+def test_the_reason_of_a_refusal_is_shown_and_not_obeyed(secret: str, tls: Tls | None) -> None:
+    refusal = frame(FrameKind.REFUSED, {"reason": secret})
+    with served_by(lambda connection: connection.sendall(refusal), tls) as address:
         with pytest.raises(UserError) as found:
-            TcpClient(address, TOKEN).apply({}, beats=False)
+            TcpClient(address, TOKEN, ours(tls)).apply({}, beats=False)
         assert str(found.value).isprintable()
 
 
@@ -134,22 +152,23 @@ def reply(lr: float = 0.1, steps: int = 0, batch: int = 0, members: bytes = b"",
         frame(FrameKind.REFUSED, "null"),
         frame(FrameKind.PUSH, b""),
     ],
+    ids=itertools.count(),
 )
-def test_a_reply_that_is_none_is_one_line(answer: bytes) -> None:
+def test_a_reply_that_is_none_is_one_line(answer: bytes, tls: Tls | None) -> None:
     def act(connection: socket.socket) -> None:
         connection.sendall(frame(FrameKind.WELCOME, {"worker": 0, "incarnation": 0}))
         read_frame(connection)
         connection.sendall(answer)
 
-    with served_by(act) as address:
-        client = TcpClient(address, TOKEN, patience=0.1)
+    with served_by(act, tls) as address:
+        client = TcpClient(address, TOKEN, ours(tls), patience=0.1)
         client.apply({}, beats=False)
         with pytest.raises(ProtocolError, match="broke the protocol: it sent"):
             client.hello(Join(0, 0), WorkerBuffers.private(BufferSizes(8)), {})
         client.close()
 
 
-def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch, tls: Tls | None) -> None:
     """Each byte comes in time for a timeout of the socket; all of them together do not."""
     monkeypatch.setattr(file_client, "HANDSHAKE_SECONDS", 0.3)
     stop = threading.Event()
@@ -160,9 +179,9 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest
                 return
             connection.sendall(bytes([byte]))
 
-    with served_by(drip) as address:
+    with served_by(drip, tls) as address:
         with pytest.raises(UserError, match=r"took too long|timed out"):
-            FileClient(address, TOKEN)
+            FileClient(address, TOKEN, ours(tls))
         stop.set()
     assert handshake.HANDSHAKE_SECONDS > 1.0
 
@@ -193,9 +212,11 @@ def seen(size: int, data: bytes = b"", **fields: Any) -> bytes:
         frame(FrameKind.SEEN, '{"size": NaN}'),
         frame(FrameKind.BODY, b""),
     ],
+    ids=itertools.count(),
 )
-def test_a_part_of_a_file_that_is_none_ends_the_connection(answer: bytes) -> None:
-    with served_by(looking(lambda look: answer)) as address, contextlib.closing(FileClient(address, TOKEN)) as observer:
+def test_a_part_of_a_file_that_is_none_ends_the_connection(answer: bytes, tls: Tls | None) -> None:
+    served = served_by(looking(lambda look: answer), tls)
+    with served as address, contextlib.closing(FileClient(address, TOKEN, ours(tls))) as observer:
         assert observer.run.isprintable()
         with pytest.raises(ConnectionError):
             observer.read("events.jsonl")

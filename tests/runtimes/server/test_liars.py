@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from paceline.errors import UserError
 from paceline.runs.arrival_log import read_arrivals
 from paceline.system.environment import package_version
 from paceline.transports.frames import FrameKind
-from paceline.transports.tls import Tls, make_certificate, server_tls
+from paceline.transports.tls import Tls
 from tests.support.served_runs import Liar, ServedRun, lying
 from tests.support.waiting import until
 
@@ -109,15 +108,6 @@ MESSAGES: dict[str, Lie] = {
     "an answer to another reply": push(seq=5, reply=5),
     "two pushes for one reply": two_pushes_for_one_reply,
 }
-
-
-@pytest.fixture(scope="module", params=["plain", "TLS"])
-def tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tls | None:
-    if request.param == "plain":
-        return None
-    if shutil.which("openssl") is None:
-        pytest.skip("the command openssl is not here")
-    return server_tls(*make_certificate(tmp_path_factory.mktemp("tls")))
 
 
 def assert_finished(served: ServedRun, num_expelled: int) -> None:
