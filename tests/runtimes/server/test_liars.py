@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from paceline.assembly.run import make_join
 from paceline.errors import UserError
 from paceline.runs.arrival_log import read_arrivals
+from paceline.runtimes.sharded.client import ShardedClient
 from paceline.system.environment import package_version
 from paceline.transports.frames import FrameKind
-from paceline.transports.tls import Tls
-from tests.support.served_runs import Liar, ServedRun, lying
+from paceline.transports.protocol import Timing
+from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tls import Tls, worker_tls
+from tests.support.served_runs import TOKEN, Liar, ServedRun, lying
 from tests.support.waiting import until
 
 Lie = Callable[[Liar], Any]
@@ -221,3 +225,19 @@ def test_bytes_that_no_check_foresaw_are_still_their_senders_fault(
         served.work_honestly()
     assert_finished(served, num_expelled=1)
     assert "ZeroDivisionError" in served.events("expelled")[0]["why"]
+
+
+def test_a_worker_that_is_expelled_tells_its_user_why(tmp_path: Path, tls: Tls | None) -> None:
+    with ServedRun(tmp_path, tls) as served:
+        first = TcpClient(served.listener.address, TOKEN, worker_tls() if tls else None, patience=20)
+        client = ShardedClient(served.listener.address, lambda address, fingerprint: first, first)
+        welcome = client.apply({"version": VERSION}, 20.0)
+        instance = served.run.make_worker(make_join(served.run.config, served.run.work, 0, welcome["incarnation"]))
+        instance.pending = client.hello(instance.join, instance.memory, served.facts)
+        push = instance.push()
+        assert push is not None
+        with pytest.raises(UserError, match="worker 0 counted 5 samples in a batch of 4"):
+            client.exchange(push._replace(samples=5), Timing(0.1, 0.1, 0.0))
+        client.close()
+        served.work_honestly()
+    assert_finished(served, num_expelled=1)
