@@ -197,7 +197,7 @@ def test_an_own_loop_is_bound_by_the_batch_that_it_declared(record: Record) -> N
     with contextlib.ExitStack() as stack:
         line = [stack.enter_context(end) for end in socket.socketpair(*_SEQPACKET)]
         dispatcher = Dispatcher(run.host, SupervisorChannel(line[0]), {})
-        dispatcher._loop_batches[0] = 4
+        dispatcher._loop_samples[0] = 4
         found = run.instances[0].push()
         assert isinstance(found, Push)
         for samples in (5, 2**32 - 1):

@@ -41,7 +41,7 @@ LOOP_FACTS: Schema = {
     **dict.fromkeys(("layout", "state_layout"), listed(ANYTHING, 0, 1 << 20)),
     **dict.fromkeys(("num_samples", "quota_samples"), integer(0, 1 << 48)),
     **dict.fromkeys(("order", "skew"), ANYTHING),
-    "batch_size": integer(1),
+    **dict.fromkeys(("batch_size", "max_samples"), integer(1)),
     "settings": OBJECT,
     "sources": nullable(OBJECT),
 }

@@ -67,7 +67,7 @@ class Dispatcher:
         """`expected` are the facts about model and data in which every worker must agree with the run."""
         self._host, self._control, self._expected = host, control, expected
         self.note = control.note
-        self._loop_batches: dict[int, int] = {}  # by worker, the samples of a step that its own loop declared
+        self._loop_samples: dict[int, int] = {}  # by worker, the most samples of a step, as its own loop declared
         self._pacing = StepBalancer() if host.config.local_steps == "speed" else None
         self._clock_runs = False
 
@@ -97,7 +97,7 @@ class Dispatcher:
         if self._host.work is not None:
             least = most = self._host.work.samples_of(self._host.server.last_answer(push.worker), self._host.config)
         else:
-            least, most = 1, self._loop_batches[push.worker]
+            least, most = 1, self._loop_samples[push.worker]
         if not least <= push.samples <= most:
             asked = f"{most}" if least == most else f"at most {most}"
             raise ProtocolError(f"worker {push.worker} counted {push.samples} samples in a batch of {asked}")
@@ -111,10 +111,10 @@ class Dispatcher:
         wrong += ["own loop"] * (join.own_loop is not (work is None))
         if work is not None:
             wrong += ["quota"] * (join.quota != work.quotas[join.worker])
-        elif type(batch_size := hello.facts.get("batch_size")) is int and 1 <= batch_size <= UINT32:
-            self._loop_batches[join.worker] = batch_size
+        elif type(most := hello.facts.get("max_samples")) is int and 1 <= most <= UINT32:
+            self._loop_samples[join.worker] = most
         else:
-            wrong.append("batch size")
+            wrong.append("samples of a step")
         if wrong:
             return f"it differs from this run in {' and '.join(wrong)}"
         self._host.memories[join.worker] = hello.slot
