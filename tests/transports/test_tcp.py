@@ -217,8 +217,7 @@ def test_a_server_that_was_started_anew_is_told_from_one_that_remembers() -> Non
         with pytest.raises(UnknownWorker) as forgotten:
             door.exchange(push, TIMING)
         assert forgotten.value.welcome["incarnation"] == 0
-        known = {name: star.applied[1][name] for name in ("again", "worker", "incarnation")}
-        assert known == {"again": True, "worker": 0, "incarnation": 0}
+        assert star.applied[1].items() > {"again": True, "worker": 0, "incarnation": 0}.items()
         star.server = make_server(DENSE, UPDATES)
         assert door.hello(Join(0, 1), memory, {}) == Reply(0, 0, 0, 0, 0)._replace(incarnation=1)
         door.close()

@@ -34,6 +34,7 @@ _SHARD: frames.Schema = {
 WELCOME: frames.Schema = {
     "worker": frames.optional(frames.integer()),
     "incarnation": frames.optional(frames.integer()),
+    "secret": frames.optional(frames.text(64)),
     "again": frames.optional(frames.FLAG, False),
     "config": frames.optional(frames.OBJECT),
     "run": frames.optional(frames.text(4096), ""),

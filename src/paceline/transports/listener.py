@@ -28,6 +28,7 @@ _PLACE: frames.Schema = {
 APPLICATION: frames.Schema = {
     "worker": frames.optional(frames.integer()),
     "incarnation": frames.optional(frames.integer()),
+    "secret": frames.optional(frames.text(64)),
     "again": frames.optional(frames.FLAG, False),
     "version": frames.optional(frames.text(64)),
     "device": frames.optional(frames.text(64), "cpu"),
