@@ -78,7 +78,7 @@ class Stranger:
         self.send(answer[ANSWER_NBYTES // 2 :])
         proof.check(self.receive(PROOF_NBYTES))
         yield "proved"
-        request = fields_frame(FrameKind.APPLY, {"who": "a worker"}, MAX_APPLY)
+        request = fields_frame(FrameKind.APPLY, {"worker": 3}, MAX_APPLY)
         self.send(request[:9])
         yield "within the request"
         self.send(request[9:])

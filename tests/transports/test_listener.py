@@ -23,7 +23,7 @@ from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PR
 from paceline.transports.connection import parse_address
 from paceline.transports.file_client import FileClient
 from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, FrameReader, fields_frame, header
-from paceline.transports.listener import MAX_SHARE, MAX_UNPAUSED, JoinRequest, Listener
+from paceline.transports.listener import APPLICATION, MAX_SHARE, MAX_UNPAUSED, JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
 from tests.support.small_star import TOKEN, Star, Wire, work
@@ -110,7 +110,7 @@ def test_a_connection_that_ends_at_any_moment_ends_alone(
             assert "was turned away: " in text and not hall.requests
         with hall.stranger() as honest:
             list(honest.phases())
-            assert [found.fields for found in hall.requests] == [{"who": "a worker"}]
+            assert [found.fields["worker"] for found in hall.requests] == [3]
         assert hall.listener.num_refused == 1 and not hall.listener.strangers
 
 
@@ -135,9 +135,9 @@ def test_who_proves_and_applies_is_an_applicant() -> None:
     with Hall() as hall:
         visitor = hall.knock()
         hall.prove(visitor)
-        visitor.sendall(fields_frame(FrameKind.APPLY, {"who": "a worker"}, MAX_APPLY))
+        visitor.sendall(fields_frame(FrameKind.APPLY, {"worker": 3, "who": "a worker"}, MAX_APPLY))
         (applicant,) = hall.serve()
-        assert applicant.fields == {"who": "a worker"}
+        assert applicant.fields["worker"] == 3 and applicant.fields.keys() == APPLICATION.keys()
         assert applicant.peer == f"127.0.0.1:{visitor.getsockname()[1]}"
         assert not hall.listener.strangers and not hall.listener.complaints()
 
