@@ -25,8 +25,9 @@ PUSH_HEAD = struct.Struct("<IIIxxxxQQQffffd")
 """seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited, weight
 (0: the samples)."""
 REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQI4x")
-"""over, encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
+"""over (or DRAINED), encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
 of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes dropped so far."""
+DRAINED = 2  # in the first byte of a reply: this worker alone is to leave
 MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
 
 T = TypeVar("T")

@@ -60,6 +60,7 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         self.wants_state = False
         """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
+        self.is_drained = False  # whether its last reply is to say that it alone leaves
         self.state_seq = -1  # the last push that brought the local state, as saved with it and before it
         self._largest = largest
         self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0}
@@ -198,9 +199,8 @@ class TcpPeer(Peer):
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._new_members(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        head = REPLY_HEAD.pack(
-            reply.finished, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded
-        )
+        over = frames.DRAINED if reply.finished and self.is_drained else reply.finished
+        head = REPLY_HEAD.pack(over, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded)
         pad = padding(len(members) + len(body))
         nbytes = len(head) + len(members) + len(body) + len(pad)
         self.send(frames.header(FrameKind.REPLY, nbytes) + head + members, body, pad)

@@ -232,10 +232,7 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
 
     server = ServerAddress(options.connect, token, tls_of(options), options.patience)
     own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
-    ended = work(server, own, _load, console.note)
-    if not ended:
-        console.note(f"the server at {options.connect} is gone and did not come back within {options.patience:g} s")
-    return ended
+    return work(server, own, _load, console.note)
 
 
 def _require_device(device: str) -> None:

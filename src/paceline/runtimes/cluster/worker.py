@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -28,9 +29,10 @@ from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
+from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tcp_client import ConnectionReport, TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
 JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
@@ -49,14 +51,16 @@ class ServerAddress:
     tls: Tls | None
     patience: float  # how many seconds to try while the server cannot be reached
 
-    def open(self) -> ShardedClient:
+    def open(self, report_of: Callable[[str], ConnectionReport]) -> ShardedClient:
         """Create the client to this server and to the others of the run, which this one names."""
 
-        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
-            tls = worker_tls(fingerprint, None) if fingerprint is not None else None
-            return TcpClient(address, self.token, tls, self.patience)
+        def open_one(address: str, tls: Tls | None) -> TcpClient:
+            return TcpClient(address, self.token, tls, self.patience, report=report_of(address))
 
-        return ShardedClient(self.address, open_shard, TcpClient(self.address, self.token, self.tls, self.patience))
+        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
+            return open_one(address, worker_tls(fingerprint, None) if fingerprint is not None else None)
+
+        return ShardedClient(self.address, open_shard, open_one(self.address, self.tls))
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class WorkerContext:
 
     def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
         self.options, self._load, self.say = options, load, say
+        self.report_of = functools.cache(functools.partial(ConnectionReport, say))
         self._threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
@@ -161,12 +166,14 @@ class PipelineSlot:
     def __init__(self, stack: contextlib.ExitStack, server: ServerAddress, context: WorkerContext, number: int) -> None:
         self._context = context
         self.has_finished = False  # whether the server said that training is over
-        self._transport = stack.enter_context(contextlib.closing(server.open()))
+        self._server_report = context.report_of(server.address)
+        self._transport = stack.enter_context(contextlib.closing(server.open(context.report_of)))
         self._begin(context.apply(self._transport, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """Start a new incarnation: build everything but the data."""
         config, dataset = self._context.prepare(from_dict(welcome["config"]))
+        self._server_report.run = str(Path(config.runs) / welcome["run"])
         worker, device = int(welcome["worker"]), prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
@@ -189,9 +196,20 @@ class PipelineSlot:
             return self.greet
         if self._reply is None or self._reply.finished:
             self.has_finished = self._reply is not None
+            self._say_end()
             return None
         self._push = self._loop.step(self._reply)
         return self.exchange
+
+    def _say_end(self) -> None:
+        """Tell the user why this worker ends; if its server is gone, that was said already."""
+        worker = self._loop.instance.join.worker
+        if self.has_finished and self._transport.is_drained:
+            self._context.say(f"worker {worker} was drained: it has left the run, which goes on")
+        elif self.has_finished:
+            self._context.say(f"worker {worker} has finished: its work is done or training is over")
+        elif self._transport.farewell is not None:
+            self._context.say(f"worker {worker} ends: {printable(self._transport.farewell)}")
 
     def greet(self) -> None:
         """Blocking call: join, and wait at the start barrier."""

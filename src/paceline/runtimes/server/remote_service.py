@@ -119,6 +119,7 @@ class RemoteService:
         self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from
         self._checked = time.monotonic()
         self._empty_since: float | None = None
+        peers.is_drained = lambda worker: host.server.members[worker].released
         peers.loop.register(control.connection, lambda: host.stop(control.receive()[0]["reason"]))
         peers.loop.register(listener, lambda: self.admit(listener.serve()))
         gate.open(self._expel)

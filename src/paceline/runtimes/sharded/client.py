@@ -64,7 +64,16 @@ class ShardedClient(Transport):
         self._others: list[_ShardConnection] = []
         self._memory: WorkerBuffers | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self.farewell: str | None = None
+
+    @property
+    def farewell(self) -> str | None:
+        """Why the first server refused the worker, if it did."""
+        return self._first.farewell
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the last reply ended the work of this worker alone, because an operator drained it."""
+        return self._first.is_drained
 
     def apply(self, fields: Mapping[str, Any], patience: float) -> dict[str, Any]:
         """Ask the first server to join."""
