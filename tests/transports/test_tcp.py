@@ -26,7 +26,7 @@ from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, FrameKind, fields_frame, header, padding
-from paceline.transports.protocol import HEARD, Hello, ReportedFigures
+from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tcp_server import TcpPeer, parse_sizes
@@ -336,7 +336,7 @@ def test_a_push_byte_by_byte_counts_with_its_last_byte() -> None:
         whole = push_bytes(0)
         for byte in whole[:-1]:
             pair.raw.sendall(bytes([byte]))
-            assert pair.door.receive() is HEARD
+            assert pair.door.receive() is Keepalive.PARTIAL
         pair.raw.sendall(whole[-1:])
         message = pair.door.receive()
         assert isinstance(message, Push) and message.seq == 0

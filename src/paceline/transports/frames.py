@@ -16,7 +16,7 @@ from paceline.errors import ProtocolError
 from paceline.system.strict_json import to_json
 
 MAGIC = b"PACE"
-VERSION = 3
+VERSION = 4
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
@@ -25,8 +25,10 @@ PUSH_HEAD = struct.Struct("<IIIxxxxQQQffffd")
 """seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited, weight
 (0: the samples)."""
 REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQI4x")
-"""over (or DRAINED), encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
-of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes dropped so far."""
+"""over (or DRAINED), encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data
+assignment, bytes of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes
+dropped so far."""
+BEAT_BODY = struct.Struct("<Q8x")  # steps that the worker has begun
 DRAINED = 2  # in the first byte of a reply: this worker alone is to leave
 MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
 
@@ -72,7 +74,7 @@ def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
     >>> header(FrameKind.BEAT, 0).hex(" ", 4)
-    '50414345 03080000 00000000 00000000'
+    '50414345 04080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 
@@ -128,6 +130,11 @@ def fields_frame(kind: FrameKind, fields: Mapping[str, Any], most: int) -> bytes
     text += b" " * len(padding(len(text)))
     assert len(text) <= most, f"{len(text)} bytes for a frame '{kind.name.lower()}' of at most {most}"
     return header(kind, len(text)) + text
+
+
+def beat_frame(num_steps: int) -> bytes:
+    """Build a heartbeat. It carries the worker's progress: a hung worker may well send heartbeats."""
+    return header(FrameKind.BEAT, BEAT_BODY.size) + BEAT_BODY.pack(num_steps)
 
 
 def refusal_frame(reason: str) -> bytes:

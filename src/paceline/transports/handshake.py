@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import ProtocolError, UserError
@@ -20,9 +20,15 @@ TLS_PROBE_SECONDS = 2.0  # A server that sends nothing for so long may be waitin
 
 
 def introduce(
-    connection: Connection, proof: ClientHandshake, fields: Mapping[str, Any], seconds: float, is_known: bool = False
+    connection: Connection,
+    proof: ClientHandshake,
+    fields: Callable[[], Mapping[str, Any]],
+    seconds: float,
+    is_known: bool = False,
 ) -> dict[str, Any]:
     """Return the server's welcome. The caller may retry after ConnectionError, not after UserError or JoinRefused.
+
+    `fields` is called when the server has proved itself: a report of the time must be fresh.
 
     If the server is not known yet (`is_known`) and sends nothing, check whether it expects TLS.
     """
@@ -33,7 +39,7 @@ def introduce(
             _require_no_tls(connection, min(TLS_PROBE_SECONDS, seconds))
         send(connection, proof.answer(read(connection, read_bytes(auth.CHALLENGE_NBYTES))))
         proof.check(read(connection, read_bytes(auth.PROOF_NBYTES)))
-        send(connection, fields_frame(FrameKind.APPLY, fields, frames.MAX_APPLY))
+        send(connection, fields_frame(FrameKind.APPLY, fields(), frames.MAX_APPLY))
         welcome = read(connection, _welcome())
     except OtherVersion as error:
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None

@@ -26,8 +26,9 @@ _QUIET_SECONDS = 1.0
 class JoinRequest:
     """An authenticated request to join, which waits for `welcome`, `welcome_back` or `refuse`."""
 
-    def __init__(self, connection: Connection, fields: dict[str, Any]) -> None:
+    def __init__(self, connection: Connection, fields: dict[str, Any], accepted_at: float | None = None) -> None:
         self.connection, self.peer, self.fields = connection, connection.peer, fields
+        self.accepted_at = accepted_at  # by the clock of this machine; the request was made later
 
     def refuse(self, reason: str) -> None:
         """Refuse the request, with a reason that the client shows its user."""
@@ -68,6 +69,7 @@ class UnauthenticatedPeer:
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
+        self._accepted_at = time.time()
         self._shaken = False  # whether the TLS handshake is done
         self._outbox = SendQueue()
         self._filler = FrameReader(_application(connection, self._outbox, ServerHandshake(token, binding)))
@@ -94,7 +96,7 @@ class UnauthenticatedPeer:
         except (ProtocolError, ConnectionError) as error:
             connection.close()
             raise ProtocolError(f"{self.peer} was turned away: {error}") from None
-        return JoinRequest(connection, whole[0]) if whole is not None else None
+        return JoinRequest(connection, whole[0], self._accepted_at) if whole is not None else None
 
 
 def _application(connection: Connection, outbox: SendQueue, handshake: ServerHandshake) -> Reading[dict[str, Any]]:

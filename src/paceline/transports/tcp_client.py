@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from paceline.core.buffers import WorkerBuffers, view
@@ -112,6 +113,10 @@ class ConnectionReport:
         if since is not None:
             self._say(f"the server at {self.address} is back after {time.monotonic() - since:.0f} s")
 
+    def dropped(self, reason: str) -> None:
+        """The server goes on without a worker of this process, whose step has not ended."""
+        self._say(f"the server at {self.address} goes on without this worker: {printable(reason)}")
+
     def gave_up(self, patience: float) -> None:
         """The server did not come back in time."""
         with self._lock:
@@ -145,6 +150,7 @@ class TcpClient(Transport):
         self._connection: Connection | None = None
         self._last_sent = 0.0
         self._fields: dict[str, Any] = {}
+        self._fresh: Callable[[], Mapping[str, Any]] = dict
         self._memory: WorkerBuffers | None = None
         self._ship_state = False
         self._assignment: DataAssignment | None = None
@@ -156,15 +162,24 @@ class TcpClient(Transport):
         self._beating: threading.Thread | None = None
         self.farewell: str | None = None
         """Why the server refused the worker, if `exchange` returned None because of that."""
+        self.num_steps: Callable[[], int] = lambda: 0  # how many steps the worker has begun: its heartbeats say so
+        self._dropped_because: str | None = None  # why the server goes on without this worker, if it does
         self.is_drained = False
         """Whether the last reply ended the work of this worker alone, because an operator drained it."""
 
     def apply(
-        self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
+        self,
+        fields: Mapping[str, Any],
+        patience: float = FIRST_PATIENCE_SECONDS,
+        beats: bool = True,
+        fresh: Callable[[], Mapping[str, Any]] = dict,
     ) -> dict[str, Any]:
-        """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses."""
+        """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses.
+
+        `fresh` gives the fields that are made anew for every connection.
+        """
         require_token(self._address, self._token)
-        self._fields = dict(fields)
+        self._fields, self._fresh = dict(fields), fresh
         back_off = Backoff(patience)
         back_off.lost()
         with self._busy:
@@ -303,7 +318,7 @@ class TcpClient(Transport):
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * self._beat):
-            self._send([memoryview(header(FrameKind.BEAT, 0))])
+            self._send([memoryview(frames.beat_frame(self.num_steps()))])
 
     def _send_heartbeats(self) -> None:
         """In a thread: send heartbeats while nothing else is sent, and reconnect if the connection broke."""
@@ -311,23 +326,32 @@ class TcpClient(Transport):
             if time.monotonic() - self._last_sent < self._beat or not self._busy.acquire(blocking=False):
                 continue
             try:
-                if self._connection is None:
-                    self._reconnect()
-                else:
-                    self._send([memoryview(header(FrameKind.BEAT, 0))])
-            except (ConnectionError, JoinRefused, UserError):
+                if self._connection is not None:
+                    self._send([memoryview(frames.beat_frame(self.num_steps()))])
+                elif self._dropped_because is None:
+                    self._reconnect(idle=True)
+            except JoinRefused as reason:
+                self._dropped_because = str(reason)
+                self._report.dropped(str(reason))
+                self._lose()
+            except (ConnectionError, UserError):
                 self._lose()  # the next exchange meets the same failure and handles it
             finally:
                 self._busy.release()
 
-    def _reconnect(self) -> None:
-        """Ask to continue as the same worker. A server that offers a new place has forgotten this one."""
+    def _reconnect(self, idle: bool = False) -> None:
+        """Ask to continue as the same worker. A server that offers a new place has forgotten this one.
+
+        An `idle` request comes from the thread that sends heartbeats: if the server has dropped the worker because it
+        makes no progress, it says so and keeps no place for it.
+        """
         if self._memory is None:
             return
+        self._dropped_because = None
         self._last_sent = time.monotonic()
         self._back_off.lost()
         try:
-            welcome = self._connect(max(MIN_CONNECT_SECONDS, self._back_off.left))
+            welcome = self._connect(max(MIN_CONNECT_SECONDS, self._back_off.left), {"idle": True} if idle else {})
         except ConnectionError as error:
             self._report.lost(error, self._back_off.left)
             raise
@@ -336,13 +360,14 @@ class TcpClient(Transport):
         if not welcome.get("again"):
             self.forgotten = welcome
 
-    def _connect(self, seconds: float) -> dict[str, Any]:
+    def _connect(self, seconds: float, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Connect once. The caller may retry after ConnectionError, not after UserError or JoinRefused."""
         connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
         self._connection = connection
         try:
             proof, limit = ClientHandshake(self._token, binding), min(HANDSHAKE_SECONDS, seconds)
-            return introduce(connection, proof, self._fields, limit, is_known=self._memory is not None)
+            is_known = self._memory is not None
+            return introduce(connection, proof, lambda: {**self._fields, **self._fresh(), **more}, limit, is_known)
         except (ConnectionError, JoinRefused, UserError):
             self._drop()
             raise

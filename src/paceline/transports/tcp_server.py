@@ -63,9 +63,10 @@ class TcpPeer(Peer):
         self.is_drained = False  # whether its last reply is to say that it alone leaves
         self.state_seq = -1  # the last push that brought the local state, as saved with it and before it
         self._largest = largest
-        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0}
+        self._most = {FrameKind.BEAT: frames.BEAT_BODY.size, FrameKind.BYE: 0}
         self._most |= {FrameKind.HELLO: frames.MAX_HELLO, FrameKind.FIGURES: frames.MAX_FIGURES}
         """The kinds of frames that are accepted and their largest sizes; pushes only after the buffers exist."""
+        self._num_steps = 0  # steps that the worker has begun, by its last heartbeat
         self._seq = -1  # the last push that has arrived completely
         self._sent_assignment: DataAssignment | None = None  # the last one on this connection
         self._greeted: Reply | None = None  # the reply to the hello, until the first push comes
@@ -94,7 +95,7 @@ class TcpPeer(Peer):
         self._outbox, self._filler, self._sent_assignment = SendQueue(), None, None
 
     def receive(self) -> Hello | Push | ReportedFigures | Keepalive | None:
-        """Return the next message, HEARD if it is not complete yet, or None if the connection is gone.
+        """Return the next message, PARTIAL if it is not complete yet, or None if the connection is gone.
 
         Raise ProtocolError if the bytes are malformed. A push counts only when its last byte has arrived.
         """
@@ -106,7 +107,7 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         if whole is None:
             self._filler = filler
-            return HEARD
+            return Keepalive.PARTIAL
         return None if self.left else whole[0]
 
     def _message(self) -> Reading[Hello | Push | ReportedFigures | Keepalive]:
@@ -116,13 +117,24 @@ class TcpPeer(Peer):
             if kind is FrameKind.PUSH:
                 assert self.slot is not None and self._views is not None
                 return (yield from self._push(nbytes, self.slot, self._views))
-            if kind in (FrameKind.BEAT, FrameKind.BYE):
-                self.left = kind is FrameKind.BYE
+            if kind is FrameKind.BEAT:
+                return (yield from self._beat(nbytes))
+            if kind is FrameKind.BYE:
+                self.left = True
                 return HEARD
             fields = yield from frames.read_fields(nbytes)
             return self._hello(fields) if kind is FrameKind.HELLO else self._figures(fields)
         except ProtocolError as error:
             raise ProtocolError(f"worker {self.worker} sent {error}") from None
+
+    def _beat(self, nbytes: int) -> Reading[Keepalive]:
+        if nbytes != frames.BEAT_BODY.size:
+            raise ProtocolError(f"a heartbeat of {nbytes} bytes")
+        (num_steps,) = frames.BEAT_BODY.unpack((yield from frames.read_bytes(nbytes)))
+        if num_steps <= self._num_steps:
+            return HEARD
+        self._num_steps = num_steps
+        return Keepalive.STEPPED
 
     def _hello(self, fields: dict[str, Any]) -> Hello | Keepalive:
         try:
@@ -221,12 +233,14 @@ class TcpPeer(Peer):
         self._outbox.add(*parts)
         self._send()
 
-    def flush(self) -> None:
-        """Continue sending. Bytes that the worker accepts show that it is alive."""
+    def flush(self) -> bool:
+        """Continue sending. Return whether the worker accepted bytes, which shows that it is alive."""
         left = self._outbox.nbytes
         self._send()
-        if self._outbox.nbytes < left:
+        is_heard = self._outbox.nbytes < left
+        if is_heard:
             self.last_heard = time.monotonic()
+        return is_heard
 
     def _send(self) -> None:
         try:

@@ -149,7 +149,7 @@ class WorkerContext:
         """Ask to join, as worker `number` of this process."""
         wanted = None if self.options.worker is None else self.options.worker + number
         facts = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
-        return client.apply({**facts, "place": own_place(self._threads)}, JOIN_SECONDS)
+        return client.apply(facts, JOIN_SECONDS, lambda: {"place": own_place(self._threads)})
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """Return the server's settings with this machine's own in their place, and the data."""
@@ -181,6 +181,7 @@ class PipelineSlot:
         join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
         instance = make_worker(config, task, division, join, pinned_memory if staged else None, staged)
         self._loop = WorkerLoop(instance, config)
+        self._transport.count_steps(lambda: instance.num_steps)
         what, device_name = config.task or config.model, f"{config.threads} threads" if not staged else config.device
         self._context.say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {device_name}")
         self._identity = identity_of(task)

@@ -47,8 +47,10 @@ class WorkerHosts:
         self._places: dict[int, WorkerHost] = {}
         self._crowded, self._off = set[str](), set[str]()  # machines that a warning was given about
 
-    def come(self, worker: int, report: object, now: float) -> list[str]:
+    def come(self, worker: int, report: object, now: float, since: float | None = None) -> list[str]:
         """Note which machine a new worker computes on; returns warnings about that machine.
+
+        The report was made between `since` and `now`, by the clock here: this process may have been stopped meanwhile.
 
         >>> machines, here = WorkerHosts(), {"machine": "m", "cores": 2, "threads": 2, "clock": 70.0}
         >>> machines.come(0, here | {"process": 71}, 70.1), machines.come(1, here | {"process": 71}, 70.1)
@@ -60,7 +62,7 @@ class WorkerHosts:
         if place is None:
             return []
         self._places[worker] = place
-        return [*self._crowd(place), *self._skew(worker, place, now)]
+        return [*self._crowd(place), *self._skew(worker, place, now, now if since is None else since)]
 
     def leave(self, worker: int) -> None:
         """Forget a worker that has left."""
@@ -77,8 +79,8 @@ class WorkerHosts:
             each = max(1, place.cores // len(threads))
             yield f"{what} {total} threads, and wait for each other: give each --threads {each}"
 
-    def _skew(self, worker: int, place: WorkerHost, now: float) -> Iterator[str]:
-        behind = now - place.clock
+    def _skew(self, worker: int, place: WorkerHost, now: float, since: float) -> Iterator[str]:
+        behind = since - place.clock if place.clock < since else min(0.0, now - place.clock)
         if abs(behind) > SKEW_SECONDS and place.machine not in self._off:
             self._off.add(place.machine)
             off = f"{abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead of'} ours"
@@ -133,7 +135,7 @@ class Admission:
         device = applicant.fields.get("device", "cpu")
         if device != "cpu":
             self._note(f"worker {worker} computes on {device}: 'paceline replay' will differ from its first push on")
-        for warning in self._machines.come(worker, applicant.fields.get("place"), time.time()):
+        for warning in self._machines.come(worker, applicant.fields.get("place"), time.time(), applicant.accepted_at):
             self._note(warning)
         return applicant.welcome({**self._welcome, "worker": worker, "incarnation": incarnation}, self._largest)
 

@@ -23,7 +23,7 @@ from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
 from paceline.system.strict_json import to_json
 from paceline.transports.listener import JoinRequest, Listener
-from paceline.transports.protocol import Hello, Keepalive
+from paceline.transports.protocol import HEARD, Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
 
 FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
@@ -116,6 +116,7 @@ class RemoteService:
         self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
         self.observers = FileService(host.folder)
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
+        self._dropped: dict[tuple[object, object], str] = {}  # why a worker's incarnation was dropped
         self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from
         self._checked = time.monotonic()
         self._empty_since: float | None = None
@@ -148,8 +149,8 @@ class RemoteService:
         self._listener.expire(now)
         for text in self._listener.complaints():
             self._admission.note_refused(text, text)
+        self._dispatcher.check(self._drop)
         if not self._host.server.finished:
-            self._host.look_for_requests()  # also while no worker pushes
             for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
                 self._expel(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
@@ -170,6 +171,8 @@ class RemoteService:
                 self._admission.turn_away(applicant, self._gate.full)
             elif known is not None:
                 self._reconnect(applicant, known)
+            elif (why := self._why_dropped(applicant.fields)) is not None:
+                applicant.refuse(why)
             else:
                 self._admit(applicant)
 
@@ -184,6 +187,10 @@ class RemoteService:
         self._peers.add(peer)
         self._empty_since = None
         self._listen(peer)
+
+    def _why_dropped(self, fields: Mapping[str, Any]) -> str | None:
+        """Why a worker that still computes was dropped. When its step ends, it may join again."""
+        return self._dropped.get((fields.get("worker"), fields.get("incarnation"))) if fields.get("idle") else None
 
     def _reconnect(self, applicant: JoinRequest, peer: TcpPeer) -> None:
         """Let a worker whose connection broke continue under its old number."""
@@ -210,11 +217,13 @@ class RemoteService:
 
     def _on_message(self, peer: TcpPeer) -> None:
         """Send what is left, then handle the worker's next message, or the end of its connection."""
-        if peer.wants_write:
-            peer.flush()
+        is_moving = peer.wants_write and peer.flush()
         try:
             if (message := peer.receive()) is not None:
                 self._heard(peer.worker)
+            if is_moving or message is not HEARD:
+                stalls, is_step = self._host.accounting.stall_detector, message is Keepalive.STEPPED
+                stalls.record_progress(peer.worker, self._host.clock.source(), is_step and not is_moving)
             if isinstance(message, Push):
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
         except ProtocolError as error:
@@ -256,6 +265,13 @@ class RemoteService:
     def _expel(self, peer: TcpPeer, why: str) -> None:
         self._control.note(why)
         self._remove(peer)
+
+    def _drop(self, worker: int, why: str) -> None:
+        """Go on without a worker that hangs; its heartbeats learn why, and its late push is not applied."""
+        peer = self._peers.by_worker.get(worker)
+        if peer is not None:
+            self._dropped[worker, peer.incarnation] = why
+            self._expel(peer, why)
 
     def _remove(self, peer: TcpPeer) -> None:
         """The worker leaves the run; wait for others if it was the last."""

@@ -75,9 +75,15 @@ class ShardedClient(Transport):
         """Whether the last reply ended the work of this worker alone, because an operator drained it."""
         return self._first.is_drained
 
-    def apply(self, fields: Mapping[str, Any], patience: float) -> dict[str, Any]:
+    def apply(
+        self, fields: Mapping[str, Any], patience: float, fresh: Callable[[], Mapping[str, Any]] = dict
+    ) -> dict[str, Any]:
         """Ask the first server to join."""
-        return self._first.apply(fields, patience)
+        return self._first.apply(fields, patience, fresh=fresh)
+
+    def count_steps(self, num_steps: Callable[[], int]) -> None:
+        """Let the heartbeats to the first server say how many steps the worker has begun."""
+        self._first.num_steps = num_steps
 
     def reach(self, welcome: Mapping[str, Any], size: int, coding_of: CodingOf) -> None:
         """Connect to the other servers, which the first one's welcome names."""
