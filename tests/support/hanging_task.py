@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
 from pathlib import Path
 
 import torch
@@ -25,8 +25,7 @@ def hang_once() -> None:
         os.close(os.open(MARK, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
-    while True:
-        time.sleep(3600.0)
+    threading.Event().wait()
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -37,7 +36,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def build() -> paceline.Task:
-    """A linear classifier of made-up points."""
+    """A small classifier of made-up points."""
     points = torch.randn(800, 4, generator=torch.Generator().manual_seed(1))
     data = points, (points[:, 0] > 0).long()
-    return paceline.Task(nn.Linear(4, 2), loss, train=data, test=data)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+    return paceline.Task(model, loss, train=data, test=data)

@@ -165,7 +165,8 @@ class StallDetector:
         """The worker pushed."""
         turn = self._workers[worker]
         if turn.since is not None:
-            self._learn_pause(turn, now)
+            if now - turn.marked > turn.longest:
+                self._learn_pause(turn, now)
             turn.turns.append(now - turn.since)
             turn.since = None
 

@@ -221,7 +221,7 @@ class RemoteService:
         try:
             if (message := peer.receive()) is not None:
                 self._heard(peer.worker)
-            if is_moving or message is not HEARD:
+            if is_moving or self._is_progress(message):
                 stalls, is_step = self._host.accounting.stall_detector, message is Keepalive.STEPPED
                 stalls.record_progress(peer.worker, self._host.clock.source(), is_step and not is_moving)
             if isinstance(message, Push):
@@ -237,6 +237,15 @@ class RemoteService:
         elif not isinstance(message, Push | Keepalive):
             self._host.note_figures(message.worker, message.values)
         self._peers.loop.watch_writes(peer)
+
+    def _is_progress(self, message: object) -> bool:
+        """Whether a message shows more than that its worker is alive.
+
+        A push ends the worker's turn by itself once it is applied; other servers may have to get their parts before.
+        """
+        if isinstance(message, Push):
+            return self._peers.is_sharded
+        return message is not None and message is not HEARD
 
     def _apply(self, peer: TcpPeer, push: Push) -> None:
         try:
