@@ -18,7 +18,8 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.errors import UserError
 from paceline.transports import tcp_client
 from paceline.transports.connection import parse_address
-from paceline.transports.tcp_client import Backoff, ConnectionReport, TcpClient
+from paceline.transports.handshake import ConnectionReport
+from paceline.transports.tcp_client import Backoff, TcpClient
 from paceline.transports.tls import make_certificate, server_tls, worker_tls
 from tests.support.small_star import TIMING, TOKEN, Star
 from tests.support.waiting import until

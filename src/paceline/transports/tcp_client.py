@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import random
 import select
 import threading
@@ -17,12 +15,11 @@ from paceline.core.buffers import WorkerBuffers, view
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.interfaces import MAX_WORKERS
-from paceline.system.terminal import printable
 from paceline.transports import frames
 from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
 from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, Reading, header, padding, read_bytes
-from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
+from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, ConnectionReport, introduce
 from paceline.transports.protocol import MEMBER_NBYTES, Timing, Transport, unpack_members
 from paceline.transports.tls import Tls
 
@@ -77,54 +74,6 @@ class Backoff:
         seconds = self._pause * random.uniform(0.5, 1.5)
         self._pause = min(2 * self._pause, MAX_PAUSE)
         return seconds if seconds < self.left else None
-
-
-class ConnectionReport:
-    """Tells the user what becomes of a server: once a process, although each of its workers has a connection."""
-
-    def __init__(self, say: Callable[[str], None], address: str) -> None:
-        self.address, self._say, self._lock = address, say, threading.Lock()
-        self._lost_at: float | None = None  # when it was said that the server is lost
-        self._gave_up = False
-        self.run: str | None = None  # the folder of the run, on the server's machine
-
-    def waiting(self, error: ConnectionError, left: float) -> None:
-        """The server cannot be reached by a worker that wants to join."""
-        refused = os.strerror(errno.ECONNREFUSED)
-        what = f"nobody listens at {self.address}" if str(error) == refused else f"{self.address} cannot be reached"
-        self._unreachable(f"{what} ({error})", left)
-
-    def lost(self, error: ConnectionError, left: float) -> None:
-        """The connection broke, and another one could not be made."""
-        self._unreachable(f"the server at {self.address} is lost ({error})", left)
-
-    def _unreachable(self, what: str, left: float) -> None:
-        with self._lock:
-            if self._lost_at is not None:
-                return
-            self._lost_at = time.monotonic()
-        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-        self._say(f"{what}: trying for {left:.0f} s more, until {until}")
-
-    def back(self) -> None:
-        """The server has welcomed a connection."""
-        with self._lock:
-            since, self._lost_at = self._lost_at, None
-        if since is not None:
-            self._say(f"the server at {self.address} is back after {time.monotonic() - since:.0f} s")
-
-    def dropped(self, reason: str) -> None:
-        """The server goes on without a worker of this process, whose step has not ended."""
-        self._say(f"the server at {self.address} goes on without this worker: {printable(reason)}")
-
-    def gave_up(self, patience: float) -> None:
-        """The server did not come back in time."""
-        with self._lock:
-            known, self._gave_up = self._gave_up, True
-        if not known:
-            run = printable(self.run) if self.run is not None else "RUN"
-            how = f"if it was killed, 'paceline server --resume {run}' on its machine continues the run"
-            self._say(f"the server at {self.address} is gone and did not come back within {patience:g} s: {how}")
 
 
 class TcpClient(Transport):

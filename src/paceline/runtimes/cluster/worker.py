@@ -31,8 +31,9 @@ from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
+from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import ConnectionReport, TcpClient
+from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
 JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
