@@ -143,7 +143,7 @@ def test_a_wrong_port_is_a_line_long_before_the_worker_gives_up(monkeypatch: pyt
     door = TcpClient(address, TOKEN, report=ConnectionReport(lambda text: said.append(f"{now[0]:.0f} {text}"), address))
     with pytest.raises(UserError, match=r"cannot be reached \(Connection refused\): is the server running"):
         door.apply({}, patience=30.0)
-    pattern = r"[23] nobody listens at \S+ \(Connection refused\): trying for 2[78] s more, until \S+"
+    pattern = r"[12] nobody listens at \S+ \(Connection refused\): trying for 2[89] s more, until \S+"
     assert len(said) == 1 and re.fullmatch(pattern, said[0])
 
 

@@ -27,7 +27,7 @@ BEAT_SECONDS = 1.0
 FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
 FIRST_PAUSE, MAX_PAUSE = 0.05, 5.0
 MIN_CONNECT_SECONDS = 1.0  # an attempt that comes late, after a long step, still gets so long
-QUIET_SECONDS = 2.0  # a worker may be started before its server: nothing is said so early
+QUIET_SECONDS = 1.0  # a worker may be started before its server: nothing is said so early
 
 
 class Backoff:
