@@ -38,7 +38,16 @@ from paceline.system.strict_json import to_json
 from paceline.transports import file_client, frames, handshake, shared_memory
 from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused
-from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, FrameReader, checked, header, padding
+from paceline.transports.frames import (
+    PUSH_HEAD,
+    REPLY_HEAD,
+    FrameKind,
+    FrameReader,
+    beat_frame,
+    checked,
+    header,
+    padding,
+)
 from paceline.transports.listener import UnauthenticatedPeer
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryPeer
 from paceline.transports.tcp_client import TcpClient
@@ -116,7 +125,7 @@ PUSH = _framed(FrameKind.PUSH, PUSH_HEAD.pack(0, 0, 4, 32, 8, 0, 0.5, 0.1, 0.2, 
 MESSAGES = [
     PUSH,
     _fields(FrameKind.FIGURES, accuracy=0.5, f1="nan"),
-    header(FrameKind.BEAT, 0),
+    beat_frame(7),
     header(FrameKind.BYE, 0),
 ]
 SERVERS = [{"span": [0, 4]}, {"span": [4, 8], "address": "127.0.0.1:7", "fingerprint": None, "pid": 3}]

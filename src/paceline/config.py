@@ -198,6 +198,13 @@ class RunConfig:
     checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
     keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
     restart: int = _run(0, "restart a killed server from checkpoint and log, at most this many times", _not_negative)
+    stall: float | None = _run(
+        None,
+        "drop a worker that makes no step for this many seconds and for 10 of its usual steps, like a lost one "
+        "(default: only name it)",
+        _positive,
+        metavar="SECONDS",
+    )
     recovery: str = _run("log", "recompute (log) or drop (checkpoint) pushes after a crash", metavar="log|checkpoint")
     durable: bool = _run(False, "sync the log to disk before each reply, so that a power failure loses no push")
     snapshots: float | None = _run(
@@ -247,7 +254,7 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "recovery", "durable", "track")
+UPKEEP = ("keep", "restart", "stall", "recovery", "durable", "track")
 """Settings of the files of a run, not of its training: `paceline resume` may change them."""
 
 SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")

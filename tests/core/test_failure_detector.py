@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.failure_detector import MIN_SILENCES, MIN_SPREAD, WINDOW, FailureDetector
+from paceline.core.failure_detector import MIN_SILENCES, MIN_SPREAD, WINDOW, FailureDetector, StallDetector
 
 SECONDS = st.floats(0.0, 1000.0, allow_nan=False)
 
@@ -156,3 +156,83 @@ def test_a_clock_that_goes_back_does_no_harm() -> None:
     failure_detector.start_wait(0, 90.0)
     assert failure_detector.silence(0, 80.0) == 0.0
     assert failure_detector.due(80.0) == []
+
+
+def working(stalls: StallDetector, turns: list[float], worker: int = 0, now: float = 0.0) -> float:
+    """Answer a worker that pushes after so many seconds each time; the time after it."""
+    for seconds in turns:
+        stalls.start_turn(worker, now)
+        now += seconds
+        stalls.end_turn(worker, now)
+    return now
+
+
+def test_a_worker_that_computes_without_end_stalls_and_one_that_waits_does_not() -> None:
+    stalls = StallDetector()
+    for worker in (0, 1):
+        working(stalls, [0.02] * 8, worker)
+    stalls.start_turn(1, 1.0)  # worker 0 has pushed, and its reply is held back until the round closes
+    assert stalls.due(20.9) == [] and stalls.due(21.1) == [1] and stalls.due(1e6) == [1]
+    assert stalls.without_progress(0, 1e6) == 0.0 and stalls.without_progress(1, 35.0) == 34.0
+    assert stalls.usual(1) == pytest.approx(0.02)
+    stalls.end_turn(1, 40.0)
+    assert stalls.due(1e6) == []
+
+
+def test_slow_steps_and_first_steps_take_longer_to_stall() -> None:
+    stalls = StallDetector()
+    now = working(stalls, [30.0] * 8)
+    stalls.start_turn(0, now)
+    assert stalls.limit(0) == 300.0
+    stalls.start_turn(1, now)  # nothing is known of it: it may compile its model
+    assert stalls.due(now + 59.0) == [] and stalls.due(now + 61.0) == [1]
+
+
+def test_a_pause_that_a_worker_came_back_from_is_normal_afterwards() -> None:
+    stalls = StallDetector()
+    now = working(stalls, [0.02] * 100 + [50.0] + [0.02] * 100)
+    stalls.start_turn(0, now)
+    assert stalls.limit(0) == 75.0  # its loop evaluates now and then
+    now = working(stalls, [5000.0], now=now)
+    stalls.start_turn(0, now)
+    assert stalls.limit(0) == 300.0
+
+
+def test_seconds_in_which_the_server_did_not_listen_do_not_count() -> None:
+    stalls = StallDetector()
+    now = working(stalls, [0.02] * 8)
+    stalls.start_turn(0, now)
+    stalls.extend(100.0)
+    assert stalls.due(now + 119.0) == [] and stalls.due(now + 121.0) == [0]
+    stalls.end_turn(0, now + 101.0)
+    stalls.start_turn(0, now + 101.0)
+    assert stalls.limit(0) == 20.0
+
+
+def test_a_turn_has_no_more_steps_than_were_asked_for() -> None:
+    """Heartbeats that count on for ever keep no worker from being named."""
+    stalls = StallDetector()
+    now = working(stalls, [0.02] * 8)
+    stalls.start_turn(0, now, steps=3)
+    for heartbeat in range(1, 100):
+        stalls.record_progress(0, now + heartbeat, is_step=True)
+    assert stalls.without_progress(0, now + 99.0) == 96.0
+    stalls.record_progress(0, now + 99.0)  # a part of its push has arrived
+    assert stalls.due(now + 100.0) == []
+
+
+@pytest.mark.parametrize(("drop_after", "named", "dropped"), [(None, 20.0, None), (2.0, 2.0, 2.0), (50.0, 20.0, 50.0)])
+def test_a_worker_is_dropped_only_if_asked_for(drop_after: float | None, named: float, dropped: float | None) -> None:
+    stalls = StallDetector(drop_after=drop_after)
+    now = working(stalls, [0.02] * 8)
+    stalls.start_turn(0, now)
+    assert stalls.due(now + named - 0.1) == [] and stalls.due(now + named + 0.1) == [0]
+    assert stalls.to_drop(now + (dropped or 1e6) - 0.1) == []
+    assert stalls.to_drop(now + (dropped or 1e6) + 0.1) == ([0] if dropped is not None else [])
+
+
+def test_a_usual_step_that_is_longer_than_the_limit_drops_nobody() -> None:
+    stalls = StallDetector(drop_after=2.0)
+    now = working(stalls, [5.0] * 8)
+    stalls.start_turn(0, now)
+    assert stalls.to_drop(now + 49.0) == [] and stalls.to_drop(now + 51.0) == [0]

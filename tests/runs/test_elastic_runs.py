@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ import torch
 from paceline.cli.main import main
 from paceline.core.messages import Resume
 from paceline.errors import RunFailed
-from paceline.runs.control_files import pop_requests, request_drain
+from paceline.runs.control_files import DrainAnswer, DrainRequest, pop_requests, request_drain
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, checkpoint_now, ignore, records_of
 from tests.support.rings import long_but
+from tests.support.waiting import until
 
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1", "async-local:2"]
 
@@ -113,14 +117,21 @@ def test_a_simulated_table_of_comings_and_goings_replays(tmp_path: Path, capsys:
 def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record) -> None:
     run = record(strategy="async", workers=2, epochs=2.0)
     run.join_all()
-    answers: list[dict[int, str]] = []
+    answers: list[DrainAnswer] = []
     with run.folder.locked():
         asking = threading.Thread(target=lambda: answers.append(request_drain(run.folder, (1, 7))))
         asking.start()
+
+        def is_draining() -> bool:
+            run.host.look_for_requests()
+            return run.server.members[1].draining
+
+        until(is_draining, "the drain")
+        assert asking.is_alive(), "it is not answered before the worker has left"
+        run.push(1)
         while asking.is_alive():
             run.host.look_for_requests()
-    assert answers == [{7: "it is not a worker of this run; these are: 0, 1"}]
-    run.push(1)
+    assert answers == [DrainAnswer({7: "it is not a worker of this run; these are: 0, 1"})]
     assert run.server.members[1].released and not list(run.folder.requests.iterdir())
     kinds = [row["kind"] for row in read_events(run.folder.events_file)]
     assert "worker_draining" in kinds
@@ -128,12 +139,43 @@ def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record
     assert run.host.lost == []
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"drain": 3}', b'{"drain": ["x"]}', b'{"stop": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b'{"drain": 3}', b'{"drain": ["x"]}', b'{"stop": []}', b"[" * 100_000, b"\xff\xfe"),
+        *(b'{"drain": [%s]}' % worker for worker in (b"true", b"1.5", b"-1", b'"1"', b"1e400", b"NaN", b"9" * 4000)),
+        b'{"drain": [1]}' + b" " * (1 << 20),
+    ],
+    ids=lambda content: repr(content[:20]),
+)
 def test_what_is_no_request_is_taken_away(record: Record, content: bytes) -> None:
     run = record(strategy="async", workers=2)
     run.folder.requests.mkdir()
     (run.folder.requests / "1.ask").write_bytes(content)
     assert list(pop_requests(run.folder)) == [] and not list(run.folder.requests.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "socket", "folder"])
+def test_a_request_that_is_no_regular_file_does_not_stop_the_run(record: Record, tmp_path: Path, kind: str) -> None:
+    """A pipe would block the thread that owns the weights, and a link may lead to a file without end."""
+    run = record(strategy="async", workers=2)
+    run.folder.requests.mkdir()
+    place = run.folder.requests / "1.ask"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link":
+        (tmp_path / "request").write_text('{"drain": [1]}')
+        place.symlink_to(tmp_path / "request")
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(run.folder.requests):
+            listener.bind("1.ask")
+    else:
+        place.mkdir()
+    found: list[DrainRequest] = []
+    reading = threading.Thread(target=lambda: found.extend(pop_requests(run.folder)), daemon=True)
+    reading.start()
+    until(lambda: not reading.is_alive(), "the requests are read", seconds=10)
+    assert found == [] and (kind == "folder" or not list(run.folder.requests.iterdir()))
 
 
 def test_a_run_that_does_not_answer_is_said_to(record: Record) -> None:

@@ -11,7 +11,7 @@ SECONDS = st.none() | st.floats(0.0, 1e6)
 WORKERS = st.builds(
     WorkerStatus,
     worker=st.integers(0, 9999),
-    state=st.sampled_from(["live", "held", "paused", "lost", "awaited", "done"]),
+    state=st.sampled_from(["live", "held", "paused", "stalled", "lost", "awaited", "done"]),
     shares=SHARES,
     step_seconds=SECONDS,
     sending_seconds=SECONDS,

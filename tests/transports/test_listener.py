@@ -360,7 +360,10 @@ def test_a_worker_is_told_in_one_line_what_is_wrong() -> None:
     ("greeting", "reason"),
     [
         (b"220 mail.example.org ESMTP, what can we do for you?", "is not a Paceline server"),
-        (b"PACE" + bytes([VERSION + 1]) + bytes(CHALLENGE_NBYTES - 5), "speaks protocol 4, .*install the same version"),
+        (
+            b"PACE" + bytes([VERSION + 1]) + bytes(CHALLENGE_NBYTES - 5),
+            f"speaks protocol {VERSION + 1}, .*install the same version",
+        ),
     ],
 )
 def test_a_server_of_another_kind_is_known_by_its_greeting(greeting: bytes, reason: str) -> None:

@@ -25,8 +25,8 @@ from paceline.core.server import Roster, Server
 from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
-from paceline.transports.frames import PUSH_HEAD, FrameKind, fields_frame, header, padding
-from paceline.transports.protocol import HEARD, Hello, ReportedFigures, parse_sizes
+from paceline.transports.frames import PUSH_HEAD, FrameKind, beat_frame, fields_frame, header, padding
+from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures, parse_sizes
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tcp_server import TcpPeer, require_fitting
@@ -336,7 +336,7 @@ def test_a_push_byte_by_byte_counts_with_its_last_byte() -> None:
         whole = push_bytes(0)
         for byte in whole[:-1]:
             pair.raw.sendall(bytes([byte]))
-            assert pair.door.receive() is HEARD
+            assert pair.door.receive() is Keepalive.PARTIAL
         pair.raw.sendall(whole[-1:])
         message = pair.door.receive()
         assert isinstance(message, Push) and message.seq == 0
@@ -510,3 +510,41 @@ def test_bad_certificates_are_one_clear_line(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="openssl"):
         make_certificate(tmp_path / "new")
+
+
+def test_heartbeats_tell_progress_from_liveness() -> None:
+    with Pair(SIZES) as pair:
+        pair.greet(SIZES)
+        for num_steps, found in ((0, HEARD), (3, Keepalive.STEPPED), (3, HEARD), (2, HEARD), (4, Keepalive.STEPPED)):
+            pair.raw.sendall(beat_frame(num_steps))
+            assert pair.door.receive() is found
+
+
+def test_a_worker_counts_its_steps_in_its_heartbeats() -> None:
+    """Also those within one push: it makes them while a thread sends the heartbeats."""
+    found: list[object] = []
+    with Star(DENSE, UPDATES) as star:
+        door = TcpClient(star.listener.address, TOKEN, beat=0.01)
+        door.apply({})
+        memory = WorkerBuffers.private(BufferSizes(star.server.weights.numel(), 3))
+        assert door.hello(Join(0, 0), memory, {}) is not None
+        receive = star.doors[0].receive
+        star.doors[0].receive = lambda: found.append(receive()) or HEARD  # type: ignore[method-assign,func-returns-value]
+        until(lambda: HEARD in found, "a heartbeat without a step")
+        assert Keepalive.STEPPED not in found
+        steps = iter(range(1, 10_000))
+        door.num_steps = lambda: next(steps)
+        until(lambda: Keepalive.STEPPED in found, "a heartbeat after a step")
+        door.close()
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_worker_knows_whether_it_alone_is_to_leave(drained: bool) -> None:
+    with Star(DENSE, UPDATES) as star:
+        door = TcpClient(star.listener.address, TOKEN)
+        door.apply({})
+        until(lambda: star.doors, "its place")
+        star.doors[0].is_drained = drained
+        told = work(door, DENSE)
+        assert told.rows[-1][0].finished and door.is_drained is drained
+        door.close()

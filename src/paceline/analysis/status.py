@@ -29,7 +29,7 @@ class WorkerStatus:
     """Status of one worker; None means not measured."""
 
     worker: int
-    state: str  # live, held (by the server), draining, paused, lost, awaited or done
+    state: str  # live, held (by the server), draining, paused, stalled, lost, awaited or done
     shares: dict[str, float] = field(default_factory=dict)  # shares of its time, by part
     step_seconds: float | None = None
     sending_seconds: float | None = None  # seconds per push
@@ -38,7 +38,9 @@ class WorkerStatus:
     staleness: float | None = None
     ago: float | None = None  # seconds since its last message
     silent: float | None = None
-    normal: float | None = None  # for a paused worker: seconds of silence on its turn, and how many are normal
+    normal: float | None = None
+    """For a paused worker: seconds of silence on its turn, and how many are normal. For a stalled one: seconds without
+    a step, and seconds of its usual step."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def workers_of(row: Row, since: Row | None = None) -> list[WorkerStatus]:
     for place, worker in enumerate(row["worker"]):
         seconds = {part: grown(part, place) for part in parts}
         steps, whole = int(grown("steps", place)), sum(seconds.values())
-        silent, normal = row.get("paused", {}).get(str(worker), (None, None))
+        silent, normal = {**row.get("paused", {}), **row.get("stalled", {})}.get(str(worker), (None, None))
         found.append(
             WorkerStatus(
                 worker,

@@ -10,17 +10,17 @@ from paceline.analysis.status import WorkerStatus
 
 SLOW_THRESHOLD = 1.5  # A worker is slow if it takes this many times the median of the others
 MIN_STEPS = 3
-GONE = ("paused", "lost")
+GONE = ("paused", "stalled", "lost")
 MIN_LINK_SHARE = 0.1  # A link is reported if its excess over the others is at least this share of the worker's time
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A worker that delays the others, with the cause: `compute`, `link`, `paused` or `lost`."""
+    """A worker that delays the others, with the cause: `compute`, `link`, `paused`, `stalled` or `lost`."""
 
     worker: int
     cause: str
-    seconds: float | None = None  # seconds of its step, of sending a push, or of its silence
+    seconds: float | None = None  # seconds of its step, of sending a push, of its silence, or without a step
     usual: float | None = None  # the median of the others, or what is normal for itself
 
     @property
@@ -35,7 +35,7 @@ class Straggler:
 
 
 def stragglers(workers: Sequence[WorkerStatus]) -> list[Straggler]:
-    """Return every worker that is paused, lost, or slower than the others; the worst first.
+    """Return every worker that is paused, stalled, lost, or slower than the others; the worst first.
 
     >>> [found.cause for found in stragglers([WorkerStatus(n, "live", {}, 1.0 + n, steps=9) for n in (0, 0, 1)])]
     ['compute']

@@ -76,8 +76,8 @@ class TimeReports:
                 parts = {part: float(column[place] or 0.0) for part, column in columns.items()}
                 found.rows.setdefault(worker, []).append((row["now"], parts))
             steps = dict(zip(workers, row.get("step") or (), strict=False))
-            for name, (_, limit) in (row.get("paused") or {}).items():
-                found.pauses.setdefault(int(name), []).append((row["now"], steps.get(int(name)) or limit))
+            for name, (_, limit) in {**(row.get("paused") or {}), **(row.get("stalled") or {})}.items():
+                found.pauses.setdefault(int(name), []).append((row["now"], steps.get(int(name)) or limit or 0.0))
         return found
 
     def divide(self, worker: int, begin: float, end: float) -> list[tuple[str, float]]:

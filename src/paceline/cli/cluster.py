@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from paceline.cli.arguments import Parser, add_settings, config_from
 from paceline.cli.output import show
 from paceline.config import SIMULATED_ONLY, UPKEEP
-from paceline.errors import UserError
+from paceline.errors import RunFailed, UserError
+from paceline.interfaces import MAX_WORKERS
 from paceline.reports.console import Console
 
 if TYPE_CHECKING:
@@ -147,13 +148,16 @@ def worker_verb(arguments: list[str]) -> int:
 
 DESCRIPTION = """Remove workers from a running run. Each worker sends its current push, which is applied, and ends.
 
-  paceline drain runs/NAME 2 3"""
+  paceline drain runs/NAME 2 3
+  paceline drain runs/NAME 2 --now   do not wait for its push: drop it like a lost worker, as if it hangs"""
 
 
 def drain_verb(arguments: list[str]) -> int:
     parser = Parser("drain", DESCRIPTION)
     parser.add("run", "the folder of a running run, as in runs/NAME", metavar="RUN")
     parser.add("workers", "numbers of the workers to remove", nargs="+", type=int, metavar="WORKER")
+    now = "drop them without their current push, like lost workers; on one machine their processes are killed"
+    parser.add("--now", now, action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runs.control_files import request_drain
     from paceline.runs.folder import RunFolder
@@ -164,10 +168,19 @@ def drain_verb(arguments: list[str]) -> int:
     if not folder.is_locked():
         raise UserError(f"{folder.path} is not running: there is no worker to drain")
     workers = tuple(dict.fromkeys(parsed.workers))
-    refused = request_drain(folder, workers)
-    drained = [str(worker) for worker in workers if worker not in refused]
-    if drained:
-        print(f"worker {' and '.join(drained)}: drained; it leaves after its current push")
-    if refused:
-        raise UserError("; ".join(f"worker {worker} cannot be drained: {why}" for worker, why in refused.items()))
+    if (odd := next((worker for worker in workers if not 0 <= worker < MAX_WORKERS), None)) is not None:
+        raise UserError(f"worker {odd} does not exist: workers are numbered from 0, and 'paceline status' shows them")
+    answer = request_drain(folder, workers, parsed.now)
+    gone = [str(worker) for worker in workers if worker not in answer.refused and worker not in answer.staying]
+    if gone:
+        print(f"worker {' and '.join(gone)}: {'dropped' if parsed.now else 'drained'}; it has left the run")
+    if answer.refused:
+        raise UserError(
+            "; ".join(f"worker {worker} cannot be drained: {why}" for worker, why in answer.refused.items())
+        )
+    if answer.staying:
+        waits = "; ".join(f"worker {worker} has not answered ({why})" for worker, why in answer.staying.items())
+        numbers = " ".join(map(str, answer.staying))
+        drops = f"'paceline drain {parsed.run} {numbers} --now' drops it without its push"
+        raise RunFailed(f"{waits}: it leaves after its current push; {drops}")
     return 0

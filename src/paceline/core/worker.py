@@ -35,6 +35,24 @@ class LocalBatches(Batch):
             yield batch
 
 
+class CountedLoader(Loader):
+    """A worker's data, and how many batches were taken of it: the worker's progress within a push."""
+
+    def __init__(self, loader: Loader, reassign: Redeal | None) -> None:
+        self.loader, self._reassign, self.count = loader, reassign, 0
+
+    def batch(self, number: int) -> Batch:
+        """Return a batch, and count it."""
+        self.count += 1
+        return self.loader.batch(number)
+
+    def reassign(self, assignment: DataAssignment) -> Loader:
+        """Go on with the worker's data under another assignment."""
+        assert self._reassign is not None, "the membership of this run cannot change"
+        self.loader = self._reassign(assignment)
+        return self
+
+
 def work(
     task: Task,
     loader: Loader,
@@ -87,8 +105,15 @@ class LocalWorker:
         self.memory = WorkerBuffers.private(sizes, device) if make_memory is None else make_memory(sizes)
         self._end.bind(self.memory, task)
         self.pending: Reply | None = None
-        self._generator = work(task, loader, join, self._end, self.memory.update, self.memory.state, reassign)
+        self._data = data = CountedLoader(loader, reassign)
+        redeal = data.reassign if reassign is not None else None
+        self._generator = work(task, data, join, self._end, self.memory.update, self.memory.state, redeal)
         next(self._generator)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps this worker has begun. Another thread may read it while the worker computes."""
+        return self._data.count
 
     def load_state(self, local_state: Tensor) -> None:
         """Load the worker's own state from these bytes."""

@@ -88,6 +88,8 @@ def _worker_event(row: dict[str, Any]) -> str | None:
             return f"{worker} was lost {pushes}; {row.get('live', '?')} live"
         case "worker_left":
             return f"{worker} left {pushes}"
+        case "stalled":
+            return f"{worker} has made no step for {_seconds(row, 'seconds')}; usually {_seconds(row, 'usual')}"
         case "worker_draining":
             return f"{worker} is being drained"
     return None
@@ -96,6 +98,11 @@ def _worker_event(row: dict[str, Any]) -> str | None:
 def _amount(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _seconds(row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    return f"{value:.{0 if value >= 10 else 3}f} s" if isinstance(value, int | float) else "?"
 
 
 def _run_event(row: dict[str, Any]) -> str | None:

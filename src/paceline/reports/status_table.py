@@ -131,5 +131,8 @@ def _sentence(one: Straggler) -> str:
             return f"worker {one.worker} is slow (link): {own} to send a push, the others {usual}"
         case "paused":
             return f"worker {one.worker} is paused: silent for {own} on its turn, up to {usual} is normal for it"
+        case "stalled":
+            step = f"its usual step takes {usual}" if one.usual is not None else "it has made none before"
+            return f"worker {one.worker} has made no step for {own}; {step}"
         case _:
             return f"worker {one.worker} is lost"

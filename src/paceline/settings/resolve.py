@@ -188,6 +188,14 @@ def check_processes(config: RunConfig, launched: bool = False) -> None:
             raise UserError(f"{asked}: with --device {config.device} all workers are in this process; leave out one")
 
 
+def _check_stall(config: RunConfig) -> None:
+    """Refuse `--stall` if no worker can leave the run without the others."""
+    asked = f"--stall {config.stall:g}"
+    require_feature(config, Feature.DRAIN, asked)
+    if in_this_process(config):
+        raise UserError(f"{asked}: the workers of this run are one process, and none can be dropped: leave it out")
+
+
 def _anchored(task: str | None) -> str | None:
     """A task in a file by its absolute path, so that the run can be replayed from anywhere."""
     if task is None or ".py:" not in task:
@@ -302,5 +310,6 @@ PARSED: dict[str, Callable[[RunConfig], object]] = {
     "rule": check_rule,
     "augment": check_augmentation,
     "max_length": check_augmentation,
+    "stall": _check_stall,
 }
 """Settings with a notation of their own, and what parses and checks each."""

@@ -64,7 +64,7 @@ class FileClient:
             raise UserError(f"{address} cannot be reached ({error}): is a 'paceline server' running there?") from None
         try:
             proof = ClientHandshake(token, binding)
-            welcome = introduce(self._connection, proof, {"observer": True}, HANDSHAKE_SECONDS)
+            welcome = introduce(self._connection, proof, lambda: {"observer": True}, HANDSHAKE_SECONDS)
         except (ConnectionError, JoinRefused, UserError) as error:
             self.close()
             if isinstance(error, UserError):

@@ -17,7 +17,7 @@ from paceline.system.strict_json import parse_json, to_json
 from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
-VERSION = 3
+VERSION = 4
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
@@ -26,8 +26,11 @@ PUSH_HEAD = struct.Struct("<IIIxxxxQQQffffd")
 """seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited, weight
 (0: the samples)."""
 REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQI4x")
-"""over, encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data assignment, bytes
-of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes dropped so far."""
+"""over (or DRAINED), encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data
+assignment, bytes of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes
+dropped so far."""
+BEAT_BODY = struct.Struct("<Q8x")  # steps that the worker has begun
+DRAINED = 2  # in the first byte of a reply: this worker alone is to leave
 MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
 
 T = TypeVar("T")
@@ -74,7 +77,7 @@ def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
     >>> header(FrameKind.BEAT, 0).hex(" ", 4)
-    '50414345 03080000 00000000 00000000'
+    '50414345 04080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 
@@ -236,6 +239,11 @@ def fields_frame(kind: FrameKind, fields: Mapping[str, Any], most: int) -> bytes
 
 
 REFUSAL: Schema = {"reason": optional(text(MAX_REASON), "no reason given")}
+
+
+def beat_frame(num_steps: int) -> bytes:
+    """Build a heartbeat. It carries the worker's progress: a hung worker may well send heartbeats."""
+    return header(FrameKind.BEAT, BEAT_BODY.size) + BEAT_BODY.pack(num_steps)
 
 
 def refusal_frame(reason: str) -> bytes:

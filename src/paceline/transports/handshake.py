@@ -1,14 +1,21 @@
-"""The client's side of the handshake: both ends prove the token, then one frame asks to join. No torch."""
+"""The client's side of the handshake: both ends prove the token, then one frame asks to join. No torch.
+
+It also tells the user what becomes of the server.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import ProtocolError, UserError
+from paceline.system.terminal import printable
 from paceline.transports import auth, frames
 from paceline.transports.auth import TOKEN_VARIABLE, ClientHandshake, OtherVersion, WrongToken
 from paceline.transports.connection import Connection, JoinRefused, TlsConnection, connected, read, send
@@ -48,9 +55,15 @@ class TlsExpected(UserError):
 
 
 def introduce(
-    connection: Connection, proof: ClientHandshake, fields: Mapping[str, Any], seconds: float, is_known: bool = False
+    connection: Connection,
+    proof: ClientHandshake,
+    fields: Callable[[], Mapping[str, Any]],
+    seconds: float,
+    is_known: bool = False,
 ) -> dict[str, Any]:
     """Return the server's welcome within `seconds`. The caller may retry after ConnectionError, not after others.
+
+    `fields` is called when the server has proved itself: a report of the time must be fresh.
 
     If the server is not known yet (`is_known`) and sends nothing, check whether it expects TLS.
     """
@@ -61,7 +74,7 @@ def introduce(
             _require_no_tls(connection, min(TLS_PROBE_SECONDS, seconds))
         send(connection, proof.answer(read(connection, read_bytes(auth.CHALLENGE_NBYTES), deadline)))
         proof.check(read(connection, read_bytes(auth.PROOF_NBYTES), deadline))
-        send(connection, fields_frame(FrameKind.APPLY, fields, frames.MAX_APPLY))
+        send(connection, fields_frame(FrameKind.APPLY, fields(), frames.MAX_APPLY))
         welcome = read(connection, _welcome(), deadline)
     except OtherVersion as error:
         raise UserError(f"{address} speaks {error}: install the same version of Paceline on both") from None
@@ -95,3 +108,51 @@ def _speaks_tls(address: str, seconds: float) -> bool:
         connected(address, worker_tls(), seconds)[0].close()
         return True
     return False
+
+
+class ConnectionReport:
+    """Tells the user what becomes of a server: once a process, although each of its workers has a connection."""
+
+    def __init__(self, say: Callable[[str], None], address: str) -> None:
+        self.address, self._say, self._lock = address, say, threading.Lock()
+        self._lost_at: float | None = None  # when it was said that the server is lost
+        self._gave_up = False
+        self.run: str | None = None  # the folder of the run, on the server's machine
+
+    def waiting(self, error: ConnectionError, left: float) -> None:
+        """The server cannot be reached by a worker that wants to join."""
+        refused = os.strerror(errno.ECONNREFUSED)
+        what = f"nobody listens at {self.address}" if str(error) == refused else f"{self.address} cannot be reached"
+        self._unreachable(f"{what} ({error})", left)
+
+    def lost(self, error: ConnectionError, left: float) -> None:
+        """The connection broke, and another one could not be made."""
+        self._unreachable(f"the server at {self.address} is lost ({error})", left)
+
+    def _unreachable(self, what: str, left: float) -> None:
+        with self._lock:
+            if self._lost_at is not None:
+                return
+            self._lost_at = time.monotonic()
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+        self._say(f"{what}: trying for {left:.0f} s more, until {until}")
+
+    def back(self) -> None:
+        """The server has welcomed a connection."""
+        with self._lock:
+            since, self._lost_at = self._lost_at, None
+        if since is not None:
+            self._say(f"the server at {self.address} is back after {time.monotonic() - since:.0f} s")
+
+    def dropped(self, reason: str) -> None:
+        """The server goes on without a worker of this process, whose step has not ended."""
+        self._say(f"the server at {self.address} goes on without this worker: {printable(reason)}")
+
+    def gave_up(self, patience: float) -> None:
+        """The server did not come back in time."""
+        with self._lock:
+            known, self._gave_up = self._gave_up, True
+        if not known:
+            run = printable(self.run) if self.run is not None else "RUN"
+            how = f"if it was killed, 'paceline server --resume {run}' on its machine continues the run"
+            self._say(f"the server at {self.address} is gone and did not come back within {patience:g} s: {how}")

@@ -43,6 +43,7 @@ APPLICATION: frames.Schema = {
     "incarnation": frames.optional(frames.integer()),
     "secret": frames.optional(frames.text(64)),
     "again": frames.optional(frames.FLAG, False),
+    "idle": frames.optional(frames.FLAG, False),  # it asks for nothing but why it was dropped
     "version": frames.optional(frames.text(64)),
     "device": frames.optional(frames.text(64), "cpu"),
     "place": frames.optional(frames.record(_PLACE)),
@@ -66,8 +67,9 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 class JoinRequest:
     """An authenticated request to join, which waits for `welcome`, `welcome_back` or `refuse`."""
 
-    def __init__(self, connection: Connection, fields: dict[str, Any]) -> None:
+    def __init__(self, connection: Connection, fields: dict[str, Any], accepted_at: float | None = None) -> None:
         self.connection, self.peer, self.fields = connection, connection.peer, fields
+        self.accepted_at = accepted_at  # by the clock of this machine; the request was made later
 
     def refuse(self, reason: str) -> None:
         """Refuse the request, with a reason that the client shows its user."""
@@ -108,7 +110,7 @@ class UnauthenticatedPeer:
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
-        self.source = _source_of(self.peer)
+        self.source, self._accepted_at = _source_of(self.peer), time.time()
         self._shaken = False  # whether the TLS handshake is done
         self._outbox = SendQueue()
         self._handshake = ServerHandshake(token, binding)
@@ -139,7 +141,7 @@ class UnauthenticatedPeer:
             raise ProtocolError(str(error) if known else f"{type(error).__name__}: {error}") from None
         if whole is None:
             return None
-        request, wants_to_read = JoinRequest(connection, whole[0]), bool(whole[0].get("observer"))
+        wants_to_read, request = bool(whole[0].get("observer")), JoinRequest(connection, whole[0], self._accepted_at)
         if self._handshake.reads_only and not wants_to_read:
             request.refuse("this token is for observers, who only read: a worker needs the run's own")
             raise ProtocolError("it asked to join with the token of observers")

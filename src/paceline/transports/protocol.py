@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
 from collections.abc import Mapping
@@ -56,11 +57,15 @@ class ReportedFigures:
     values: dict[str, float]
 
 
-class Keepalive:
-    """A heartbeat, or a part of a message: the worker is alive, and the server has nothing to do."""
+class Keepalive(enum.Enum):
+    """What shows that a worker is alive, and gives the server nothing to do."""
+
+    HEARD = "heartbeat"  # of a worker that has begun no step since its last message
+    STEPPED = "heartbeat after a step"
+    PARTIAL = "part of a message"
 
 
-HEARD = Keepalive()
+HEARD = Keepalive.HEARD
 
 Message: TypeAlias = Hello | Push | OwnLoopInput | ReportedFigures | Keepalive
 """Everything that a server receives from a worker."""

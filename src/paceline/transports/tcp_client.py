@@ -8,7 +8,8 @@ import random
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from paceline.core.buffers import WorkerBuffers, view
@@ -19,32 +20,62 @@ from paceline.transports import frames
 from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
 from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, Reading, header, padding, read_bytes
-from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
+from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, ConnectionReport, introduce
 from paceline.transports.protocol import MEMBER_NBYTES, Timing, Transport, unpack_members
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
 FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
 FIRST_PAUSE, MAX_PAUSE = 0.05, 5.0
+MIN_CONNECT_SECONDS = 1.0  # an attempt that comes late, after a long step, still gets so long
+QUIET_SECONDS = 1.0  # a worker may be started before its server: nothing is said so early
 MAX_BATCH, MAX_STEPS = 1 << 48, 1 << 24  # no run is so long: a reply that asks for more is not from a server of ours
 
 
 class Backoff:
-    """Exponential backoff with jitter, until `patience` seconds have passed."""
+    """Exponential backoff with jitter. Gives up after `patience` seconds without the server since the last reply.
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._pause = FIRST_PAUSE
+    Only a reply resets it. Seconds on a connection that the server welcomed do not count: a reply may have to wait for
+    the other workers.
+
+    >>> times = iter([0.0, 7.0, 9.0, 9.0, 11.0])
+    >>> back_off = Backoff(8.0, lambda: next(times))
+    >>> back_off.lost(), back_off.welcomed()  # 7 seconds were spent without the server
+    (None, None)
+    >>> back_off.lost(), round(back_off.left, 1), back_off.pause()
+    (None, 1.0, None)
+    """
+
+    def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.patience, self._clock = patience, clock
+        self.answered()
+
+    def answered(self) -> None:
+        """A reply came: start again."""
+        self._pause, self._spent = FIRST_PAUSE, 0.0
         self._since: float | None = None
 
-    def pause(self, lived: float) -> float | None:
-        """Seconds to wait after a connection broke that had lasted `lived` seconds, or None to give up."""
-        now = time.monotonic()
-        if self._since is None or lived > MAX_PAUSE:
-            self._since, self._pause = now, FIRST_PAUSE
+    def lost(self) -> None:
+        """There is no connection from now on."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def welcomed(self) -> None:
+        """The server has accepted a connection."""
+        if self._since is not None:
+            self._spent, self._since = self._spent + self._clock() - self._since, None
+
+    @property
+    def left(self) -> float:
+        """Seconds until it gives up, if nothing is welcomed."""
+        silent = self._clock() - self._since if self._since is not None else 0.0
+        return max(0.0, self.patience - self._spent - silent)
+
+    def pause(self) -> float | None:
+        """Seconds to wait before the next attempt, or None to give up."""
         seconds = self._pause * random.uniform(0.5, 1.5)
         self._pause = min(2 * self._pause, MAX_PAUSE)
-        return seconds if now + seconds < self._since + self._patience else None
+        return seconds if seconds < self.left else None
 
 
 class TcpClient(Transport):
@@ -52,6 +83,7 @@ class TcpClient(Transport):
 
     If the connection breaks, it reconnects for up to `patience` seconds and sends again what has no reply. If the
     server does not know the worker any more, it raises `UnknownWorker`: the worker then joins again on the same client.
+    `report` tells the user of lost and regained connections.
     """
 
     def __init__(
@@ -61,12 +93,15 @@ class TcpClient(Transport):
         tls: Tls | None = None,
         patience: float = PATIENCE_SECONDS,
         beat: float = BEAT_SECONDS,
+        report: ConnectionReport | None = None,
     ) -> None:
         self._address, self._token, self._tls = address, token, tls
-        self._patience, self._beat = patience, beat
+        self._back_off, self._beat = Backoff(patience), beat
+        self._report = report or ConnectionReport(lambda text: None, address)
         self._connection: Connection | None = None
-        self._opened = self._last_sent = 0.0
+        self._last_sent = 0.0
         self._fields: dict[str, Any] = {}
+        self._fresh: Callable[[], Mapping[str, Any]] = dict
         self._memory: WorkerBuffers | None = None
         self._ship_state = False
         self._assignment: DataAssignment | None = None
@@ -78,24 +113,39 @@ class TcpClient(Transport):
         self._beating: threading.Thread | None = None
         self.farewell: str | None = None
         """Why the server refused the worker, if `exchange` returned None because of that."""
+        self.num_steps: Callable[[], int] = lambda: 0  # how many steps the worker has begun: its heartbeats say so
+        self._dropped_because: str | None = None  # why the server goes on without this worker, if it does
+        self.is_drained = False
+        """Whether the last reply ended the work of this worker alone, because an operator drained it."""
 
     def apply(
-        self, fields: Mapping[str, Any], patience: float = FIRST_PATIENCE_SECONDS, beats: bool = True
+        self,
+        fields: Mapping[str, Any],
+        patience: float = FIRST_PATIENCE_SECONDS,
+        beats: bool = True,
+        fresh: Callable[[], Mapping[str, Any]] = dict,
     ) -> dict[str, Any]:
-        """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses."""
+        """Connect, authenticate and ask to join. Return the server's welcome; raise UserError if it refuses.
+
+        `fresh` gives the fields that are made anew for every connection.
+        """
         require_token(self._address, self._token)
-        self._fields = dict(fields)
+        self._fields, self._fresh = dict(fields), fresh
         back_off = Backoff(patience)
+        back_off.lost()
         with self._busy:
             while True:
                 try:
-                    welcome = self._connect(patience)
+                    welcome = self._connect(max(MIN_CONNECT_SECONDS, back_off.left))
+                    self._report.back()
                     break
                 except ConnectionError as error:
-                    seconds = back_off.pause(0.0)
+                    seconds = back_off.pause()
                     if seconds is None:
                         hint = "is the server running, reachable from here, and TLS on at both ends or at neither?"
                         raise UserError(f"{self._address} cannot be reached ({error}): {hint}") from None
+                    if patience - back_off.left >= min(QUIET_SECONDS, patience / 2):
+                        self._report.waiting(error, back_off.left)
                     time.sleep(seconds)
                 except JoinRefused as reason:
                     raise UserError(f"{self._address}: {reason}") from None
@@ -157,28 +207,31 @@ class TcpClient(Transport):
 
     def _ask(self, message: Join | Push, parts: list[memoryview]) -> Reply | None:
         """Send a frame, again after each reconnect, until its reply has come."""
-        back_off = Backoff(self._patience)
         with self._busy:
             while not self._closed.is_set():
                 try:
                     if self._connection is None:
                         self._reconnect()
                     if self.forgotten is not None:
+                        self._back_off.answered()
                         raise UnknownWorker(self.forgotten)
                     self._send(parts)
                     self._await_reply()
                     assert self._connection is not None
-                    return read(self._connection, self._reply(message.worker, message.incarnation))
+                    reply = read(self._connection, self._reply(message.worker, message.incarnation))
+                    self._back_off.answered()
+                    return reply
                 except ConnectionError:
-                    self._drop()
+                    self._lose()
                 except JoinRefused as reason:
                     self.farewell = str(reason)
                     return None
                 except ProtocolError as error:
                     self._drop()
                     raise ProtocolError(f"{self._address} broke the protocol: it sent {error}") from None
-                seconds = back_off.pause(time.monotonic() - self._opened)
+                seconds = self._back_off.pause()
                 if seconds is None:
+                    self._report.gave_up(self._back_off.patience)
                     return None
                 self._closed.wait(seconds)
         return None
@@ -209,7 +262,7 @@ class TcpClient(Transport):
         yield view(place)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
-        self._ship_state = bool(ship_own)
+        self._ship_state, self.is_drained = bool(ship_own), finished == frames.DRAINED
         asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
         return Reply(worker, incarnation, *asked, discarded=discarded)
 
@@ -226,7 +279,7 @@ class TcpClient(Transport):
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * self._beat):
-            self._send([memoryview(header(FrameKind.BEAT, 0))])
+            self._send([memoryview(frames.beat_frame(self.num_steps()))])
 
     def _send_heartbeats(self) -> None:
         """In a thread: send heartbeats while nothing else is sent, and reconnect if the connection broke."""
@@ -234,37 +287,59 @@ class TcpClient(Transport):
             if time.monotonic() - self._last_sent < self._beat or not self._busy.acquire(blocking=False):
                 continue
             try:
-                if self._connection is None:
-                    self._reconnect()
-                else:
-                    self._send([memoryview(header(FrameKind.BEAT, 0))])
-            except (ConnectionError, JoinRefused, UserError):
-                self._drop()  # the next exchange meets the same failure and handles it
+                if self._connection is not None:
+                    self._send([memoryview(frames.beat_frame(self.num_steps()))])
+                elif self._dropped_because is None:
+                    self._reconnect(idle=True)
+            except JoinRefused as reason:
+                self._dropped_because = str(reason)
+                self._report.dropped(str(reason))
+                self._lose()
+            except (ConnectionError, UserError):
+                self._lose()  # the next exchange meets the same failure and handles it
             finally:
                 self._busy.release()
 
-    def _reconnect(self) -> None:
-        """Ask to continue as the same worker. A server that offers a new place has forgotten this one."""
+    def _reconnect(self, idle: bool = False) -> None:
+        """Ask to continue as the same worker. A server that offers a new place has forgotten this one.
+
+        An `idle` request comes from the thread that sends heartbeats: if the server has dropped the worker because it
+        makes no progress, it says so and keeps no place for it.
+        """
         if self._memory is None:
             return
+        self._dropped_because = None
         self._last_sent = time.monotonic()
-        welcome = self._connect(self._patience)
+        self._back_off.lost()
+        try:
+            welcome = self._connect(max(MIN_CONNECT_SECONDS, self._back_off.left), {"idle": True} if idle else {})
+        except ConnectionError as error:
+            self._report.lost(error, self._back_off.left)
+            raise
+        self._back_off.welcomed()
+        self._report.back()
         if not welcome.get("again"):
             self.forgotten = welcome
 
-    def _connect(self, seconds: float) -> dict[str, Any]:
+    def _connect(self, seconds: float, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Connect once. The caller may retry after ConnectionError, not after UserError or JoinRefused."""
         connection, binding = connected(self._address, self._tls, min(CONNECT_SECONDS, seconds))
-        self._connection, self._opened = connection, time.monotonic()
+        self._connection = connection
         try:
             proof, limit = ClientHandshake(self._token, binding), min(HANDSHAKE_SECONDS, seconds)
-            welcome = introduce(connection, proof, self._fields, limit, is_known=self._memory is not None)
+            is_known = self._memory is not None
+            welcome = introduce(connection, proof, lambda: {**self._fields, **self._fresh(), **more}, limit, is_known)
         except (ConnectionError, JoinRefused, UserError):
             self._drop()
             raise
-        if "secret" in welcome:
+        if welcome["secret"] is not None:
             self._fields["secret"] = welcome["secret"]  # proves at a reconnect that this is the same worker
         return welcome
+
+    def _lose(self) -> None:
+        """Note that the connection broke."""
+        self._drop()
+        self._back_off.lost()
 
     def _drop(self) -> None:
         if self._connection is not None:

@@ -72,11 +72,13 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         self.wants_state = False
         """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
+        self.is_drained = False  # whether its last reply is to say that it alone leaves
         self.state_seq = -1  # the last push that brought the local state, as saved with it and before it
         self._largest = largest
-        self._most = {FrameKind.BEAT: 0, FrameKind.BYE: 0}
+        self._most = {FrameKind.BEAT: frames.BEAT_BODY.size, FrameKind.BYE: 0}
         self._most |= {FrameKind.HELLO: frames.MAX_HELLO, FrameKind.FIGURES: frames.MAX_FIGURES}
         """The kinds of frames that are accepted and their largest sizes; pushes only after the buffers exist."""
+        self._num_steps = 0  # steps that the worker has begun, by its last heartbeat
         self._seq = -1  # the last push that has arrived completely
         self._sent_assignment: DataAssignment | None = None  # the last one on this connection
         self._greeted: Reply | None = None  # the reply to the hello, until the first push comes
@@ -111,7 +113,7 @@ class TcpPeer(Peer):
         self._outbox, self._filler, self._sent_assignment = SendQueue(), None, None
 
     def receive(self) -> Hello | Push | ReportedFigures | Keepalive | None:
-        """Return the next message, HEARD if it is not complete yet, or None if the connection is gone.
+        """Return the next message, PARTIAL if it is not complete yet, or None if the connection is gone.
 
         Raise ProtocolError if the bytes are malformed. A push counts only when its last byte has arrived.
         """
@@ -127,7 +129,7 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         if whole is None:
             self._filler = filler
-            return HEARD
+            return Keepalive.PARTIAL
         return None if self.left else whole[0]
 
     def _message(self) -> Reading[Hello | Push | ReportedFigures | Keepalive]:
@@ -137,13 +139,24 @@ class TcpPeer(Peer):
             if kind is FrameKind.PUSH:
                 assert self.slot is not None and self._views is not None
                 return (yield from self._push(nbytes, self.slot, self._views))
-            if kind in (FrameKind.BEAT, FrameKind.BYE):
-                self.left = kind is FrameKind.BYE
+            if kind is FrameKind.BEAT:
+                return (yield from self._beat(nbytes))
+            if kind is FrameKind.BYE:
+                self.left = True
                 return HEARD
             fields = yield from frames.read_fields(nbytes)
             return self._hello(fields) if kind is FrameKind.HELLO else parse_figures(self.worker, fields)
         except ProtocolError as error:
             raise ProtocolError(f"worker {self.worker} sent {error}") from None
+
+    def _beat(self, nbytes: int) -> Reading[Keepalive]:
+        if nbytes != frames.BEAT_BODY.size:
+            raise ProtocolError(f"a heartbeat of {nbytes} bytes")
+        (num_steps,) = frames.BEAT_BODY.unpack((yield from frames.read_bytes(nbytes)))
+        if num_steps <= self._num_steps:
+            return HEARD
+        self._num_steps = num_steps
+        return Keepalive.STEPPED
 
     def _hello(self, fields: dict[str, Any]) -> Hello | Keepalive:
         join, asked, facts = parse_hello(self.worker, self.incarnation, fields)
@@ -213,9 +226,8 @@ class TcpPeer(Peer):
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._new_members(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        head = REPLY_HEAD.pack(
-            reply.finished, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded
-        )
+        over = frames.DRAINED if reply.finished and self.is_drained else reply.finished
+        head = REPLY_HEAD.pack(over, encoded, self.wants_state, *facts, len(members), len(body), reply.discarded)
         pad = padding(len(members) + len(body))
         nbytes = len(head) + len(members) + len(body) + len(pad)
         self.send(frames.header(FrameKind.REPLY, nbytes) + head + members, body, pad)
@@ -236,12 +248,14 @@ class TcpPeer(Peer):
         self._outbox.add(*parts)
         self._send()
 
-    def flush(self) -> None:
-        """Continue sending. Bytes that the worker accepts show that it is alive."""
+    def flush(self) -> bool:
+        """Continue sending. Return whether the worker accepted bytes, which shows that it is alive."""
         left = self._outbox.nbytes
         self._send()
-        if self._outbox.nbytes < left:
+        is_heard = self._outbox.nbytes < left
+        if is_heard:
             self.last_heard = time.monotonic()
+        return is_heard
 
     def _send(self) -> None:
         try:

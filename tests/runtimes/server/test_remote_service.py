@@ -19,6 +19,7 @@ from paceline.system.environment import package_version
 from paceline.transports.listener import Listener
 from paceline.transports.tcp_client import TcpClient
 from tests.support.recorded_runs import RecordedRun, small_config
+from tests.support.waiting import until
 
 
 class Served:
@@ -69,6 +70,11 @@ def test_a_worker_of_an_earlier_server_does_not_take_the_place_of_another_with_i
         ),
     )
     joined.start()
+    until(lambda: served.run.server.members, "the join")
+    for times in (1, 2):  # it keeps its secret
+        served.service._peers.by_worker[0].connection.shut_down()
+        until(lambda: sum("is back" in note for note in served.notes) == times, f"reconnect {times}")  # noqa: B023
+    served.notes.clear()
     stranger = TcpClient(served.listener.address, b"token", patience=20)
     fields = {"version": package_version("paceline"), "again": True, **place, "secret": "of the earlier server"}
     welcome = stranger.apply(fields)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import pytest
 
+from paceline.core.buffers import BufferSizes, WorkerBuffers
+from paceline.core.compression import DENSE
+from paceline.core.messages import Join, Push
+from paceline.errors import UnknownWorker
 from paceline.runtimes.server.admission import WorkerHost, WorkerHosts, own_place
+from paceline.transports.tcp_client import TcpClient
+from tests.support.small_star import TIMING, TOKEN, Star
 
 NOW = 1_800_000_000.0
 
@@ -58,3 +65,29 @@ def test_a_process_tells_of_itself() -> None:
     assert (told["process"], told["threads"]) == (os.getpid(), 3)
     assert told["machine"] == own_place(3)["machine"] != ""
     assert before <= told["clock"] <= after
+
+
+@pytest.mark.parametrize(("told", "warns"), [(0.0, False), (299.0, False), (-61.0, True), (361.0, True)])
+def test_a_server_that_was_stopped_while_the_request_came_suspects_no_clock(told: float, warns: bool) -> None:
+    """The connection was accepted, the server stopped for 300 s, and the worker's request lay there meanwhile."""
+    lines = WorkerHosts().come(0, place(1, clock=NOW + told), NOW + 300.0, since=NOW)
+    assert bool(lines) is warns
+
+
+def test_a_worker_that_comes_again_tells_the_time_of_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection broke after an hour, and the server has forgotten it."""
+    now = [NOW]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with Star(DENSE, 4) as star:
+        door = TcpClient(star.listener.address, TOKEN)
+        door.apply({}, fresh=lambda: {"place": own_place(1)})
+        memory = WorkerBuffers.private(BufferSizes(star.server.weights.numel(), 3))
+        assert door.hello(Join(0, 0), memory, {}) is not None
+        now[0] += 3600.0
+        star.doors[0].connection.sock.shutdown(socket.SHUT_RDWR)
+        star.forget()
+        with pytest.raises(UnknownWorker):
+            door.exchange(Push(0, 0, 0, 0, 2, 0.5, memory.update, memory.state), TIMING)
+        door.close()
+    for when, fields in zip([NOW, NOW + 3600.0], star.applied, strict=True):
+        assert WorkerHosts().come(0, WorkerHost(**fields["place"]), when) == []

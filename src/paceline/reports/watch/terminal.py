@@ -135,7 +135,7 @@ def _worker_lines(status: RunStatus, width: int, room: int) -> list[StyledLine]:
         lines = "\n".join(format_workers(status, width, max_workers)).splitlines()
         if len(lines) <= room:
             break
-    slow = ("is slow (", "is paused", "is lost")
+    slow = ("is slow (", "is paused", "has made no step", "is lost")
     return [StyledLine(line, "yellow" if any(words in line for words in slow) else "") for line in lines]
 
 

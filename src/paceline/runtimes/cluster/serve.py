@@ -183,10 +183,7 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     server = ServerAddress(options.connect, token, tls_of(options), options.patience)
     own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
     _warn_of_plain(options, console)
-    ended = _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))
-    if not ended:
-        console.note(f"the server at {options.connect} is gone and did not come back within {options.patience:g} s")
-    return ended
+    return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))
 
 
 def _over(options: ConnectOptions, join: Callable[[Tls | None], bool]) -> bool:

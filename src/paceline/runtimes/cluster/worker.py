@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
+from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
@@ -51,14 +53,16 @@ class ServerAddress:
     tls: Tls | None
     patience: float  # how many seconds to try while the server cannot be reached
 
-    def open(self) -> ShardedClient:
+    def open(self, report_of: Callable[[str], ConnectionReport]) -> ShardedClient:
         """Create the client to this server and to the others of the run, which this one names."""
 
-        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
-            tls = worker_tls(fingerprint, None) if fingerprint is not None else None
-            return TcpClient(address, self.token, tls, self.patience)
+        def open_one(address: str, tls: Tls | None) -> TcpClient:
+            return TcpClient(address, self.token, tls, self.patience, report=report_of(address))
 
-        return ShardedClient(self.address, open_shard, TcpClient(self.address, self.token, self.tls, self.patience))
+        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
+            return open_one(address, worker_tls(fingerprint, None) if fingerprint is not None else None)
+
+        return ShardedClient(self.address, open_shard, open_one(self.address, self.tls))
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class WorkerContext:
 
     def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
         self.options, self._load, self.say = options, load, say
+        self.report_of = functools.cache(functools.partial(ConnectionReport, say))
         self._threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
@@ -146,7 +151,7 @@ class WorkerContext:
         """Ask to join, as worker `number` of this process."""
         wanted = None if self.options.worker is None else self.options.worker + number
         facts = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
-        return client.apply({**facts, "place": own_place(self._threads)}, JOIN_SECONDS)
+        return client.apply(facts, JOIN_SECONDS, lambda: {"place": own_place(self._threads)})
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """Return the server's settings with this machine's own in their place, and the data."""
@@ -173,7 +178,8 @@ class PipelineSlot:
     def __init__(self, stack: contextlib.ExitStack, server: ServerAddress, context: WorkerContext, number: int) -> None:
         self._context = context
         self.has_finished = False  # whether the server said that training is over
-        self._transport = stack.enter_context(contextlib.closing(server.open()))
+        self._server_report = context.report_of(server.address)
+        self._transport = stack.enter_context(contextlib.closing(server.open(context.report_of)))
         self._begin(context.apply(self._transport, number))
 
     def _begin(self, welcome: dict[str, Any]) -> None:
@@ -182,6 +188,7 @@ class PipelineSlot:
         if worker is None or incarnation is None or described is None:
             raise ProtocolError("the server's welcome has no number for this worker, or no settings")
         config, dataset = self._context.prepare(_config_of(described))
+        self._server_report.run = printable(str(Path(config.runs) / (welcome.get("run") or "RUN")))
         device = prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
@@ -189,6 +196,7 @@ class PipelineSlot:
         join, staged = make_join(config, division, worker, incarnation), device.type != "cpu"
         instance = make_worker(config, task, division, join, pinned_memory if staged else None, staged)
         self._loop = WorkerLoop(instance, config)
+        self._transport.count_steps(lambda: instance.num_steps)
         what, device_name = config.task or config.model, f"{config.threads} threads" if not staged else config.device
         self._context.say(printable(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {device_name}"))
         self._identity = identity_of(task)
@@ -204,9 +212,20 @@ class PipelineSlot:
             return self.greet
         if self._reply is None or self._reply.finished:
             self.has_finished = self._reply is not None
+            self._say_end()
             return None
         self._push = self._loop.step(self._reply)
         return self.exchange
+
+    def _say_end(self) -> None:
+        """Tell the user why this worker ends; if its server is gone, that was said already."""
+        worker = self._loop.instance.join.worker
+        if self.has_finished and self._transport.is_drained:
+            self._context.say(f"worker {worker} was drained: it has left the run, which goes on")
+        elif self.has_finished:
+            self._context.say(f"worker {worker} has finished: its work is done or training is over")
+        elif self._transport.farewell is not None:
+            self._context.say(f"worker {worker} ends: {printable(self._transport.farewell)}")
 
     def greet(self) -> None:
         """Blocking call: join, and wait at the start barrier."""

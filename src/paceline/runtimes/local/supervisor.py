@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import socket
@@ -152,12 +153,21 @@ class Supervisor:
             raise ChildFailed(row["text"], row["code"])
         elif row["kind"] == "finished":
             self._finished = True
+        elif row["kind"] == "drop":
+            self._kill_dropped(row["worker"])
         elif row["kind"] == "clock":
             self._injector.set_clock(row["now"], row["runs"])
         else:
             if row["kind"] == "progress":
                 self._injector.correct(row["now"])
             self._report(row)
+
+    def _kill_dropped(self, worker: int) -> None:
+        """Kill the process of a worker that the server has dropped: it hangs, and the run goes on without it."""
+        for pid in self._running:
+            if self._names[pid] == f"worker {worker}":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _hear_server_out(self) -> None:
         """Read everything the server has sent so far, because a later message of another process may depend on it."""

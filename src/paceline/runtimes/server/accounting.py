@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from paceline.core.failure_detector import FailureDetector
+from paceline.core.failure_detector import FailureDetector, StallDetector
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
 from paceline.runtimes.server.timing import RECENT, TimingCollector
@@ -29,6 +29,28 @@ class TimeShares(NamedTuple):
     steps: int | None = None
     step: float | None = None  # median seconds of its latest steps: one pause does not make a worker slow
     send: float | None = None  # median seconds that a push and its reply are under way
+
+
+class Stall(NamedTuple):
+    """A worker that computes without progress."""
+
+    worker: int
+    seconds: float  # since its last step
+    usual: float | None  # seconds of its usual step; None if it has made none
+
+    def __str__(self) -> str:
+        """One line for the user.
+
+        >>> print(Stall(2, 34.2, 0.0201))
+        worker 2 has made no step for 34 s; its usual step takes 0.02 s
+        """
+        return f"worker {self.worker} has made {self.what}"
+
+    @property
+    def what(self) -> str:
+        """How long it has made no step, beside its usual step."""
+        usual = "it has made none before" if self.usual is None else f"its usual step takes {self.usual:.2g} s"
+        return f"no step for {self.seconds:.0f} s; {usual}"
 
 
 DIGITS = {"step": 6, "send": 6}
@@ -79,6 +101,8 @@ class TimeAccounting:
         self, timings: TimingCollector, way: Way = "server", known: Callable[[int], TimeShares | None] = lambda _: None
     ) -> None:
         self.failure_detector = FailureDetector(start=30.0, floor=1.0, ceiling=300.0)
+        self.stall_detector = StallDetector()
+        self.stalled: list[int] = []  # workers that were named because they make no progress, until they do
         self._timings, self._way, self._known = timings, way, known
         self._accounts: defaultdict[int, WorkerAccount] = defaultdict(WorkerAccount)
 
@@ -97,12 +121,14 @@ class TimeAccounting:
             account.pushes += 1
             account.staleness += server.version - member.version
             self.failure_detector.record_message(worker, now)
+            self.stall_detector.end_turn(worker, now)
         elif isinstance(message, Join):
+            self.stall_detector.forget(message.worker)
             self._accounts[message.worker].join(now)
         elif isinstance(message, Leave):
             member = server.members.get(message.worker)
             if member is None or message.incarnation >= member.incarnation:  # else an earlier incarnation's
-                self.failure_detector.forget(message.worker)
+                self._forget(message.worker)
                 self._accounts[message.worker].lost = not server.finished
 
     def on_reply(self, reply: Reply, began: float, now: float) -> None:
@@ -111,9 +137,32 @@ class TimeAccounting:
         if not account.new:
             account.began, account.answered = began, now
         if reply.finished:
-            self.failure_detector.forget(reply.worker)
+            self._forget(reply.worker)
         else:
             self.failure_detector.start_wait(reply.worker, now)
+            self.stall_detector.start_turn(reply.worker, now, max(1, reply.steps))
+
+    def _forget(self, worker: int) -> None:
+        self.failure_detector.forget(worker)
+        self.stall_detector.forget(worker)
+
+    def extend(self, seconds: float) -> None:
+        """Do not count `seconds` in which the server evaluated as a worker's silence."""
+        self.failure_detector.extend(seconds)
+        self.stall_detector.extend(seconds)
+
+    def stall(self, worker: int, server: Server, now: float) -> Stall:
+        """For how long a worker has computed without progress."""
+        usual, member = self.stall_detector.usual(worker), server.members.get(worker)
+        steps = max(1, member.steps) if member is not None else 1
+        seconds = self.stall_detector.without_progress(worker, now)
+        return Stall(worker, round(seconds, 3), None if usual is None else round(usual / steps, 6))
+
+    def look_for_stalls(self, now: float) -> tuple[list[int], list[int]]:
+        """Return the workers that have stalled since the last call, and those that make progress again."""
+        before, self.stalled = self.stalled, self.stall_detector.due(now)
+        new = [worker for worker in self.stalled if worker not in before]
+        return new, [worker for worker in before if worker not in self.stalled]
 
     def _spent(self, worker: int) -> TimeShares:
         report, account = self._timings.report(worker), self._accounts[worker]
@@ -131,13 +180,16 @@ class TimeAccounting:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.
 
         `ago` is how long ago a worker was last heard, `stale` counts pushes by staleness, `paused` maps each worker
-        that is silent on its turn to the seconds of its silence and to how many would be normal.
+        that is silent on its turn to the seconds of its silence and to how many would be normal, `stalled` each that
+        computes without progress to its seconds and to those of its usual step.
         """
         workers = sorted(set(range(server.num_workers)) | set(server.members))
+        stalled = [worker for worker in self.stalled if not server.finished]
         late = self.failure_detector.due(now) if not server.finished else []
+        late = [worker for worker in late if worker not in stalled]
         accounts = [self._accounts[worker] for worker in workers]
         row: dict[str, Any] = {"worker": workers}
-        row["state"] = [self._state(worker, server, worker in late) for worker in workers]
+        row["state"] = [self._state(worker, server, late, stalled) for worker in workers]
         times = [self._known(worker) or self._spent(worker) for worker in workers]
         for name in TimeShares._fields:
             values = [getattr(spent, name) for spent in times]
@@ -151,9 +203,11 @@ class TimeAccounting:
         if server.assignments is not None and server.assignments.now.generation:
             row["deal"] = server.assignments.now.generation
         row["paused"] = {str(worker): [round(silent(worker, now), 3), round(limit(worker), 3)] for worker in late}
+        if stalled:
+            row["stalled"] = {str(worker): list(self.stall(worker, server, now)[1:]) for worker in stalled}
         return row
 
-    def _state(self, worker: int, server: Server, late: bool) -> str:
+    def _state(self, worker: int, server: Server, late: list[int], stalled: list[int]) -> str:
         member = server.members.get(worker)
         if member is not None and member.inactive:
             return "done"
@@ -163,6 +217,6 @@ class TimeAccounting:
             return "done"
         if member is None or not member.live:
             return "awaited"
-        if late:
-            return "paused"
+        if worker in stalled or worker in late:
+            return "stalled" if worker in stalled else "paused"
         return "draining" if member.draining else "held" if member.waiting else "live"

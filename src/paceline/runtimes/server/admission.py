@@ -47,8 +47,10 @@ class WorkerHosts:
         self._places: dict[int, WorkerHost] = {}
         self._crowded, self._off = set[str](), set[str]()  # machines that a warning was given about
 
-    def come(self, worker: int, place: WorkerHost, now: float) -> list[str]:
+    def come(self, worker: int, place: WorkerHost, now: float, since: float | None = None) -> list[str]:
         """Note which machine a new worker computes on; returns warnings about that machine.
+
+        The report was made between `since` and `now`, by the clock here: this process may have been stopped meanwhile.
 
         >>> machines, here = WorkerHosts(), WorkerHost("m", cores=2, process=71, threads=2, clock=70.0)
         >>> machines.come(0, here, 70.1), machines.come(1, here, 70.1)
@@ -57,7 +59,7 @@ class WorkerHosts:
         workers 0, 1 and 2 share the 2 cores of a machine with 4 threads, and wait for each other: give each --threads 1
         """
         self._places[worker] = place
-        return [*self._crowd(place), *self._skew(worker, place, now)]
+        return [*self._crowd(place), *self._skew(worker, place, now, now if since is None else since)]
 
     def leave(self, worker: int) -> None:
         """Forget a worker that has left."""
@@ -74,8 +76,8 @@ class WorkerHosts:
             each = max(1, place.cores // len(threads))
             yield f"{what} {total} threads, and wait for each other: give each --threads {each}"
 
-    def _skew(self, worker: int, place: WorkerHost, now: float) -> Iterator[str]:
-        behind = now - place.clock
+    def _skew(self, worker: int, place: WorkerHost, now: float, since: float) -> Iterator[str]:
+        behind = since - place.clock if place.clock < since else min(0.0, now - place.clock)
         if abs(behind) > SKEW_SECONDS and place.machine not in self._off:
             self._off.add(place.machine)
             off = f"{abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead of'} ours"
@@ -126,7 +128,7 @@ class Admission:
         if device != "cpu":
             self._note(f"worker {worker} computes on {device}: 'paceline replay' will differ from its first push on")
         if (place := applicant.fields.get("place")) is not None:
-            for warning in self._machines.come(worker, WorkerHost(**place), time.time()):
+            for warning in self._machines.come(worker, WorkerHost(**place), time.time(), applicant.accepted_at):
                 self._note(warning)
         return applicant.welcome({**self._welcome, "worker": worker, "incarnation": incarnation}, self._largest)
 

@@ -22,7 +22,7 @@ from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Report, Scores
 from paceline.runs.arrival_log import ArrivalLog
-from paceline.runs.control_files import pop_requests
+from paceline.runs.control_files import DrainRequests
 from paceline.runs.events import EventLog
 from paceline.runs.folder import TIME_IS_UP, RunFolder
 from paceline.runs.recovery import RecoveryResult
@@ -71,6 +71,7 @@ class Host:
         self.timings = TimingCollector()
         self.accounting = TimeAccounting(self.timings, runtime.way, runtime.time_shares)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
+        self.requests = DrainRequests(folder, self.drain, self._has_left, self._why_stalled)
         self._runtime, self._report, self._facts, self._trained = runtime, report, facts or {}, task
         self._is_virtual = virtual = source is not None
         folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
@@ -178,7 +179,7 @@ class Host:
         with self.clock.paused():
             self._runtime.gather()
             yield
-            self.accounting.failure_detector.extend(self.clock.source() - halted)
+            self.accounting.extend(self.clock.source() - halted)
 
     def _keep_weights(self) -> None:
         """Take a snapshot if one is due, before any later checkpoint, so that a resumed run misses none."""
@@ -210,18 +211,29 @@ class Host:
 
     def look_for_requests(self) -> None:
         """Carry out the requests in the run's folder, as of `paceline drain`."""
-        for request in pop_requests(self.folder):
-            refused = {worker: self.drain(worker) for worker in request.drain}
-            request.answer({worker: why for worker, why in refused.items() if why is not None})
+        self.requests.look()
 
-    def drain(self, worker: int) -> str | None:
-        """Let a worker leave after its current push. Returns the reason if that is impossible."""
+    def _has_left(self, worker: int) -> bool:
+        member = self.server.members.get(worker)
+        return self.server.finished or member is None or not member.live or member.released
+
+    def _why_stalled(self, worker: int) -> str | None:
+        is_stalled = worker in self.accounting.stalled
+        return self.accounting.stall(worker, self.server, self.clock.source()).what if is_stalled else None
+
+    def drain(self, worker: int, again: bool = False) -> str | None:
+        """Let a worker leave after its current push. Returns the reason if that is impossible.
+
+        With `again` a worker that is being drained is no reason: the run is to drop it.
+        """
         member = self.server.members.get(worker)
         if self.server.finished:
             return "training is over"
         if member is None or not member.live or member.released:
             here = [number for number, one in sorted(self.server.members.items()) if one.live and not one.inactive]
             return f"it is not a worker of this run; these are: {', '.join(map(str, here)) or 'none'}"
+        if member.draining and again:
+            return None
         if member.inactive or member.draining:
             return "it has no work left" if member.inactive else "it is being drained already"
         self.handle(Drain(worker))
@@ -283,6 +295,7 @@ class Host:
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
         """Score and save the weights, and write the result (with `found` in it) last of all; returns the result."""
         self.clock.halt()
+        self.requests.look(is_ending=True)
         self._runtime.gather()
         status = status_of(self.server, self.stop_reason)
         self._account_rows.write()

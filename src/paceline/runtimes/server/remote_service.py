@@ -23,7 +23,7 @@ from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
 from paceline.system.strict_json import to_json
 from paceline.transports.listener import SOON_SECONDS, JoinRequest, Listener
-from paceline.transports.protocol import Hello, Keepalive
+from paceline.transports.protocol import HEARD, Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
 
 FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
@@ -115,9 +115,11 @@ class RemoteService:
         self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
         self.observers = FileService(host.folder)
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
+        self._dropped: dict[tuple[object, object], str] = {}  # why a worker's incarnation was dropped
         self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from
         self._checked = time.monotonic()
         self._empty_since: float | None = None
+        peers.is_drained = lambda worker: host.server.members[worker].released
         peers.loop.register(control.connection, lambda: host.stop(control.receive()[0]["reason"]))
         peers.loop.register(listener, lambda: self.admit(listener.serve()))
         gate.open(self._give_up, self._expel)
@@ -151,8 +153,8 @@ class RemoteService:
         self._gate.check(was_busy)
         for text in self._listener.complaints():
             self._admission.note_refused(text)
+        self._dispatcher.check(self._drop)
         if not self._host.server.finished:
-            self._host.look_for_requests()  # also while no worker pushes
             for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
                 self._give_up(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
@@ -176,6 +178,8 @@ class RemoteService:
                 self._admission.turn_away(applicant, self._gate.full)
             elif known is not None:
                 self._reconnect(applicant, known)
+            elif (why := self._why_dropped(applicant.fields)) is not None:
+                applicant.refuse(why)
             elif isinstance(number, str):
                 self._admission.turn_away(applicant, number)
             else:
@@ -188,6 +192,10 @@ class RemoteService:
         self._peers.add(peer)
         self._empty_since = None
         self._listen(peer)
+
+    def _why_dropped(self, fields: Mapping[str, Any]) -> str | None:
+        """Why a worker that still computes was dropped. When its step ends, it may join again."""
+        return self._dropped.get((fields.get("worker"), fields.get("incarnation"))) if fields.get("idle") else None
 
     def _reconnect(self, applicant: JoinRequest, peer: TcpPeer) -> None:
         """Let a worker whose connection broke continue under its old number."""
@@ -214,11 +222,13 @@ class RemoteService:
 
     def _on_message(self, peer: TcpPeer) -> None:
         """Send what is left, then handle the worker's next message, or the end of its connection."""
-        if peer.wants_write:
-            peer.flush()
+        is_moving = peer.wants_write and peer.flush()
         try:
             if (message := peer.receive()) is not None:
                 self._heard(peer.worker)
+            if is_moving or self._is_progress(message):
+                stalls, is_step = self._host.accounting.stall_detector, message is Keepalive.STEPPED
+                stalls.record_progress(peer.worker, self._host.clock.source(), is_step and not is_moving)
             if isinstance(message, Push):
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
             elif isinstance(message, Hello):
@@ -232,6 +242,15 @@ class RemoteService:
         if not isinstance(message, Hello | Push | Keepalive):
             self._host.note_figures(message.worker, message.values)
         self._peers.loop.watch_writes(peer)
+
+    def _is_progress(self, message: object) -> bool:
+        """Whether a message shows more than that its worker is alive.
+
+        A push ends the worker's turn by itself once it is applied; other servers may have to get their parts before.
+        """
+        if isinstance(message, Push):
+            return self._peers.is_sharded
+        return message is not None and message is not HEARD
 
     def _apply(self, peer: TcpPeer, push: Push) -> None:
         try:
@@ -268,6 +287,13 @@ class RemoteService:
         """Disconnect a worker that may come again."""
         self._control.note(why)
         self._remove(peer)
+
+    def _drop(self, worker: int, why: str) -> None:
+        """Go on without a worker that hangs; its heartbeats learn why, and its late push is not applied."""
+        peer = self._peers.by_worker.get(worker)
+        if peer is not None:
+            self._dropped[worker, peer.incarnation] = why
+            self._give_up(peer, why)
 
     def _remove(self, peer: TcpPeer) -> None:
         """The worker leaves the run; wait for others if it was the last."""

@@ -94,12 +94,14 @@ class TcpPeers(Peers[TcpPeer]):
     def __init__(self) -> None:
         super().__init__()
         self.loop = EventLoop()
+        self.is_drained: Callable[[int], bool] = lambda worker: False  # set by the service, which knows the members
 
     def send(self, reply: Reply, with_state: bool) -> None:
         """Send a reply; what the connection does not take at once is sent when it can be written."""
         peer = self.by_worker.get(reply.worker)
         if peer is not None:
             peer.wants_state = with_state and _has_state(peer)
+            peer.is_drained = reply.finished and self.is_drained(reply.worker)
             super().send(reply, with_state)
             self.loop.watch_writes(peer)
 

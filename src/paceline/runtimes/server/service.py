@@ -27,6 +27,8 @@ from paceline.transports.frames import UINT32
 from paceline.transports.protocol import Hello, Peer, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
+CHECK_SECONDS, BUSY_SECONDS = 0.5, 1.0
+"""How often time alone is checked; if it takes so much longer, the server itself was busy, and no worker stalled."""
 GRACE_SECONDS = 5.0  # after the end of training: how long to wait until every worker has its last reply
 
 LocalPeers: TypeAlias = Peers[SharedMemoryPeer]
@@ -71,6 +73,39 @@ class Dispatcher:
         self._loop_samples: dict[int, int] = {}  # by worker, the most samples of a step, as its own loop declared
         self._pacing = StepBalancer() if host.config.local_steps == "speed" else None
         self._clock_runs = False
+        self._checked, self._excused = host.clock.source(), 0.0
+        host.accounting.stall_detector.drop_after = host.config.stall
+
+    def check(self, drop: Callable[[int, str], None]) -> None:
+        """Carry out requests, and name workers that compute without progress.
+
+        `drop` a worker if `paceline drain --now` or `--stall` asks for it, and give the reason.
+        """
+        host, stalls = self._host, self._host.accounting.stall_detector
+        now = host.clock.source()
+        gap = now - self._checked - (stalls.extended - self._excused)
+        if gap > CHECK_SECONDS + BUSY_SECONDS:
+            stalls.extend(gap)
+        self._checked, self._excused = now, stalls.extended
+        if host.server.finished:
+            return
+        host.look_for_requests()
+        while host.requests.to_drop:
+            worker = host.requests.to_drop.pop()
+            drop(worker, f"worker {worker} is dropped, as 'paceline drain --now' asked")
+        new, again = host.accounting.look_for_stalls(now)
+        to_drop = stalls.to_drop(now)
+        for worker in new:
+            stall = host.accounting.stall(worker, host.server, now)
+            host.events.write("stalled", host.clock.now(), **stall._asdict())
+            if worker not in to_drop:
+                self.note(str(stall))
+        for worker in again:
+            if host.server.members[worker].live:
+                self.note(f"worker {worker} makes steps again")
+        for worker in to_drop:
+            stall = host.accounting.stall(worker, host.server, now)
+            drop(worker, f"{stall}: it is dropped (--stall {host.config.stall:g})")
 
     def push(self, peer: Peer, push: Push) -> None:
         """Hand a push to the host. ProtocolError if it cannot be decoded or lies; then nothing has changed."""
@@ -196,7 +231,7 @@ class Service:
 
     def run(self) -> None:
         """Serve until training is over and every worker knows it."""
-        serve_until(self._host, self._loop, self._all_know)
+        serve_until(self._host, self._loop, self._all_know, self._check)
         for peer in self._peers.by_worker.values():
             peer.close()
 
@@ -205,6 +240,19 @@ class Service:
         if self._patient:
             return not self._peers.by_worker
         return self._peers.by_worker.keys() <= self._peers.released or time.monotonic() > deadline
+
+    def _check(self) -> float:
+        """Do what time alone makes due; returns the time of the next call."""
+        self._dispatcher.check(self._drop)
+        return time.perf_counter() + CHECK_SECONDS
+
+    def _drop(self, worker: int, why: str) -> None:
+        """Go on without a worker that hangs, and let the supervisor kill its process."""
+        peer = self._peers.by_worker.get(worker)
+        if peer is not None:
+            self._control.note(why)
+            self._control.send({"kind": "drop", "worker": worker})
+            self.remove(peer)
 
     def admit(self, peer: SharedMemoryPeer) -> None:
         """Listen to one more worker."""
@@ -251,7 +299,9 @@ class Service:
             message = None
         if message is None:
             self.remove(peer)
-        elif isinstance(message, Hello):
+            return
+        self._host.accounting.stall_detector.record_progress(peer.worker, self._host.clock.source())
+        if isinstance(message, Hello):
             self.join(peer, message)
         elif isinstance(message, ReportedFigures):
             self._host.note_figures(message.worker, message.values)

@@ -65,9 +65,25 @@ class ShardedClient(Transport):
         self._memory: WorkerBuffers | None = None
         self._pool: ThreadPoolExecutor | None = None
 
-    def apply(self, fields: Mapping[str, Any], patience: float) -> dict[str, Any]:
+    @property
+    def farewell(self) -> str | None:
+        """Why the first server refused the worker, if it did."""
+        return self._first.farewell
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the last reply ended the work of this worker alone, because an operator drained it."""
+        return self._first.is_drained
+
+    def apply(
+        self, fields: Mapping[str, Any], patience: float, fresh: Callable[[], Mapping[str, Any]] = dict
+    ) -> dict[str, Any]:
         """Ask the first server to join."""
-        return self._first.apply(fields, patience)
+        return self._first.apply(fields, patience, fresh=fresh)
+
+    def count_steps(self, num_steps: Callable[[], int]) -> None:
+        """Let the heartbeats to the first server say how many steps the worker has begun."""
+        self._first.num_steps = num_steps
 
     def reach(self, welcome: Mapping[str, Any], size: int, coding_of: CodingOf) -> None:
         """Connect to the other servers, which the first one's welcome names."""
