@@ -55,6 +55,7 @@ MOST_KEPT = 100
 ATTACKER_CORES = {max(os.sched_getaffinity(0))}
 HONEST_CORES = os.sched_getaffinity(0) - ATTACKER_CORES or ATTACKER_CORES
 TIMEOUT_SECONDS = 2.0
+STOPPED = 130  # the exit code of a server that was stopped by Ctrl-C
 WARM_COUNT = 1500
 EXCEPTION = re.compile(r"Traceback|Error\b|Exception|Errno")
 RUN = ("--dataset", "fashion-mnist-sample", "--strategy", "sync", "--workers", "1", "--steps", "10000000")
@@ -286,7 +287,10 @@ class Target:
     def stop(self) -> tuple[int, int]:
         """Stop the run; returns the exit codes of server and worker."""
         self.server.send_signal(signal.SIGINT)
-        return self.server.wait(120), self.worker.wait(120)
+        code = self.server.wait(120)
+        if code != STOPPED:
+            self.worker.kill()  # it would wait for the server
+        return code, self.worker.wait(120)
 
     def has_only_honest_records(self) -> bool:
         """Whether every push is of the one worker, and none was repeated or left out."""
@@ -391,7 +395,7 @@ def measure(
         facts["only_honest"], facts["replays"] = target.has_only_honest_records(), target.replays()
     facts["safe"] = (
         not facts["exceptions"]
-        and facts["exit_codes"] == (130, 0)
+        and facts["exit_codes"] == (STOPPED, 0)
         and facts["only_honest"]
         and facts["replays"]
         and facts["memory_most"] - facts["memory_before"] < MOST_GROWTH_MIB
