@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from paceline.config import RunConfig, max_workers_of
-from paceline.core.messages import DataAssignment
+from paceline.core.messages import DataAssignment, Reply
 from paceline.core.schedules import Budget
 from paceline.data.partition import hold_out, hold_out_fold, partition
-from paceline.data.sampler import Batches
+from paceline.data.sampler import Batches, samples_before
 from paceline.errors import UserError
 from paceline.settings.preprocessing import fold_of, split_of
 from paceline.settings.strategies import on_ring
@@ -30,6 +30,7 @@ class WorkAssignment:
     labels: np.ndarray[Any, Any]  # the labels of the samples to train on
     multiple_of: int = 1  # a worker's pass has a multiple of this many samples
     _parts: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
+    _part_sizes: dict[int, list[int]] = field(default_factory=dict)
 
     def batches(self, worker: int, config: RunConfig, assignment: DataAssignment | None = None) -> Batches:
         """The batches of one worker, by the first division or by the one since workers joined or left.
@@ -41,6 +42,18 @@ class WorkAssignment:
             return Batches(shard, config.batch_size, config.seed, worker, multiple_of=self.multiple_of)
         part = self.parts(len(assignment.members), config)[assignment.members.index(worker)]
         return Batches(self.train[part], config.batch_size, config.seed, worker, assignment.generation)
+
+    def samples_of(self, reply: Reply, config: RunConfig) -> int:
+        """How many samples the batch has, or the batches of local steps have, that a reply asks for."""
+        if reply.assignment is None:
+            size = len(self.shards[reply.worker % len(self.shards)]) // self.multiple_of * self.multiple_of
+        else:
+            members = reply.assignment.members
+            if len(members) not in self._part_sizes:
+                self._part_sizes[len(members)] = [len(part) for part in self.parts(len(members), config)]
+            size = self._part_sizes[len(members)][members.index(reply.worker)]
+        first, end = reply.batch, reply.batch + max(1, reply.steps)
+        return samples_before(end, size, config.batch_size) - samples_before(first, size, config.batch_size)
 
     def parts(self, num_members: int, config: RunConfig) -> list[np.ndarray[Any, Any]]:
         """Divide the train set over this many members, and keep the last division: all workers ask for the same one."""

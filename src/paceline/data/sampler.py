@@ -50,5 +50,14 @@ class Batches:
 
     def samples_before(self, number: int) -> int:
         """Return the number of samples in batches 0 to `number` - 1."""
-        epochs, place = divmod(number, self.per_epoch)
-        return epochs * self.num_samples + place * self._batch_size
+        return samples_before(number, self.num_samples, self._batch_size)
+
+
+def samples_before(number: int, num_samples: int, batch_size: int) -> int:
+    """Return the number of samples in batches 0 to `number` - 1 of a shard of `num_samples`.
+
+    >>> [samples_before(number, 10, 4) for number in range(5)]
+    [0, 4, 8, 10, 14]
+    """
+    epochs, place = divmod(number, -(-num_samples // batch_size))
+    return epochs * num_samples + place * batch_size

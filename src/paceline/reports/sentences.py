@@ -9,7 +9,9 @@ from paceline.analysis.statistics import FAILED
 from paceline.data.catalog import DATASETS
 from paceline.reports.console import closing_lines
 from paceline.reports.status_table import seconds_text
+from paceline.system.terminal import printable
 
+MAX_TEXT = 400  # characters of an event: its row may come from anybody
 FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
 
 
@@ -74,7 +76,7 @@ def class_names(settings: dict[str, Any]) -> tuple[str, ...] | None:
 def event_sentence(row: dict[str, Any]) -> str | None:
     """Return an event as a sentence; None for events that charts show."""
     text = _worker_event(row) if row["kind"].startswith("worker_") else _run_event(row)
-    return text[0].upper() + text[1:] if text else None
+    return printable(text[0].upper() + text[1:], MAX_TEXT) if text else None
 
 
 def _worker_event(row: dict[str, Any]) -> str | None:
@@ -113,6 +115,8 @@ def _run_event(row: dict[str, Any]) -> str | None:
             return f"{row.get('what')} could not be written: {row.get('error')}"
         case "turned_away":
             return f"rejected: {row.get('text')}"
+        case "expelled":
+            return f"worker {row.get('worker')} was expelled: {row.get('why')}"
         case "stopped":
             return f"stopped: {row.get('reason')}"
     return None

@@ -1,8 +1,9 @@
-"""Write JSON that every parser reads: a NaN or infinity, which JSON does not have, becomes null."""
+"""Write and read JSON as every parser does: there is no NaN and no infinity. Written ones become null."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would build one for each call
@@ -21,3 +22,28 @@ def to_json(value: Any, indent: int | None = None, compact: bool = False) -> str
         return encoder.encode(value)
     except ValueError:
         return encoder.encode(json.loads(json.dumps(value), parse_constant=lambda _: None))
+
+
+def parse_json(text: bytes | bytearray) -> Any:
+    """Parse strict JSON in UTF-8; raise ValueError for NaN, infinities, floats beyond 64 bits, and deep nesting.
+
+    >>> parse_json(b'{"loss": 0.5}')
+    {'loss': 0.5}
+    >>> parse_json(b'{"loss": 1e400}')
+    Traceback (most recent call last):
+    ValueError: 1e400 is not a finite number
+    """
+    try:
+        return _DECODER.decode(text.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _finite_float(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise ValueError(f"{word[:20]} is not a finite number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite_float, parse_constant=_finite_float)

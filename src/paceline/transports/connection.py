@@ -238,8 +238,20 @@ def send(connection: Connection, *parts: bytes | memoryview) -> None:
     outbox.flush(connection.send)
 
 
-def read(connection: Connection, reading: Reading[T]) -> T:
-    """Read to the end of `reading` on a blocking connection."""
-    whole = FrameReader(reading).fill(connection.receive_into)
+def read(connection: Connection, reading: Reading[T], deadline: float | None = None) -> T:
+    """Read to the end of `reading` on a blocking connection; until `deadline`, by the monotonic clock, if there is one.
+
+    A timeout of the socket would not do: it begins anew with every byte.
+    """
+
+    def receive_in_time(place: memoryview) -> int | None:
+        assert deadline is not None
+        seconds = deadline - time.monotonic()
+        if seconds <= 0.0:
+            raise ConnectionError("the answer took too long")
+        connection.sock.settimeout(seconds)
+        return connection.receive_into(place)
+
+    whole = FrameReader(reading).fill(connection.receive_into if deadline is None else receive_in_time)
     assert whole is not None, "a blocking connection never returns early"
     return whole[0]

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 from paceline.errors import ProtocolError, UserError
 from paceline.transports import frames
 from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
-from paceline.transports.frames import FrameKind, Reading, fields_frame, read_bytes, read_fields, read_header
+from paceline.transports.frames import (
+    FrameKind,
+    Reading,
+    fields_frame,
+    read_bytes,
+    read_checked,
+    read_header,
+    read_refusal,
+)
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, introduce
 from paceline.transports.tls import Tls
 
 ANSWER_SECONDS = 30.0
+MAX_OFFSET = 1 << 48
 SHOWN = ("config.toml", "events.jsonl", "arrivals.log", "result.json")
 """The files of a run folder that observers may read. The token is not one of them."""
+
+
+LOOK: frames.Schema = {
+    "file": frames.text(100),
+    "offset": frames.integer(-MAX_OFFSET, MAX_OFFSET),
+    "most": frames.integer(0, frames.MAX_PIECE),
+}
+SEEN: frames.Schema = {
+    "offset": frames.optional(frames.integer(0, MAX_OFFSET), 0),
+    "size": frames.optional(frames.integer(0, MAX_OFFSET)),
+    "age": frames.optional(frames.number(0.0, 1e12), 0.0),
+}
+"""A request for a part of a file, and the head of its answer: without a size there is no such file."""
 
 
 class FileChunk(NamedTuple):
@@ -48,7 +71,7 @@ class FileClient:
                 raise
             raise UserError(f"{address}: {error}; no server there lets this machine look at its run") from None
         self._connection.sock.settimeout(ANSWER_SECONDS)
-        self.run = str(welcome.get("run", ""))  # the run folder's path on the server
+        self.run: str = welcome["run"]  # the run folder's path on the server
 
     def read(self, name: str, offset: int = 0, most: int = frames.MAX_PIECE) -> FileChunk | None:
         """Read at most `most` bytes of a file from `offset` on; a negative offset counts from the end.
@@ -58,7 +81,7 @@ class FileClient:
         fields = {"file": name, "offset": offset, "most": most}
         send(self._connection, fields_frame(FrameKind.LOOK, fields, frames.MAX_LOOK))
         try:
-            return read(self._connection, _piece(most))
+            return read(self._connection, _piece(offset, most), time.monotonic() + ANSWER_SECONDS)
         except ProtocolError as error:
             raise ConnectionError(str(error)) from None
 
@@ -67,19 +90,20 @@ class FileClient:
         self._connection.close()
 
 
-def _piece(most: int) -> Reading[FileChunk | None]:
+def _piece(asked: int, most: int) -> Reading[FileChunk | None]:
+    """Read the part of a file from `asked` on, which may be counted from its end, or None if there is no such file."""
     kind, nbytes = yield from read_header({FrameKind.SEEN: frames.MAX_SEEN, FrameKind.REFUSED: frames.MAX_REFUSED})
-    fields = yield from read_fields(nbytes)
     if kind is FrameKind.REFUSED:
-        raise ProtocolError(fields.get("reason", "no reason given"))
+        raise ProtocolError((yield from read_refusal(nbytes)))
+    fields = yield from read_checked(nbytes, SEEN)
     _, nbytes = yield from read_header({FrameKind.BODY: most})
     data = bytes((yield from read_bytes(nbytes)))
-    if fields.get("size") is None:
+    if (size := fields["size"]) is None:
         return None
-    try:
-        return FileChunk(int(fields["offset"]), int(fields["size"]), float(fields["age"]), data)
-    except (KeyError, TypeError, ValueError):
-        raise ProtocolError("a malformed part of a file") from None
+    begin = max(0, size + asked) if asked < 0 else min(asked, size)
+    if fields["offset"] != begin or begin + nbytes > size:
+        raise ProtocolError(f"{nbytes} bytes of a file of {size} at {fields['offset']}, asked for from {asked} on")
+    return FileChunk(begin, size, fields["age"], data)
 
 
 def read_look(connection: Connection) -> dict[str, Any]:
@@ -87,6 +111,6 @@ def read_look(connection: Connection) -> dict[str, Any]:
 
     def reading() -> Reading[dict[str, Any]]:
         _, nbytes = yield from read_header({FrameKind.LOOK: frames.MAX_LOOK})
-        return (yield from read_fields(nbytes))
+        return (yield from read_checked(nbytes, LOOK))
 
     return read(connection, reading())

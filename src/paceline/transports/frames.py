@@ -1,19 +1,20 @@
 """The frames of a TCP connection: a fixed header, then as many raw bytes as it says. No pickle, no torch here.
 
-A reader is a generator of buffers to fill, for blocking and non-blocking connections.
+A reader is a generator of buffers to fill, for blocking and non-blocking connections. A frame of JSON has a schema.
 """
 
 from __future__ import annotations
 
 import enum
-import json
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from paceline.errors import ProtocolError
-from paceline.system.strict_json import to_json
+from paceline.system.strict_json import parse_json, to_json
+from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
 VERSION = 3
@@ -56,6 +57,8 @@ MAX_APPLY = MAX_FIGURES = 1 << 16
 MAX_WELCOME = MAX_HELLO = 1 << 20
 MAX_SHARD = 1 << 24
 MAX_PIECE = 1 << 20  # the most bytes of a file in one frame
+MAX_REASON = 512  # characters of a refusal
+UINT32 = (1 << 32) - 1
 
 
 def padding(nbytes: int) -> bytes:
@@ -113,25 +116,140 @@ def read_fields(nbytes: int) -> Reading[dict[str, Any]]:
     """Read the body of a frame as a JSON object. The size was checked with the header."""
     text = yield from read_bytes(nbytes)
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
+        fields = parse_json(text)
+    except ValueError:
         fields = None
     if not isinstance(fields, dict):
         raise ProtocolError(f"a frame of {nbytes} bytes that are not a JSON object")
     return fields
 
 
+@dataclass(frozen=True)
+class Field:
+    """What a field of a message holds: `accepts` tests a value, `take` returns it as it is used.
+
+    Text is taken as `printable` writes it, so that it can be shown anywhere.
+    """
+
+    what: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+    required: bool = True
+    nullable: bool = False
+    default: Any = None  # for null or a missing field
+
+    def take(self, value: Any) -> Any:
+        """Return the value to use. Raise ValueError if it is not acceptable."""
+        if value is None and self.nullable:
+            return self.default
+        if not self.accepts(value):
+            raise ValueError(f"{_shown(value)}, not {self.what}")
+        return self.convert(value)
+
+
+Schema: TypeAlias = Mapping[str, Field]
+
+
+def integer(least: int = 0, most: int = UINT32) -> Field:
+    """A whole number; true and false are none."""
+    return Field(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def number(least: float, most: float) -> Field:
+    """A finite number."""
+    what = f"a number from {least:g} to {most:g}"
+    return Field(what, lambda value: type(value) in (int, float) and least <= value <= most, float)
+
+
+def text(most: int) -> Field:
+    """Text of at most so many characters."""
+    what = f"text of at most {most} characters"
+    return Field(
+        what, lambda value: isinstance(value, str) and len(value) <= most, lambda value: printable(value, most)
+    )
+
+
+def record(schema: Schema) -> Field:
+    """An object with its own schema."""
+    return Field("an object", lambda value: isinstance(value, dict), lambda value: checked(value, schema))
+
+
+def listed(of: Field, least: int, most: int) -> Field:
+    """A list of so many values of one kind."""
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, list) and least <= len(value) <= most
+
+    return Field(f"a list of {least} to {most} values", accepts, lambda value: [of.take(one) for one in value])
+
+
+OBJECT = Field("an object", lambda value: isinstance(value, dict))
+FLAG = Field("true or false", lambda value: type(value) is bool)
+ANYTHING = Field("a value", lambda value: True)  # for what is only compared, or checked by whoever uses it
+
+
+def nullable(field: Field) -> Field:
+    """A field that must be there and may be null."""
+    return replace(field, nullable=True)
+
+
+def optional(field: Field, default: Any = None) -> Field:
+    """A field that may be missing or null; `default` is taken then."""
+    return replace(field, required=False, nullable=True, default=default)
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value), 40) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def checked(fields: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """Return exactly the fields of the schema. Raise ProtocolError if one is missing or wrong; others are ignored.
+
+    >>> checked({"worker": 3, "shoe_size": 44}, {"worker": integer(), "again": optional(FLAG, False)})
+    {'worker': 3, 'again': False}
+    >>> checked({"worker": True}, {"worker": integer(0, 7)})
+    Traceback (most recent call last):
+    paceline.errors.ProtocolError: 'worker' that is True, not a whole number from 0 to 7
+    """
+    found = {}
+    for name, field in schema.items():
+        if name not in fields and field.required:
+            raise ProtocolError(f"no '{name}'")
+        try:
+            found[name] = field.take(fields.get(name))
+        except ValueError as error:
+            raise ProtocolError(f"'{name}' that is {error}") from None
+    return found
+
+
+def read_checked(nbytes: int, schema: Schema) -> Reading[dict[str, Any]]:
+    """Read the body of a frame as the fields of a schema."""
+    return checked((yield from read_fields(nbytes)), schema)
+
+
 def fields_frame(kind: FrameKind, fields: Mapping[str, Any], most: int) -> bytes:
     """Build a frame of JSON. The caller keeps to the size that the other side accepts."""
-    text = to_json(fields).encode()
-    text += b" " * len(padding(len(text)))
-    assert len(text) <= most, f"{len(text)} bytes for a frame '{kind.name.lower()}' of at most {most}"
-    return header(kind, len(text)) + text
+    body = to_json(fields).encode()
+    body += b" " * len(padding(len(body)))
+    assert len(body) <= most, f"{len(body)} bytes for a frame '{kind.name.lower()}' of at most {most}"
+    return header(kind, len(body)) + body
+
+
+REFUSAL: Schema = {"reason": optional(text(MAX_REASON), "no reason given")}
 
 
 def refusal_frame(reason: str) -> bytes:
     """Build a refusal with its reason, shortened to the size that the other side accepts."""
-    return fields_frame(FrameKind.REFUSED, {"reason": reason[: MAX_REFUSED // 8]}, MAX_REFUSED)
+    reason = printable(reason, MAX_REASON)
+    while len(to_json(reason)) > MAX_REFUSED // 2:  # JSON takes up to 12 bytes for a character
+        reason = reason[: len(reason) // 2]
+    return fields_frame(FrameKind.REFUSED, {"reason": reason}, MAX_REFUSED)
+
+
+def read_refusal(nbytes: int) -> Reading[str]:
+    """Read the reason of a refusal, to be shown to the user."""
+    reason: str = (yield from read_checked(nbytes, REFUSAL))["reason"]
+    return reason
 
 
 class FrameReader(Generic[T]):

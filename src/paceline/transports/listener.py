@@ -18,6 +18,28 @@ from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import Tls
 
 STRANGER_SECONDS = 10.0
+_PLACE: frames.Schema = {
+    "machine": frames.text(255),
+    "cores": frames.integer(1),
+    "process": frames.integer(1),
+    "threads": frames.integer(1),
+    "clock": frames.number(0.0, 1e12),
+}
+APPLICATION: frames.Schema = {
+    "worker": frames.optional(frames.integer()),
+    "incarnation": frames.optional(frames.integer()),
+    "secret": frames.optional(frames.text(64)),
+    "again": frames.optional(frames.FLAG, False),
+    "version": frames.optional(frames.text(64)),
+    "device": frames.optional(frames.text(64), "cpu"),
+    "place": frames.optional(frames.record(_PLACE)),
+    "observer": frames.optional(frames.FLAG, False),
+    "shard": frames.optional(frames.FLAG, False),
+    "address": frames.optional(frames.text(300), ""),
+    "fingerprint": frames.optional(frames.text(100)),
+    "pid": frames.optional(frames.integer(), 0),
+}
+"""What a worker, an observer or a further server says of itself when it asks to join."""
 _AT_ONCE = 64
 _KEPT_COMPLAINTS = 20
 _QUIET_SECONDS = 1.0
@@ -108,7 +130,12 @@ def _application(connection: Connection, outbox: SendQueue, handshake: ServerHan
         outbox.flush(connection.send)
         raise
     _, nbytes = yield from frames.read_header({FrameKind.APPLY: frames.MAX_APPLY})
-    return (yield from frames.read_fields(nbytes))
+    try:
+        return (yield from frames.read_checked(nbytes, APPLICATION))
+    except ProtocolError as error:
+        outbox.add(frames.refusal_frame(f"a request to join with {error}"))
+        outbox.flush(connection.send)
+        raise
 
 
 class Listener:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from paceline.core.buffers import WorkerBuffers
+from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join, OwnLoopInput, Push, Reply, SetLrFactor
+from paceline.errors import ProtocolError
+from paceline.system.terminal import printable
+from paceline.transports.frames import ANYTHING, FLAG, UINT32, Schema, checked, integer, nullable, optional
 
 MEMBER_NBYTES = 2
+MAX_SECONDS = 1e8  # of one step: three years
+MAX_WEIGHT = 2.0**53
+MAX_NAMES, MAX_NAME = 1000, 100  # how many metrics a worker may report at once, and how long a name may be
+HELLO_FIELDS: Schema = {
+    "worker": optional(ANYTHING),  # who sends it is known
+    "incarnation": optional(ANYTHING),
+    "quota": nullable(integer(0, UINT32 - 1)),
+    "threads": integer(1, 1 << 16),
+    "own_loop": optional(FLAG, False),
+    "sizes": ANYTHING,
+}
+"""The fields of a hello. All others are facts about model and data, which are only compared."""
+_COUNT = integer(0, 1 << 48)
+_SIZES: Schema = dict.fromkeys(BufferSizes._fields, _COUNT) | dict.fromkeys(("payload", "pulled"), nullable(_COUNT))
 
 
 class Timing(NamedTuple):
@@ -104,6 +123,65 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+def parse_hello(worker: int, incarnation: int, fields: Mapping[str, Any]) -> tuple[Join, Any, dict[str, Any]]:
+    """Return a worker's join, the sizes it asks for, which are not checked yet, and its facts."""
+    found = checked(fields, HELLO_FIELDS)
+    facts = {name: value for name, value in fields.items() if name not in HELLO_FIELDS}
+    return Join(worker, incarnation, found["quota"], found["threads"], found["own_loop"]), found["sizes"], facts
+
+
+def parse_sizes(asked: Any) -> BufferSizes:
+    """Return the sizes of a worker's buffers: whole numbers, and null for what an exchange does not have.
+
+    >>> parse_sizes([10, 0, None, None, 0])
+    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0)
+    """
+    if not isinstance(asked, list) or len(asked) != len(_SIZES):
+        raise ProtocolError("a hello without sizes")
+    return BufferSizes(**checked(dict(zip(BufferSizes._fields, asked, strict=True)), _SIZES))
+
+
+def parse_figures(worker: int, fields: Mapping[str, Any]) -> ReportedFigures:
+    """Return reported metrics. Values are numbers, or numbers as text, since JSON has no NaN.
+
+    >>> parse_figures(0, {"loss": 0.5, "f1": "nan"}).values
+    {'loss': 0.5, 'f1': nan}
+    """
+    if len(fields) > MAX_NAMES or any(len(name) > MAX_NAME for name in fields):
+        raise ProtocolError(f"more than {MAX_NAMES} metrics, or names of more than {MAX_NAME} characters")
+    if any(type(value) not in (int, float, str) for value in fields.values()):
+        raise ProtocolError("metrics that are not numbers by name")
+    try:
+        return ReportedFigures(worker, {printable(name, MAX_NAME): float(value) for name, value in fields.items()})
+    except (ValueError, OverflowError):
+        raise ProtocolError("metrics that are not numbers by name") from None
+
+
+def check_push(seq: int, reply: int, samples: int, loss: float, timing: Timing, weight: float) -> None:
+    """Raise ProtocolError if no worker can mean these numbers. A loss may be infinite or unknown (NaN).
+
+    >>> check_push(0, 0, 32, 0.5, Timing(0.1, math.nan, 0.0), 0.0)
+    Traceback (most recent call last):
+    paceline.errors.ProtocolError: a push that took nan seconds
+    """
+    if seq != reply:
+        raise ProtocolError(f"push {seq} for reply {reply}")
+    if not samples:
+        raise ProtocolError("a push of no samples")
+    if loss == -math.inf:
+        raise ProtocolError("a push with a loss of -inf")
+    for seconds in timing:
+        if not 0.0 <= seconds <= MAX_SECONDS:
+            raise ProtocolError(f"a push that took {seconds:g} seconds")
+    if not 0.0 <= weight <= MAX_WEIGHT:
+        raise ProtocolError(f"a push of weight {weight:g}")
+
+
+def unreadable(worker: int, error: Exception) -> ProtocolError:
+    """Make the error for bytes of a worker that no check foresaw: it ends that worker's connection, not the run."""
+    return ProtocolError(f"worker {worker} sent what cannot be read ({type(error).__name__}: {printable(str(error))})")
 
 
 def pack_members(members: tuple[int, ...]) -> bytes:

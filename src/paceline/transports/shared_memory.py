@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import math
 import os
 import socket
 import struct
@@ -27,9 +27,9 @@ from paceline.core.messages import (
 )
 from paceline.errors import ProtocolError
 from paceline.system.shared_segment import Segment, page_aligned
-from paceline.system.strict_json import to_json
+from paceline.system.strict_json import parse_json, to_json
 from paceline.transports import protocol
-from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing
+from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing, unreadable
 
 _PUSH = struct.Struct("<BxxxIIIQffffd")
 _REPLY = struct.Struct("<BBxxIQQdIIII")
@@ -169,6 +169,17 @@ class SharedMemoryClient(ScriptTransport):
         return Reply(worker, incarnation, *work, self._assignment, dropped, discarded)
 
 
+def _fields_of(packet: bytes) -> dict[str, Any]:
+    """The JSON object behind the first byte of a packet."""
+    try:
+        fields = parse_json(packet[1:])
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"{len(packet)} bytes that are not a JSON object")
+    return fields
+
+
 class SharedMemoryPeer(Peer):
     """The server's side of one worker's connection."""
 
@@ -192,19 +203,29 @@ class SharedMemoryPeer(Peer):
         try:
             if slot is None:
                 packet, fds, _, _ = socket.recv_fds(self.connection, _LARGEST, 1)
-                return self._hello(packet, fds) if packet else None
-            packet = self.connection.recv(1 << 16)
+            else:
+                packet, fds = self.connection.recv(1 << 16), []
         except ConnectionResetError:
             return None
         if not packet:
             return None
+        try:
+            return self._hello(packet, fds) if slot is None else self._message(packet, slot)
+        except ProtocolError as error:
+            raise ProtocolError(f"worker {self.worker} sent {error}") from None
+        except Exception as error:  # of the bytes of this worker alone: nothing has been applied
+            raise unreadable(self.worker, error) from error
+
+    def _message(self, packet: bytes, slot: SharedBuffers) -> Push | OwnLoopInput | ReportedFigures:
         if packet[0] != _PUSHED or len(packet) != _PUSH.size:
             return self._setting(packet)
         _, seq, reply, samples, nbytes, loss, *seconds, weight = _PUSH.unpack(packet)
         update = slot.update
         if nbytes > update.nbytes:
-            raise ProtocolError(f"worker {self.worker} pushed {nbytes} bytes into buffers of {update.nbytes}")
-        self.timing = Timing(*seconds)
+            raise ProtocolError(f"a push of {nbytes} bytes for buffers of {update.nbytes}")
+        timing = Timing(*seconds)
+        protocol.check_push(seq, reply, samples, loss, timing, weight)
+        self.timing = timing
         if slot.sizes.payload is not None:
             update = update[:nbytes]
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
@@ -212,35 +233,32 @@ class SharedMemoryPeer(Peer):
     def _setting(self, packet: bytes) -> OwnLoopInput | ReportedFigures:
         """Decode the messages of a user's own loop that are not pushes."""
         if packet[0] == _RATED and len(packet) == _RATE.size:
-            return SetLrFactor(self.worker, _RATE.unpack(packet)[1])
+            factor = _RATE.unpack(packet)[1]
+            if not 0.0 <= factor < math.inf:
+                raise ProtocolError(f"a learning rate {factor:g} times the first")
+            return SetLrFactor(self.worker, factor)
         if packet[0] == _READING and len(packet) == _READ.size:
             return ReadWeights(self.worker, bool(packet[1]))
         if packet[0] == _ESTIMATED and len(packet) == _STATISTICS.size:
             return EstimatedStatistics(self.worker, _STATISTICS.unpack(packet)[1])
         if packet[0] != _REPORTED:
-            raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are not a push")
-        try:
-            values = {str(name): float(value) for name, value in json.loads(packet[1:]).items()}
-        except (ValueError, TypeError, AttributeError):
-            raise ProtocolError(f"worker {self.worker} reported metrics that are not numbers by name") from None
-        return ReportedFigures(self.worker, values)
+            raise ProtocolError(f"{len(packet)} bytes that are not a push")
+        return protocol.parse_figures(self.worker, _fields_of(packet))
 
     def _hello(self, packet: bytes, fds: list[int]) -> Hello:
         try:
-            fields = json.loads(packet[1:]) if packet[0] == _HELLO and len(fds) == 1 else {}
-            threads, own_loop = int(fields.pop("threads")), bool(fields.pop("own_loop", False))
-            join = Join(self.worker, self.incarnation, fields.pop("quota"), threads, own_loop)
-            weights, state, payload, pulled, local_state = fields.pop("sizes")
-            sizes = BufferSizes(int(weights), int(state), payload, pulled, int(local_state))
-            nbytes = SharedBuffers.nbytes_for(sizes)
-        except (ValueError, KeyError, TypeError):
+            if packet[0] != _HELLO or len(fds) != 1:
+                raise ProtocolError(f"{len(packet)} bytes that are not a hello")
+            join, asked, facts = protocol.parse_hello(self.worker, self.incarnation, _fields_of(packet))
+            sizes = protocol.parse_sizes(asked)
+        except ProtocolError:
             for fd in fds:
                 os.close(fd)
-            raise ProtocolError(f"worker {self.worker} sent {len(packet)} bytes that are not a hello") from None
-        segment = Segment.attach(fds[0], nbytes)
+            raise
+        segment = Segment.attach(fds[0], SharedBuffers.nbytes_for(sizes))
         segment.close_descriptor()
         self.slot = SharedBuffers(segment, sizes)
-        return Hello(join, self.slot, fields)
+        return Hello(join, self.slot, facts)
 
     def answer(self, reply: Reply) -> None:
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""

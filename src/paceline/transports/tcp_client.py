@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import select
 import threading
@@ -25,6 +26,7 @@ from paceline.transports.tls import Tls
 BEAT_SECONDS = 1.0
 FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
 FIRST_PAUSE, MAX_PAUSE = 0.05, 5.0
+MAX_BATCH, MAX_STEPS = 1 << 48, 1 << 24  # no run is so long: a reply that asks for more is not from a server of ours
 
 
 class Backoff:
@@ -171,6 +173,9 @@ class TcpClient(Transport):
                 except JoinRefused as reason:
                     self.farewell = str(reason)
                     return None
+                except ProtocolError as error:
+                    self._drop()
+                    raise ProtocolError(f"{self._address} broke the protocol: it sent {error}") from None
                 seconds = back_off.pause(time.monotonic() - self._opened)
                 if seconds is None:
                     return None
@@ -185,15 +190,21 @@ class TcpClient(Transport):
         largest = REPLY_HEAD.size + most + len(padding(most))
         kind, nbytes = yield from frames.read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: frames.MAX_REFUSED})
         if kind is FrameKind.REFUSED:
-            raise JoinRefused((yield from frames.read_fields(nbytes)).get("reason", "no reason given"))
+            raise JoinRefused((yield from frames.read_refusal(nbytes)))
         packed = yield from read_bytes(REPLY_HEAD.size)
         finished, encoded, ship_own, *facts, generation, named, count, discarded = REPLY_HEAD.unpack(packed)
         serial, version, batch, lr, steps = facts
+        if not 0.0 <= lr < math.inf or batch > MAX_BATCH or steps > MAX_STEPS:
+            raise ProtocolError(
+                f"a reply that asks for {steps} steps from batch {batch} on at a learning rate of {lr:g}"
+            )
         pad = len(padding(named + count))
         yield from self._read_members(generation, named, nbytes - len(packed) - count - pad)
+        if self._assignment is not None and worker not in self._assignment.members and not finished:
+            raise ProtocolError("a reply that assigns the data to other workers")
         place = memory.pulled[:count] if encoded else memory.weights
         if count != place.nbytes:
-            raise ProtocolError(f"the server sent {count} bytes for buffers of {place.nbytes}")
+            raise ProtocolError(f"{count} bytes of weights for buffers of {place.nbytes}")
         yield view(place)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.buffers import BufferSizes, WorkerBuffers, view
-from paceline.core.messages import DataAssignment, Join, Push, Reply
+from paceline.core.messages import DataAssignment, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.transports import frames
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, FrameReader, Reading, SendQueue, padding
-from paceline.transports.protocol import HEARD, Hello, Keepalive, Peer, ReportedFigures, Timing, pack_members
+from paceline.transports.protocol import (
+    HEARD,
+    Hello,
+    Keepalive,
+    Peer,
+    ReportedFigures,
+    Timing,
+    check_push,
+    pack_members,
+    parse_figures,
+    parse_hello,
+    parse_sizes,
+    unreadable,
+)
 
 _SCRATCH = 1 << 18
 
@@ -30,22 +42,17 @@ def _within(size: int | None, most: int | None) -> bool:
     return size is most if size is None or most is None else 0 <= size <= most
 
 
-def parse_sizes(row: Any, most: BufferSizes) -> BufferSizes:
+def require_fitting(sizes: BufferSizes, most: BufferSizes) -> None:
     """Check the sizes of a worker's buffers before allocating them.
 
-    >>> parse_sizes([10, 0, None, None, 0], BufferSizes(10))
-    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0)
-    >>> parse_sizes([11, 0, None, None, 0], BufferSizes(10))
+    >>> require_fitting(BufferSizes(10), BufferSizes(10))
+    >>> require_fitting(BufferSizes(11), BufferSizes(10))
     Traceback (most recent call last):
     paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
     """
-    if not isinstance(row, list) or len(row) != len(most) or not all(type(n) in (int, type(None)) for n in row):
-        raise ProtocolError("a hello without sizes")
-    sizes = BufferSizes(*row)
     for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
         if not _within(count, limit):
             raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
-    return sizes
 
 
 class TcpPeer(Peer):
@@ -102,6 +109,10 @@ class TcpPeer(Peer):
             whole = filler.fill(self.connection.receive_into)
         except ConnectionError:
             return None
+        except ProtocolError:
+            raise
+        except Exception as error:  # of the bytes of this worker alone: nothing has been applied
+            raise unreadable(self.worker, error) from error
         self.last_heard = time.monotonic()
         if whole is None:
             self._filler = filler
@@ -119,17 +130,14 @@ class TcpPeer(Peer):
                 self.left = kind is FrameKind.BYE
                 return HEARD
             fields = yield from frames.read_fields(nbytes)
-            return self._hello(fields) if kind is FrameKind.HELLO else self._figures(fields)
+            return self._hello(fields) if kind is FrameKind.HELLO else parse_figures(self.worker, fields)
         except ProtocolError as error:
             raise ProtocolError(f"worker {self.worker} sent {error}") from None
 
     def _hello(self, fields: dict[str, Any]) -> Hello | Keepalive:
-        try:
-            threads, own_loop = int(fields.pop("threads")), bool(fields.pop("own_loop", False))
-            join = Join(self.worker, self.incarnation, fields.pop("quota"), threads, own_loop)
-        except (ValueError, KeyError, TypeError):
-            raise ProtocolError("a frame that is not a hello") from None
-        sizes = parse_sizes(fields.pop("sizes", None), self._largest)
+        join, asked, facts = parse_hello(self.worker, self.incarnation, fields)
+        sizes = parse_sizes(asked)
+        require_fitting(sizes, self._largest)
         if self.slot is not None:  # the worker did not get the reply to its first hello
             if sizes != self.slot.sizes or self._seq >= 0:
                 raise ProtocolError("a second hello")
@@ -140,19 +148,15 @@ class TcpPeer(Peer):
         self._views = BufferViews(slot)
         bodies = slot.update.nbytes + slot.state.nbytes + slot.saved_states.nbytes
         self._most[FrameKind.PUSH] = PUSH_HEAD.size + bodies + len(padding(bodies))
-        return Hello(join, self.slot, fields)
-
-    def _figures(self, fields: Mapping[str, Any]) -> ReportedFigures:
-        try:
-            return ReportedFigures(self.worker, {str(name): float(value) for name, value in fields.items()})
-        except (ValueError, TypeError):
-            raise ProtocolError("metrics that are not numbers by name") from None
+        return Hello(join, self.slot, facts)
 
     def _push(self, nbytes: int, slot: WorkerBuffers, views: BufferViews) -> Reading[Push]:
         if nbytes < PUSH_HEAD.size:
             raise ProtocolError(f"a push of {nbytes} bytes")
         packed = yield from frames.read_bytes(PUSH_HEAD.size)
         seq, reply, samples, num_update, num_state, num_local_state, loss, *seconds, weight = PUSH_HEAD.unpack(packed)
+        timing = Timing(*seconds)
+        check_push(seq, reply, samples, loss, timing, weight)
         bodies = num_update + num_state + num_local_state
         pad, most = len(padding(bodies)), slot.update.nbytes
         fits = num_update == most if slot.sizes.payload is None else num_update <= most
@@ -171,7 +175,7 @@ class TcpPeer(Peer):
                 self.state_seq, self.wants_state = seq, False
         yield from frames.read_bytes(pad)
         self._seq, self._greeted = seq, None
-        self.timing = Timing(*seconds)
+        self.timing = timing
         return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
 
     @staticmethod

@@ -14,6 +14,8 @@ from paceline.transports.file_client import FileChunk, FileClient
 
 GROWING = ("arrivals.log", "events.jsonl")
 """Append-only files; events last, because a server that has ended waits until they were read."""
+MAX_NBYTES = 1 << 34  # of one file: a server that says more is not believed
+MAX_SECONDS = 60.0  # for the last part of a file, which has a mebibyte or less
 
 
 class Mirror:
@@ -51,7 +53,9 @@ class Mirror:
             ) from None
 
     def _sync(self) -> bool:
-        changed = self._store("config.toml", self._observer.read("config.toml"))
+        if (config := self._observer.read("config.toml")) is None:
+            raise ConnectionError("it shows no config.toml")
+        changed = self._store("config.toml", config)
         if not self.folder.is_locked():
             self._held.enter_context(self.folder.locked())
         result = self._observer.read("result.json")  # read first: if there is one, the other files are complete
@@ -78,17 +82,22 @@ class Mirror:
         """Append what a file has grown by; fetch a file that became shorter from its start."""
         path, begun = self.folder.path / name, self._offsets.get(name)
         offset = begun if begun is not None else -self._tail if self._tail is not None else 0
-        piece = self._observer.read(name, offset)
+        piece, deadline = self._observer.read(name, offset), time.monotonic() + MAX_SECONDS
         if piece is not None and begun is not None and piece.size < begun:
             path.unlink(missing_ok=True)
             piece = self._observer.read(name)
         if piece is None:
             return False
+        end = piece.size  # what is appended meanwhile comes with the next call
+        if end - piece.offset > (MAX_NBYTES if self._tail is None or begun is not None else self._tail):
+            raise ConnectionError(f"it says that {name} has {end:,} bytes")
         with path.open("ab") as file:
             while piece is not None:
                 file.write(piece.data)
                 self._offsets[name], age = piece.offset + len(piece.data), piece.age
-                grows = piece.data and self._offsets[name] < piece.size
+                grows = piece.data and self._offsets[name] < end
+                if grows and self._tail is not None and time.monotonic() > deadline:
+                    raise ConnectionError(f"it takes more than {MAX_SECONDS:g} s to send {name}")
                 piece = self._observer.read(name, self._offsets[name]) if grows else None
         os.utime(path, 2 * (time.time() - age,))
         return self._offsets[name] != begun

@@ -20,14 +20,16 @@ from paceline.assembly.task import identity_of, make_task, prepare_device
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
-from paceline.errors import UnknownWorker
+from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
 from paceline.runtimes.worker_loop import WorkerLoop
+from paceline.settings.resolve import check_names
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
+from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpClient
@@ -155,6 +157,16 @@ class WorkerContext:
         return self._loaded
 
 
+def _config_of(described: dict[str, Any]) -> RunConfig:
+    """The settings in a server's welcome; ProtocolError if no server of this version sends such settings."""
+    try:
+        config = from_dict(described)
+        check_names(config)
+    except (UserError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"the server sent settings that cannot be used: {printable(str(error))}") from None
+    return config
+
+
 class PipelineSlot:
     """One worker of this process: its transport, its loop, and its next blocking call."""
 
@@ -166,16 +178,19 @@ class PipelineSlot:
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """Start a new incarnation: build everything but the data."""
-        config, dataset = self._context.prepare(from_dict(welcome["config"]))
-        worker, device = int(welcome["worker"]), prepare_device(config)
+        worker, incarnation, described = welcome["worker"], welcome["incarnation"], welcome["config"]
+        if worker is None or incarnation is None or described is None:
+            raise ProtocolError("the server's welcome has no number for this worker, or no settings")
+        config, dataset = self._context.prepare(_config_of(described))
+        device = prepare_device(config)
         task = make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
-        join, staged = make_join(config, division, worker, int(welcome["incarnation"])), device.type != "cpu"
+        join, staged = make_join(config, division, worker, incarnation), device.type != "cpu"
         instance = make_worker(config, task, division, join, pinned_memory if staged else None, staged)
         self._loop = WorkerLoop(instance, config)
         what, device_name = config.task or config.model, f"{config.threads} threads" if not staged else config.device
-        self._context.say(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {device_name}")
+        self._context.say(printable(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {device_name}"))
         self._identity = identity_of(task)
         self._reply: Reply | None = None
         self._push: tuple[Push, Timing] | None = None

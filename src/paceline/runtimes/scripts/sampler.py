@@ -21,7 +21,7 @@ from paceline.core.schedules import Budget
 from paceline.data.sampler import Batches
 from paceline.errors import UserError
 from paceline.runtimes.scripts.adopt import UserObjects
-from paceline.runtimes.scripts.draws import DrawnBatches
+from paceline.runtimes.scripts.draws import MAX_DRAWS, DrawnBatches
 from paceline.settings.preprocessing import split_of
 from paceline.tasks.nested import each
 
@@ -75,12 +75,18 @@ class LoopShare:
     """One worker's share of the data of a loop, and how long it trains on it."""
 
     batches: StepBatches
-    batch_size: int  # of a step
+    batch_size: int  # of a step; with a sampler that makes batches itself, their mean
     epoch_samples: int  # in one pass of all workers
     quota: int | None
     quota_samples: int  # in all batches of the quota; 0 without one
     skew: float
     order: int | None = None  # checksum of a sampler's first draw, in which all workers agree
+    drawn_most: int | None = None  # the most samples of a step, if a sampler makes batches of any size
+
+    @property
+    def max_samples(self) -> int:
+        """The most samples of a step, which the server holds this worker to."""
+        return self.batch_size if self.drawn_most is None else self.drawn_most
 
     def budget(self, config: RunConfig) -> Budget:
         """The budget of this worker alone."""
@@ -103,7 +109,8 @@ def share_data(handed: UserObjects, config: RunConfig, worker: int, accumulate: 
         drawn = DrawnBatches(handed.order, handed.num_samples, config, worker, accumulate)
         steps = max(1, round(config.epochs * drawn.per_epoch))
         sizes = drawn.batch_size * accumulate, drawn.epoch_samples, steps, drawn.samples_before(steps)
-        return LoopShare(drawn, *sizes, skew=0.0, order=None if full else drawn.checksum)
+        most = MAX_DRAWS if handed.order.batch_size is None else None
+        return LoopShare(drawn, *sizes, skew=0.0, order=None if full else drawn.checksum, drawn_most=most)
     config = replace(config, batch_size=handed.batch_size * accumulate)
     labels = class_labels(targets_of(handed), handed.num_samples, config)
     drops = handed.order is not None and handed.order.drop_last

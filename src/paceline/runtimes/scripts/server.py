@@ -17,6 +17,7 @@ from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.preflight import announce_rule
 from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, from_dict
+from paceline.core.buffers import BufferSizes
 from paceline.core.messages import EstimatedStatistics, Join, Leave, OwnLoopInput, ReadWeights
 from paceline.core.schedules import Training
 from paceline.core.server import Server
@@ -31,10 +32,20 @@ from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers
 from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.tasks.script_model import ScriptModel, load_frozen
+from paceline.transports.frames import ANYTHING, OBJECT, Schema, checked, integer, listed, nullable
 from paceline.transports.protocol import Hello
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 Introductions = list[tuple[SharedMemoryPeer, Hello]]
+LOOP_FACTS: Schema = {
+    **dict.fromkeys(("layout", "state_layout"), listed(ANYTHING, 0, 1 << 20)),
+    **dict.fromkeys(("num_samples", "quota_samples"), integer(0, 1 << 48)),
+    **dict.fromkeys(("order", "skew"), ANYTHING),
+    **dict.fromkeys(("batch_size", "max_samples"), integer(1)),
+    "settings": OBJECT,
+    "sources": nullable(OBJECT),
+}
+"""What an own loop must say of its model and data in its hello."""
 LEFT_EARLY = "every worker ended its loop early"
 
 
@@ -88,7 +99,8 @@ class ScriptService(Service):
         control: SupervisorChannel,
         expected: dict[str, Any],
     ) -> None:
-        super().__init__(host, peers, control, expected, patient=True)
+        sizes = BufferSizes(model.layout.size, model.state_layout.size if model.state_layout.parameters else 0)
+        super().__init__(host, peers, control, expected, sizes, patient=True)
         self._statistics = FinalStatistics(host.server, model)
         self._ending: dict[int, SharedMemoryPeer] = {}  # workers that wait for the final weights
         self._stop_reason = ALL_GONE
@@ -208,6 +220,8 @@ def _gather(control: SupervisorChannel, num_workers: int) -> Introductions:
             pending.discard(key.data.worker)
             try:
                 message = key.data.receive()
+                if isinstance(message, Hello):
+                    checked(message.facts, LOOP_FACTS)
             except ProtocolError as error:
                 control.note(str(error))
                 continue

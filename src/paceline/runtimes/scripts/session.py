@@ -147,6 +147,7 @@ class Session:
             "order": work.order,
             "skew": work.skew,
             "batch_size": self.config.batch_size,
+            "max_samples": work.max_samples,
             "settings": settings,
             "sources": None if sources == own_names else sources,
         }

@@ -47,18 +47,15 @@ class WorkerHosts:
         self._places: dict[int, WorkerHost] = {}
         self._crowded, self._off = set[str](), set[str]()  # machines that a warning was given about
 
-    def come(self, worker: int, report: object, now: float) -> list[str]:
+    def come(self, worker: int, place: WorkerHost, now: float) -> list[str]:
         """Note which machine a new worker computes on; returns warnings about that machine.
 
-        >>> machines, here = WorkerHosts(), {"machine": "m", "cores": 2, "threads": 2, "clock": 70.0}
-        >>> machines.come(0, here | {"process": 71}, 70.1), machines.come(1, here | {"process": 71}, 70.1)
+        >>> machines, here = WorkerHosts(), WorkerHost("m", cores=2, process=71, threads=2, clock=70.0)
+        >>> machines.come(0, here, 70.1), machines.come(1, here, 70.1)
         ([], [])
-        >>> print(*machines.come(2, here | {"process": 72}, 70.1))
+        >>> print(*machines.come(2, here._replace(process=72), 70.1))
         workers 0, 1 and 2 share the 2 cores of a machine with 4 threads, and wait for each other: give each --threads 1
         """
-        place = _parse(report)
-        if place is None:
-            return []
         self._places[worker] = place
         return [*self._crowd(place), *self._skew(worker, place, now)]
 
@@ -84,20 +81,6 @@ class WorkerHosts:
             off = f"{abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead of'} ours"
             what = f"the clock of worker {worker}'s machine is {off}: training does not mind, but dates of files and"
             yield f"{what} certificates will not agree; set it right"
-
-
-def _parse(report: object) -> WorkerHost | None:
-    """Read a worker's report; None if it is malformed.
-
-    >>> _parse({"machine": "m", "cores": 0, "process": 7, "threads": 1, "clock": 7.0}) is None
-    True
-    """
-    if not isinstance(report, Mapping) or set(report) != set(WorkerHost._fields):
-        return None
-    place = WorkerHost(**report)
-    counts = (place.cores, place.process, place.threads)
-    is_sound = isinstance(place.machine, str) and isinstance(place.clock, float)
-    return place if is_sound and all(type(count) is int and count > 0 for count in counts) else None
 
 
 class Admission:
@@ -133,8 +116,9 @@ class Admission:
         device = applicant.fields.get("device", "cpu")
         if device != "cpu":
             self._note(f"worker {worker} computes on {device}: 'paceline replay' will differ from its first push on")
-        for warning in self._machines.come(worker, applicant.fields.get("place"), time.time()):
-            self._note(warning)
+        if (place := applicant.fields.get("place")) is not None:
+            for warning in self._machines.come(worker, WorkerHost(**place), time.time()):
+                self._note(warning)
         return applicant.welcome({**self._welcome, "worker": worker, "incarnation": incarnation}, self._largest)
 
     def turn_away(self, applicant: JoinRequest, why: str) -> None:

@@ -12,7 +12,7 @@ from paceline.errors import ProtocolError
 from paceline.runs.folder import RunFolder
 from paceline.transports.connection import Connection, send
 from paceline.transports.file_client import SHOWN, FileChunk, read_look
-from paceline.transports.frames import MAX_PIECE, MAX_SEEN, FrameKind, fields_frame, header
+from paceline.transports.frames import MAX_SEEN, FrameKind, fields_frame, header
 from paceline.transports.listener import JoinRequest
 
 MAX_OBSERVERS = 16
@@ -53,15 +53,15 @@ class FileService:
                 self._changed.notify_all()
 
     def _answer(self, connection: Connection, look: dict[str, Any]) -> None:
-        name, offset, most = look.get("file"), look.get("offset"), look.get("most")
-        if name not in SHOWN or type(offset) is not int or type(most) is not int or not 0 <= most <= MAX_PIECE:
+        name, offset, most = look["file"], look["offset"], look["most"]
+        if name not in SHOWN:
             raise ProtocolError("an observer asked for a file that is not served")
-        piece = read_piece(self._folder, str(name), offset, most)
+        piece = read_piece(self._folder, name, offset, most)
         known = {"offset": piece.offset, "size": piece.size, "age": piece.age} if piece is not None else {}
         data = piece.data if piece is not None else b""
         send(connection, fields_frame(FrameKind.SEEN, known, MAX_SEEN), header(FrameKind.BODY, len(data)), data)
         if piece is not None and piece.offset + len(data) == piece.size:
-            self._note(connection, str(name))
+            self._note(connection, name)
 
     def _note(self, connection: Connection, name: str) -> None:
         """Record that an observer has read a file completely."""
@@ -86,6 +86,7 @@ def read_piece(folder: RunFolder, name: str, offset: int, most: int) -> FileChun
             found = os.fstat(file.fileno())
             begin = max(0, found.st_size + offset) if offset < 0 else min(offset, found.st_size)
             file.seek(begin)
-            return FileChunk(begin, found.st_size, max(0.0, time.time() - found.st_mtime), file.read(most))
+            data = file.read(min(most, found.st_size - begin))  # it may have grown meanwhile
+            return FileChunk(begin, found.st_size, max(0.0, time.time() - found.st_mtime), data)
     except OSError:
         return None

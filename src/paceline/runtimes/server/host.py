@@ -204,6 +204,10 @@ class Host:
         """Write the event of an injected fault."""
         self._notes.fault(fault, self.clock.now())
 
+    def note_expelled(self, worker: int, why: str) -> None:
+        """Write the event of a worker that was disconnected because of what it sent."""
+        self.events.write("expelled", self.clock.now(), worker=worker, why=why)
+
     def look_for_requests(self) -> None:
         """Carry out the requests in the run's folder, as of `paceline drain`."""
         for request in pop_requests(self.folder):

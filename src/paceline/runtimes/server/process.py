@@ -11,7 +11,7 @@ import torch
 
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.preflight import announce_rule
-from paceline.assembly.run import make_server, make_worker, work_of
+from paceline.assembly.run import make_server, make_worker, sizes_of, work_of
 from paceline.assembly.task import identity_of, make_task
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig, from_dict, max_workers_of
@@ -43,9 +43,10 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
         peers = LocalPeers()
         host = make_host(config, dataset, folder, control.send, peers, spec["facts"], spec["resume"])
-        assert host.task is not None
+        assert host.task is not None and host.work is not None
         with torch.inference_mode():  # updates need no autograd
-            Service(host, peers, control, identity_of(host.task)).run()
+            sizes = sizes_of(config, host.task, host.work)
+            Service(host, peers, control, identity_of(host.task), sizes).run()
         host.finish()
         host.close()
 

@@ -56,19 +56,18 @@ class PushGate(Protocol):
     """Decides when a worker's message takes effect: at once, or when other servers have their parts of it too."""
 
     largest: BufferSizes  # the largest memory that a worker may ask for
-    capacities: tuple[int | None, int | None]  # the most bytes of an encoded push and of an encoded reply
     welcome: Mapping[str, Any]  # what workers must know about the servers
     full: str  # why a further server is refused
 
-    def open(self, remove: Callable[[TcpPeer, str], None]) -> None:
-        """Begin; `remove` disconnects a worker and tells the user why."""
+    def open(self, give_up: Callable[[TcpPeer, str], None], expel: Callable[[TcpPeer, str], None]) -> None:
+        """Begin; both calls disconnect a worker and tell the user why, `expel` if the worker broke the protocol."""
         return
 
     def push(self, peer: TcpPeer, push: Push, apply: Callable[[Push], None]) -> None:
         """Call `apply` when the push may take effect. ProtocolError if it cannot be decoded."""
 
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
-        """Call `join` when the worker may join."""
+        """Call `join` when the worker may join. ProtocolError if it has a memory that does not fit."""
 
     def forget(self, peer: TcpPeer) -> None:
         """Drop what waits for a worker that is gone."""
@@ -85,7 +84,7 @@ class SingleServer(PushGate):
     full = "one server holds all weights of this run: --servers S starts several"
 
     def __init__(self, host: Host, largest: BufferSizes) -> None:
-        self.largest, self.capacities, self.welcome = largest, host.server.codecs.capacities, {}
+        self.largest, self.welcome = largest, {}
 
     def push(self, peer: TcpPeer, push: Push, apply: Callable[[Push], None]) -> None:
         """Apply."""
@@ -121,7 +120,7 @@ class RemoteService:
         self._empty_since: float | None = None
         peers.loop.register(control.connection, lambda: host.stop(control.receive()[0]["reason"]))
         peers.loop.register(listener, lambda: self.admit(listener.serve()))
-        gate.open(self._expel)
+        gate.open(self._give_up, self._expel)
 
     def run(self) -> None:
         """Serve until training is over and every worker knows it."""
@@ -151,7 +150,7 @@ class RemoteService:
             self._host.look_for_requests()  # also while no worker pushes
             for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
-                self._expel(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
+                self._give_up(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
             self._start.check(now)
             if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
                 self._host.stop(ALL_GONE)
@@ -162,21 +161,22 @@ class RemoteService:
     def admit(self, applicants: list[JoinRequest]) -> None:
         """Give each worker a number, its old one or a new one, or tell it why not."""
         for applicant in applicants:
-            known = self._admission.known(applicant.fields)
+            try:
+                known, number = self._admission.known(applicant.fields), self._admission.number_for(applicant.fields)
+            except Exception as error:  # nothing is changed before a request is understood
+                known, number = None, f"its request cannot be read ({type(error).__name__})"
             if applicant.fields.get("observer"):
                 self.observers.admit(applicant)
             elif applicant.fields.get("shard"):
                 self._admission.turn_away(applicant, self._gate.full)
             elif known is not None:
                 self._reconnect(applicant, known)
+            elif isinstance(number, str):
+                self._admission.turn_away(applicant, number)
             else:
-                self._admit(applicant)
+                self._admit(applicant, number)
 
-    def _admit(self, applicant: JoinRequest) -> None:
-        number = self._admission.number_for(applicant.fields)
-        if isinstance(number, str):
-            self._admission.turn_away(applicant, number)
-            return
+    def _admit(self, applicant: JoinRequest, number: int) -> None:
         if number in self._peers.by_worker:  # disconnected: the new worker is here, the old one may never return
             self._remove(self._peers.by_worker[number])
         peer = self._admission.admit(applicant, number)
@@ -216,15 +216,15 @@ class RemoteService:
                 self._heard(peer.worker)
             if isinstance(message, Push):
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
+            elif isinstance(message, Hello):
+                self._gate.hello(peer, message, functools.partial(self._join, peer))
         except ProtocolError as error:
             self._expel(peer, str(error))
             return
         if message is None:
             self._lose(peer)
             return
-        if isinstance(message, Hello):
-            self._gate.hello(peer, message, functools.partial(self._join, peer))
-        elif not isinstance(message, Push | Keepalive):
+        if not isinstance(message, Hello | Push | Keepalive):
             self._host.note_figures(message.worker, message.values)
         self._peers.loop.watch_writes(peer)
 
@@ -235,9 +235,10 @@ class RemoteService:
             self._expel(peer, str(error))
 
     def _join(self, peer: TcpPeer, hello: Hello) -> None:
-        if (why_not := self._dispatcher.join(hello, self._gate.capacities)) is not None:
-            peer.dismiss(f"{why_not}: give it the same code and the same data")
-            self._expel(peer, f"worker {peer.worker} was refused: {why_not}")
+        sizes = self._gate.largest._replace(weights=self._host.server.weights.numel())
+        if (why_not := self._dispatcher.join(hello, sizes)) is not None:
+            why = f"worker {peer.worker} was refused: {why_not}: give it the same code and the same data"
+            self._expel(peer, why)
 
     # workers go
 
@@ -253,6 +254,13 @@ class RemoteService:
         peer.close()
 
     def _expel(self, peer: TcpPeer, why: str) -> None:
+        """Disconnect a worker because of what it sent, and tell it why; the run goes on."""
+        peer.dismiss(why)
+        self._host.note_expelled(peer.worker, why)
+        self._give_up(peer, why)
+
+    def _give_up(self, peer: TcpPeer, why: str) -> None:
+        """Disconnect a worker that may come again."""
         self._control.note(why)
         self._remove(peer)
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from paceline.core.buffers import BufferSizes
+from paceline.core.membership import Member
 from paceline.core.messages import Leave, OwnLoopInput, Push
 from paceline.core.step_balancing import StepBalancer
 from paceline.errors import ProtocolError, mismatched_keys
@@ -20,6 +22,7 @@ from paceline.runtimes.server.runtime import Peers
 from paceline.system.event_loop import EventLoop
 from paceline.system.signals import TERMINATED
 from paceline.system.strict_json import to_json
+from paceline.transports.frames import UINT32
 from paceline.transports.protocol import Hello, Peer, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
@@ -64,14 +67,19 @@ class Dispatcher:
         """`expected` are the facts about model and data in which every worker must agree with the run."""
         self._host, self._control, self._expected = host, control, expected
         self.note = control.note
+        self._loop_samples: dict[int, int] = {}  # by worker, the most samples of a step, as its own loop declared
         self._pacing = StepBalancer() if host.config.local_steps == "speed" else None
         self._clock_runs = False
 
     def push(self, peer: Peer, push: Push) -> None:
-        """Hand a push to the host. ProtocolError if it cannot be decoded; then nothing has changed."""
+        """Hand a push to the host. ProtocolError if it cannot be decoded or lies; then nothing has changed."""
         host, worker, timing = self._host, push.worker, peer.timing
         member = host.server.members.get(worker)
-        steps = max(1, member.steps) if member is not None else 1
+        if member is None:
+            raise ProtocolError(f"worker {worker} pushed before it joined")
+        if member.live and push.incarnation == member.incarnation and push.seq > member.seq:
+            self._require_asked(push, member)  # else it is repeated, or of somebody who has left
+        steps = max(1, member.steps)
         host.timings.add(worker, timing, steps)
         if self._pacing is not None:
             change = self._pacing.look(host.server, worker, timing.wall / steps)
@@ -82,17 +90,35 @@ class Dispatcher:
         except ProtocolError as error:
             raise ProtocolError(f"worker {worker}: {error}") from None
 
-    def join(self, hello: Hello, capacities: tuple[int | None, int | None]) -> str | None:
-        """Let a worker join. Returns why not if its model, data or codecs differ from this run's."""
+    def _require_asked(self, push: Push, member: Member) -> None:
+        """Raise ProtocolError unless a reply asked for this push, and its samples are those of the assigned batch."""
+        if member.waiting or push.reply != member.serial:
+            raise ProtocolError(f"worker {push.worker} pushed without a reply that asks for it")
+        if self._host.work is not None:
+            least = most = self._host.work.samples_of(self._host.server.last_answer(push.worker), self._host.config)
+        else:
+            least, most = 1, self._loop_samples[push.worker]
+        if not least <= push.samples <= most:
+            asked = f"{most}" if least == most else f"at most {most}"
+            raise ProtocolError(f"worker {push.worker} counted {push.samples} samples in a batch of {asked}")
+
+    def join(self, hello: Hello, sizes: BufferSizes) -> str | None:
+        """Let a worker join whose memory has these sizes. Returns why not if its model, data or codecs differ."""
+        join, work, found = hello.join, self._host.work, hello.slot.sizes
         wrong = mismatched_keys(self._expected, hello.facts)
-        if hello.slot.sizes[0] != self._host.server.weights.numel():
-            wrong.append("size")
-        if hello.slot.sizes[2:4] != capacities:
-            wrong.append("codecs")
+        wrong += ["size"] * (found.weights != sizes.weights) + ["state"] * (found.state != sizes.state)
+        wrong += ["codecs"] * (found[2:] != sizes[2:])
+        wrong += ["own loop"] * (join.own_loop is not (work is None))
+        if work is not None:
+            wrong += ["quota"] * (join.quota != work.quotas[join.worker])
+        elif type(most := hello.facts.get("max_samples")) is int and 1 <= most <= UINT32:
+            self._loop_samples[join.worker] = most
+        else:
+            wrong.append("samples of a step")
         if wrong:
             return f"it differs from this run in {' and '.join(wrong)}"
-        self._host.memories[hello.join.worker] = hello.slot
-        self._host.handle(hello.join)
+        self._host.memories[join.worker] = hello.slot
+        self._host.handle(join)
         self.tell_clock()
         return None
 
@@ -143,10 +169,20 @@ class Service:
     """Serves workers over shared memory; the supervisor starts them and passes their connections on."""
 
     def __init__(
-        self, host: Host, peers: LocalPeers, control: SupervisorChannel, expected: dict[str, Any], patient: bool = False
+        self,
+        host: Host,
+        peers: LocalPeers,
+        control: SupervisorChannel,
+        expected: dict[str, Any],
+        sizes: BufferSizes,
+        patient: bool = False,
     ) -> None:
-        """`peers` is the host's runtime. A patient service runs until every worker has left."""
+        """`peers` is the host's runtime, `sizes` are those of every worker's memory.
+
+        A patient service runs until every worker has left.
+        """
         self._host, self._peers, self._control, self._patient = host, peers, control, patient
+        self._sizes = sizes
         self._dispatcher = Dispatcher(host, control, expected)
         self._returning: set[int] = set()  # workers that the supervisor will start again
         self._loop = EventLoop()
@@ -210,6 +246,7 @@ class Service:
                 return
         except ProtocolError as error:
             self._control.note(str(error))
+            self._host.note_expelled(peer.worker, str(error))
             message = None
         if message is None:
             self.remove(peer)
@@ -226,7 +263,8 @@ class Service:
 
     def join(self, peer: SharedMemoryPeer, hello: Hello) -> None:
         """Let a worker join, or refuse and disconnect it."""
-        if (why_not := self._dispatcher.join(hello, self._host.server.codecs.capacities)) is not None:
+        if (why_not := self._dispatcher.join(hello, self._sizes)) is not None:
+            self._host.note_expelled(peer.worker, why_not)
             self._control.note(f"worker {peer.worker} was refused: {why_not}")
             self.remove(peer)
 

@@ -58,13 +58,12 @@ class ShardedClient(Transport):
     """One transport to any number of servers. The first server decides; the others hold parts of the weights."""
 
     def __init__(self, address: str, open_client: OpenClient, first: TcpClient) -> None:
-        self._host, self._open = parse_address(address)[0], open_client
+        self._address, self._host, self._open = address, parse_address(address)[0], open_client
         self._first = first
         self._own: _ShardConnection | None = None  # the first server's part, if there are several servers
         self._others: list[_ShardConnection] = []
         self._memory: WorkerBuffers | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self.farewell: str | None = None
 
     def apply(self, fields: Mapping[str, Any], patience: float) -> dict[str, Any]:
         """Ask the first server to join."""
@@ -77,6 +76,8 @@ class ShardedClient(Transport):
         if not (shards := welcome.get("shards")):
             return
         spans = [slice(*shard["span"]) for shard in shards]
+        if [span.start for span in spans] != [0, *(span.stop for span in spans[:-1])]:
+            raise ProtocolError("the server divides the weights into parts with gaps or overlaps")
         if spans[-1].stop != size:
             what = f"the server's model has {spans[-1].stop} floats, and the one made here {size}"
             raise UserError(f"{what}: give it the same code and the same data")
@@ -104,7 +105,7 @@ class ShardedClient(Transport):
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send every server its part of a push and wait for all replies. Return None if a server is gone for good."""
         if (own := self._own) is None:
-            return self._first.exchange(push, timing)
+            return self._unless_expelled(self._first.exchange(push, timing))
 
         def ask(part: _ShardConnection) -> Reply | None:
             return part.client.exchange(push._replace(update=part.extract(push.update), state=push.state[:0]), timing)
@@ -115,6 +116,12 @@ class ShardedClient(Transport):
         assert self._memory is not None
         for part in (own, *self._others):
             part.insert(self._memory)
+        return self._unless_expelled(reply)
+
+    def _unless_expelled(self, reply: Reply | None) -> Reply | None:
+        """Raise UserError with the first server's reason if it has expelled this worker."""
+        if reply is None and self._first.farewell is not None:
+            raise UserError(f"{self._address}: {self._first.farewell}")
         return reply
 
     def report(self, figures: dict[str, float]) -> None:

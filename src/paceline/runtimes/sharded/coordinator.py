@@ -64,19 +64,20 @@ class Coordinator(PushGate):
 
     def __init__(self, server: Server, peers: ShardedPeers, shards: ShardPeers, largest: BufferSizes) -> None:
         self._server, self._peers, self._shards = server, peers, shards
-        self.capacities = payload, pulled = shards.coding.capacities
+        payload, pulled = shards.coding.capacities
         size = shards.own_span.stop - shards.own_span.start
         self.largest = largest._replace(weights=size, payload=payload, pulled=pulled)
         self.welcome = {"shards": shards.rows}
         self.full = f"all {len(shards.all) + 1} servers of this run are here"
         self._pending: dict[PushId, PendingPush] = {}
         self._broken: set[PushId] = set()  # pushes of which some part is not finite
-        self._remove: Callable[[TcpPeer, str], None] | None = None
+        self._give_up: Callable[[TcpPeer, str], None] | None = None
+        self._expel: Callable[[TcpPeer, str], None] | None = None
         peers.coordinator = self
 
-    def open(self, remove: Callable[[TcpPeer, str], None]) -> None:
-        """Listen to the other servers; `remove` disconnects a worker and tells the user why."""
-        self._remove = remove
+    def open(self, give_up: Callable[[TcpPeer, str], None], expel: Callable[[TcpPeer, str], None]) -> None:
+        """Listen to the other servers; both calls disconnect a worker and tell the user why."""
+        self._give_up, self._expel = give_up, expel
         for shard in self._shards.all:
             self._peers.loop.register(shard.link, functools.partial(self._on_message, shard))
 
@@ -111,25 +112,22 @@ class Coordinator(PushGate):
 
     def _on_message(self, shard: ShardPeer) -> None:
         while (message := self._shards.receive(shard)) is not None:
-            if "part" in message:
+            if message.get("part") is not None:
                 self._count(shard, message)
         self._peers.loop.watch_writes(shard.link)
 
     def _count(self, shard: ShardPeer, message: Message) -> None:
         part = PushId(*message["part"])
+        assert self._expel is not None, "workers come after `open`"
         peer = self._peers.by_worker.get(part.worker)
         if peer is None or peer.incarnation != part.incarnation or self._is_repeated(part):
             return
-        if "wrong" in message:
-            self._expel(part.worker, f"worker {part.worker}: {message['wrong']}")
+        if message["wrong"] is not None:
+            self._expel(peer, message["wrong"])
             return
-        vote = ShardVote(bool(message["finite"]), int(message["nbytes"]))
+        vote = ShardVote(message["finite"], message["nbytes"])
         self._pending.setdefault(part, PendingPush()).votes[shard.number] = vote
         self._act_if_complete(part)
-
-    def _expel(self, worker: int, why: str) -> None:
-        assert self._remove is not None, "workers come after `open`"
-        self._remove(self._peers.by_worker[worker], why)
 
     def check(self, was_busy: bool) -> None:
         """Check that the other servers are alive, and remove workers that do not send them their parts."""
@@ -139,7 +137,8 @@ class Coordinator(PushGate):
         late = time.monotonic() - VOTE_SECONDS
         for worker in {part.worker for part, pending in self._pending.items() if pending.act and pending.since < late}:
             what = f"worker {worker} did not send every server its part within {VOTE_SECONDS:g} s"
-            self._expel(worker, f"{what}: it is disconnected")
+            assert self._give_up is not None, "workers come after `open`"
+            self._give_up(self._peers.by_worker[worker], f"{what}: it is disconnected")
 
     # workers
 
@@ -170,6 +169,8 @@ class Coordinator(PushGate):
 
     def hello(self, peer: TcpPeer, hello: Hello, join: Callable[[Hello], None]) -> None:
         """Call `join` when all servers know the worker; its memory becomes a part of one that `gather` can fill."""
+        if hello.slot.sizes != self.largest:
+            raise ProtocolError(f"worker {peer.worker} sent buffers that do not fit its part of the weights")
         weights = self._server.weights
         whole = hello.slot.full_view(weights.new_zeros(weights.shape), self._shards.own_span)
         part = PushId(peer.worker, peer.incarnation, -1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import Input, Push
 from paceline.core.server import Server
+from paceline.errors import ProtocolError
 from paceline.interfaces import State
 
 _INPUTS = {kind.__name__: kind for kind in get_args(Input)}
@@ -42,11 +43,21 @@ def from_words(words: list[Any]) -> Input:
 
     >>> from_words(["Leave", 3, 1])
     Leave(worker=3, incarnation=1)
+    >>> from_words(["Leave", [3], 1])
+    Traceback (most recent call last):
+    paceline.errors.ProtocolError: an order that is no input of a server
     """
     name, *fields = words
-    if name == "Push":
-        fields[5:] = float(fields[5]), EMPTY, EMPTY, fields[6]
-    message: Input = _INPUTS[name](*fields)
+    try:
+        if name == "Push":
+            fields[5:] = float(fields[5]), EMPTY, EMPTY, fields[6]
+        if any(type(field) is int and not 0 <= field < 1 << 63 for field in fields):
+            raise ValueError("a count is out of range")
+        if any(not isinstance(field, int | float | Tensor | None) for field in fields):
+            raise TypeError("a field is no number")
+        message: Input = _INPUTS[name](*fields)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        raise ProtocolError("an order that is no input of a server") from None
     return message
 
 

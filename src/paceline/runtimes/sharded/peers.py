@@ -21,19 +21,27 @@ from paceline.core.compression import PredecodedPushes
 from paceline.core.messages import Input
 from paceline.core.rules.sharded import ShardedRule
 from paceline.core.server import server_facts
-from paceline.errors import ProtocolError, RunFailed, ServerLost
+from paceline.errors import ProtocolError, RunFailed, ServerLost, UserError
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import sent_to, tensors_of, to_words
 from paceline.runtimes.sharded.spans import coding_of, grain_of, part_of, spans_of
 from paceline.system.environment import package_version
 from paceline.transports.connection import ANYWHERE, format_address, is_loopback, parse_address
+from paceline.transports.frames import FLAG, Schema, checked, integer, listed, optional, text
 from paceline.transports.listener import JoinRequest, Listener
 
 ENDING_SECONDS = 8.0
 LOOK_SECONDS = 0.25
 SILENT_SECONDS = 20.0
 """Servers send a heartbeat every second; one that is silent for so long has stopped, or its machine has failed."""
+VOTE: Schema = {
+    "part": optional(listed(integer(-1), 3, 3)),
+    "finite": optional(FLAG, False),
+    "nbytes": optional(integer(0, 1 << 48), 0),
+    "wrong": optional(text(300)),
+}
+"""What another server says of its part of a push: a `PushId` and its vote, or what is wrong with it; or a heartbeat."""
 T = TypeVar("T")
 
 
@@ -67,6 +75,8 @@ def wait_for_shards(
                 others.append(applicant)
             elif applicant.fields.get("version") != package_version("paceline"):
                 applicant.refuse(f"this run is served by paceline {package_version('paceline')}: install the same")
+            elif not _is_address(applicant.fields["address"]):
+                applicant.refuse("it does not say at which HOST:PORT it listens")
             else:
                 applicant.take_on({"shard": True})
                 shards.append(applicant)
@@ -78,9 +88,16 @@ def wait_for_shards(
     return shards, others
 
 
+def _is_address(text: str) -> bool:
+    try:
+        return bool(parse_address(text))
+    except UserError:
+        return False
+
+
 def _reachable(applicant: JoinRequest) -> str:
     """Where workers find a server: if it listens on all interfaces, the address it connects from, unless loopback."""
-    address = str(applicant.fields.get("address"))
+    address: str = applicant.fields["address"]
     host, port = parse_address(address)
     peer, _ = parse_address(applicant.peer)
     return format_address((peer, port)) if host in ANYWHERE and not is_loopback(peer) else address
@@ -110,7 +127,7 @@ class ShardPeers:
     def _begin(self, number: int, applicant: JoinRequest, span: slice) -> ShardPeer:
         """Send a server the description of the run and its part of the weights and rule state."""
         server, fields, link = self._host.server, applicant.fields, ShardChannel(applicant.connection)
-        found = _reachable(applicant), fields.get("fingerprint"), int(fields.get("pid", 0))
+        found = _reachable(applicant), fields.get("fingerprint"), fields.get("pid", 0)
         shard = ShardPeer(number, link, span, *found)
         begin = {**self._run, "span": [span.start, span.stop], "facts": server_facts(server)}
         state = self._ranged.of_span(server.rule_state, span)
@@ -162,7 +179,8 @@ class ShardPeers:
     def receive(self, shard: ShardPeer) -> Message | None:
         """A server's next message; None if no whole one has come."""
         self._try(shard, shard.link.flush)
-        return self._try(shard, shard.link.receive)
+        message = self._try(shard, shard.link.receive)
+        return message if message is None or message is FILLED else self._try(shard, lambda: checked(message, VOTE))
 
     @torch.inference_mode()
     def gather(self) -> None:
@@ -184,7 +202,7 @@ class ShardPeers:
                 while shard.number in awaited and (message := self.receive(shard)) is not None:
                     if message is FILLED:
                         del awaited[shard.number]
-                    elif "part" in message:
+                    elif message.get("part") is not None:
                         self.heard.append((shard, message))
             self.require_signs()
         for place, tensor in zip(chain(*places), chain(*received), strict=True):

@@ -5,9 +5,10 @@ It runs the same pure Server on the same inputs in the same order, so it replies
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,19 +21,43 @@ from paceline.core.compression import Codecs, PredecodedPushes
 from paceline.core.messages import Disposition, Input, Join, Leave, Push
 from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Server, restore_server
-from paceline.errors import ProtocolError
+from paceline.errors import PacelineError, ProtocolError
 from paceline.interfaces import Layout
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import PushId, from_words, is_finite, poison, sent_to, tensors_of
 from paceline.runtimes.sharded.spans import SpanCodecs, coding_of, part_of
 from paceline.system.event_loop import EventLoop
+from paceline.system.terminal import printable
+from paceline.transports.frames import ANYTHING, FLAG, OBJECT, Schema, checked, integer, listed, optional
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.protocol import Hello, Keepalive
 from paceline.transports.tcp_server import TcpPeer
 
 GRACE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
+MAX_INCARNATIONS = 2  # of one worker at once: a new one may come before the first server says that the old one left
 BEAT_SECONDS = 1.0
+
+
+ORDER: Schema = {
+    "input": optional(listed(ANYTHING, 1, 16)),
+    "finite": optional(FLAG, True),
+    "begin": optional(OBJECT),
+    "gather": optional(integer(0, 1 << 63)),
+    "end": optional(FLAG, False),
+}
+"""What the first server orders: take an input, begin with this description of the run, send your part, end."""
+
+
+@contextlib.contextmanager
+def _describing() -> Iterator[None]:
+    """Blame the first server if its description of the run cannot be used."""
+    try:
+        yield
+    except PacelineError as error:
+        raise ProtocolError(f"a run that cannot be served ({error})") from None
+    except Exception as error:
+        raise ProtocolError(f"a run that cannot be served ({type(error).__name__}: {printable(str(error))})") from error
 
 
 def make_part(order: Message) -> tuple[Server, SpanCodecs, PredecodedPushes | None]:
@@ -102,19 +127,23 @@ class ShardService:
             self._obey(message)
 
     def _obey(self, message: Message) -> None:
-        if "input" in message:
-            self._handle(message["input"], message["finite"])
-        elif "begin" in message:
-            self._server, self._coding, self._opened = make_part(message["begin"])
-            self._facts = message["begin"]["facts"]
+        if message is FILLED:
+            with _describing():
+                restore_server(self._known, self._facts, self._known.weights, self._known.rule_state)
+            return
+        order = checked(message, ORDER)
+        if order["input"] is not None:
+            self._handle(order["input"], order["finite"])
+        elif order["begin"] is not None:
+            with _describing():
+                self._server, self._coding, self._opened = make_part(order["begin"])
+                self._facts = order["begin"]["facts"]
             self._link.expect(tensors_of(self._known.weights, self._known.rule_state, []))
-        elif message is FILLED:
-            restore_server(self._known, self._facts, self._known.weights, self._known.rule_state)
-        elif "gather" in message:
+        elif order["gather"] is not None:
             server, sent = self._known, sent_to(self._known, self._memories)
             found = [tensor.clone() for tensor in tensors_of(server.weights, server.rule_state, sent)]
-            self._link.send({"gathered": message["gather"]}, found)
-        elif "end" in message:
+            self._link.send({"gathered": order["gather"]}, found)
+        elif order["end"]:
             self._ended = time.monotonic()
             self._loop.unregister(self._link)
             self._link.close()
@@ -125,20 +154,26 @@ class ShardService:
             raise ProtocolError("an order came before the description of the run")
         return self._server
 
+    @property
+    def _sizes(self) -> BufferSizes:
+        """Of each worker's memory here."""
+        return BufferSizes(self._known.weights.numel(), 0, *self._coding.capacities)
+
     def _handle(self, words: list[Any], finite: bool) -> None:
         message, server = self._to_input(words, finite), self._known
         if isinstance(message, Join):
-            slot = self._peers[message.worker, message.incarnation].slot
-            assert slot is not None, "this server voted for a hello that did not come"
-            self._memories[message.worker] = slot
+            peer = self._peers.get((message.worker, message.incarnation))
+            if peer is None or peer.slot is None:
+                raise ProtocolError(f"worker {message.worker} joins, but has sent this server no hello")
+            self._memories[message.worker] = peer.slot
         outcome = server.handle(message)
         for reply in outcome.replies:
             if outcome.disposition != Disposition.REPEATED:
                 server.send_weights(reply, self._memories[reply.worker])
-                peer = self._peers.get((reply.worker, reply.incarnation))
-                if peer is not None:
-                    peer.answer(reply)
-                    self._loop.watch_writes(peer)
+                answered = self._peers.get((reply.worker, reply.incarnation))
+                if answered is not None:
+                    answered.answer(reply)
+                    self._loop.watch_writes(answered)
         if isinstance(message, Leave):
             for key in [key for key in self._peers if key[0] == message.worker and key[1] <= message.incarnation]:
                 self._forget(self._peers[key])
@@ -162,11 +197,10 @@ class ShardService:
             self._admit_one(applicant)
 
     def _admit_one(self, applicant: JoinRequest) -> None:
-        key = applicant.fields.get("worker"), applicant.fields.get("incarnation")
-        if self._server is None or not all(type(number) is int and number >= 0 for number in key):
+        worker, incarnation = applicant.fields["worker"], applicant.fields["incarnation"]
+        if self._server is None or worker is None or incarnation is None:
             applicant.refuse("a part of a run is served here: connect workers and observers to its first server")
             return
-        worker, incarnation = int(key[0] or 0), int(key[1] or 0)
         known = self._peers.get((worker, incarnation))
         if applicant.fields.get("again"):
             if known is None:
@@ -177,8 +211,11 @@ class ShardService:
         else:
             if known is not None:
                 self._forget(known)
-            largest = BufferSizes(self._server.weights.numel(), 0, *self._coding.capacities)
-            known = applicant.welcome({"worker": worker, "incarnation": incarnation}, largest)
+            here = sum(1 for number, _ in self._peers if number == worker)
+            if worker >= self._server.max_workers or here >= MAX_INCARNATIONS:
+                applicant.refuse(f"worker {worker} of 0 to {self._server.max_workers - 1} is here already, or none")
+                return
+            known = applicant.welcome({"worker": worker, "incarnation": incarnation}, self._sizes)
             self._peers[worker, incarnation] = known
         self._loop.register(known, functools.partial(self._serve, known))
         self._loop.watch_writes(known)
@@ -188,9 +225,10 @@ class ShardService:
             peer.flush()
         try:
             message = peer.receive()
+            if isinstance(message, Hello) and message.slot.sizes != self._sizes:
+                raise ProtocolError(f"worker {peer.worker} sent buffers that do not fit this part of the weights")
         except ProtocolError as error:
-            self._say(str(error))
-            self._hang_up(peer)
+            self._blame(peer, str(error))
             return
         if message is None:
             if peer.left or peer.slot is None or self._known.finished:
@@ -219,11 +257,20 @@ class ShardService:
             try:
                 known = push if self._opened is None else push._replace(update=self._opened.open(push.update))
             except ProtocolError as error:
-                self._say(f"worker {push.worker}: {error}")
-                self._link.send({"part": part, "wrong": str(error)})
+                self._blame(peer, f"worker {push.worker}: {error}")
                 return
             self._parts[push.worker, push.incarnation] = known
         self._vote(part, is_finite(known.update), nbytes)
+
+    def _blame(self, peer: TcpPeer, why: str) -> None:
+        """Hang up on a worker because of what it sent, and tell the first server, which expels it."""
+        self._say(why)
+        self._hang_up(peer)
+        member = self._known.members.get(peer.worker)
+        is_member = member is not None and member.incarnation == peer.incarnation
+        part = PushId(peer.worker, peer.incarnation, member.seq + 1 if member is not None and is_member else -1)
+        if self._ended is None:
+            self._link.send({"part": part, "wrong": why})
 
     def _vote(self, part: PushId, finite: bool, nbytes: int = 0) -> None:
         if self._ended is None:
