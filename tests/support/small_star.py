@@ -138,8 +138,8 @@ class Star:
     def _admit(self, applicant: JoinRequest) -> None:
         fields = applicant.fields
         self.applied.append(fields)
-        if "unwanted" in fields:
-            applicant.refuse(f"nobody wants {fields['unwanted']}")
+        if fields["device"] != "cpu":
+            applicant.refuse(f"nobody wants {fields['device']}")
         elif fields.get("again") and fields["worker"] in self.doors:
             applicant.welcome_back(self.doors[fields["worker"]], {})
         else:

@@ -17,7 +17,7 @@ from paceline.errors import UserError
 from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PROOF_NBYTES, ClientHandshake
 from paceline.transports.connection import parse_address
 from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, fields_frame, header
-from paceline.transports.listener import JoinRequest, Listener
+from paceline.transports.listener import APPLICATION, JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from tests.support.small_star import TOKEN, Star, Wire, work
 
@@ -74,9 +74,9 @@ def test_who_proves_and_applies_is_an_applicant() -> None:
     with Hall() as hall:
         visitor = hall.knock()
         hall.prove(visitor)
-        visitor.sendall(fields_frame(FrameKind.APPLY, {"who": "a worker"}, MAX_APPLY))
+        visitor.sendall(fields_frame(FrameKind.APPLY, {"worker": 3, "who": "a worker"}, MAX_APPLY))
         (applicant,) = hall.serve()
-        assert applicant.fields == {"who": "a worker"}
+        assert applicant.fields["worker"] == 3 and applicant.fields.keys() == APPLICATION.keys()
         assert applicant.peer == f"127.0.0.1:{visitor.getsockname()[1]}"
         assert not hall.listener.strangers and not hall.listener.complaints()
 

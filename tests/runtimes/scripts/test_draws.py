@@ -16,6 +16,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runtimes.scripts.adopt import sort_out
 from paceline.runtimes.scripts.draws import DrawnBatches, order_of
+from paceline.runtimes.scripts.sampler import share_data
 from paceline.settings.resolve import resolve
 
 DATA = TensorDataset(torch.arange(100.0)[:, None])
@@ -115,3 +116,14 @@ def test_more_workers_than_batches_are_told_so() -> None:
 def test_a_batch_size_beside_a_batch_sampler_is_one_too_many() -> None:
     with pytest.raises(UserError, match="batch_size=4, and the loader has list, which makes batches itself"):
         sort_out(nn.Linear(1, 1), (LOADERS["whole batches"](),), 4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [*LOADERS, "shuffled"])
+def test_no_step_has_more_samples_than_its_loop_declares(name: str, accumulate: int) -> None:
+    loader = LOADERS[name]() if name in LOADERS else DataLoader(DATA, 8, shuffle=True)
+    config = resolve(RunConfig(workers=2, task="a:b", epoch_mode="own", epochs=1.0))
+    share = share_data(sort_out(nn.Linear(1, 1), (loader,), None), config, 0, accumulate)
+    share.batches.begin_pass(0, 0)
+    steps = [sum(map(len, share.batches.parts(step))) for step in range(share.batches.per_epoch)]
+    assert max(steps) <= share.max_samples

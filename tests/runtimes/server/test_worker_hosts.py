@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import pytest
 
-from paceline.runtimes.server.admission import WorkerHosts, own_place
+from paceline.runtimes.server.admission import WorkerHost, WorkerHosts, own_place
 
 NOW = 1_800_000_000.0
 
 
-def place(
-    process: int, machine: str = "m", cores: int = 4, threads: int = 2, clock: float = NOW - 0.2
-) -> dict[str, Any]:
-    return {"machine": machine, "cores": cores, "process": process, "threads": threads, "clock": clock}
+def place(process: int, machine: str = "m", cores: int = 4, threads: int = 2, clock: float = NOW - 0.2) -> WorkerHost:
+    return WorkerHost(machine, cores, process, threads, clock)
 
 
 def test_a_machine_with_a_core_for_every_thread_is_not_spoken_of() -> None:
@@ -54,14 +51,6 @@ def test_a_clock_that_is_off_is_told_once_a_machine(off: float, words: str) -> N
     (line,) = machines.come(3, place(1, clock=NOW + off), NOW)
     assert line.startswith(f"the clock of worker 3's machine is {words}: ")
     assert machines.come(4, place(2, clock=NOW + off), NOW) == []
-
-
-@pytest.mark.parametrize(
-    "told",
-    [None, "m", [], {}, {**place(1), "cores": "4"}, {**place(1), "threads": 0.5}, {**place(1), "clock": ""}],
-)
-def test_what_an_older_worker_tells_is_nothing(told: object) -> None:
-    assert WorkerHosts().come(0, told, NOW) == []
 
 
 def test_a_process_tells_of_itself() -> None:

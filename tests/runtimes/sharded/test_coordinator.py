@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,54 @@ def test_further_servers_are_not_taken_for_workers(make: Callable[..., First]) -
     with pytest.raises(UserError, match="all 2 servers of this run are here"):
         TcpClient(first.listener.address, b"token").apply(words, beats=False)
     assert "one server holds all weights of this run" in SingleServer.full
+
+
+@pytest.mark.parametrize("vote", [{"part": [[0], 0, 0]}, {"part": 7}, {"part": [0, 0, 0], "finite": "yes"}])
+def test_a_vote_that_is_none_loses_its_server_in_one_line(make: Callable[..., First], vote: dict[str, Any]) -> None:
+    first = make(beats=False)
+    first.second.send(vote)
+    first.thread.join(20)
+    assert isinstance(first.error, ServerLost) and "server 1 of floats 64 to 128 at 127.0.0.1:1 is gone" in str(
+        first.error
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pid": "x"}, {"pid": -1}, {"address": "nowhere"}, {"address": None}, {"address": 7}]
+)
+def test_a_server_that_does_not_say_where_it_is_is_refused_and_another_is_awaited(wrong: dict[str, Any]) -> None:
+    right = {"shard": True, "version": package_version("paceline"), "pid": 7, "address": "127.0.0.1:7"}
+    with contextlib.closing(Listener("127.0.0.1:0", b"token")) as listener, ThreadPoolExecutor(1) as pool:
+        awaited = pool.submit(shards.wait_for_shards, listener, 1, [], 20.0)
+        with pytest.raises(UserError, match=r"pid|address|HOST:PORT"):
+            TcpClient(listener.address, b"token").apply({**right, **wrong}, beats=False)
+        client = TcpClient(listener.address, b"token")
+        client.apply(right, beats=False)
+        ((found,), others) = awaited.result(20)
+        assert found.fields["address"] == "127.0.0.1:7" and not others
+        found.connection.close()
+        client.close()
+
+
+def test_a_worker_whose_memory_does_not_fit_its_part_is_expelled(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    door = TcpClient(first.listener.address, b"token", patience=20)
+    door.apply({"version": package_version("paceline")}, beats=False)
+    small = WorkerBuffers.private(BufferSizes(32, first.run.task.state_size))
+    with pytest.raises(UserError, match="worker 0 sent buffers that do not fit its part of the weights"):
+        door.hello(Join(0, 0), small, facts_of(first))
+    door.close()
+    assert not first.run.server.members and first.error is None
+
+
+def test_a_worker_that_another_server_blames_is_expelled(make: Callable[..., First]) -> None:
+    first = make(beats=True)
+    door = TcpClient(first.listener.address, b"token", patience=20)
+    door.apply({"version": package_version("paceline")}, beats=False)
+    first.second.send({"part": [0, 0, -1], "wrong": "worker 0 sent \x1b[2J"})
+    memory = WorkerBuffers.private(BufferSizes(64, first.run.task.state_size))
+    with pytest.raises((UserError, UnknownWorker)):
+        door.hello(Join(0, 0), memory, facts_of(first))
+    door.close()
+    until(lambda: any("worker 0 sent" in note for note in first.notes), "the line")
+    assert all(note.isprintable() for note in first.notes) and first.error is None

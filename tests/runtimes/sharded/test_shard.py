@@ -16,7 +16,7 @@ from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Stop
 from paceline.core.schedules import Budget
 from paceline.core.server import Roster, Server, server_facts
-from paceline.errors import ProtocolError
+from paceline.errors import ProtocolError, UserError
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import to_words
@@ -181,3 +181,63 @@ def test_tensors_that_nobody_awaits_are_refused_before_memory_is_taken() -> None
         other.receive()
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"input": ["Leave", [0], 0], "finite": True},
+        {"input": ["Leave"]},
+        {"input": ["Nothing", 1]},
+        {"input": ["Push", 0, 0, 0, 0, 4, "x", None]},
+        {"input": ["Join", 0, 0, None, 1, False]},
+        {"input": "Stop", "finite": True},
+        {"input": ["Stop"], "finite": 1},
+        {"begin": {}},
+        {"begin": {"config": {"workers": "many"}, "span": [0, 1], "layout": []}},
+        {"gather": "everything"},
+    ],
+)
+def test_an_order_that_is_none_ends_a_server_in_one_line(first: First, order: Message) -> None:
+    until(lambda: first.listener.fileno() and not first.link.wants_write, "the description to be sent")
+    first.link.send(order)
+    first.thread.join(20)
+    assert first.ended == [False]
+    assert first.said[-1].startswith("the first server is gone: ") and first.said[-1].isprintable()
+
+
+def test_a_server_bounds_its_connections(first: First) -> None:
+    """A worker may come as a new incarnation before the old one is known to have left, and no oftener."""
+    clients = [TcpClient(first.listener.address, b"token", patience=20) for _ in range(4)]
+    until(lambda: first.link.flush() is None and not first.link.wants_write, "the description to be sent")
+    for incarnation, client in enumerate(clients[:2]):
+        client.apply({"worker": 0, "incarnation": incarnation}, beats=False)
+    for fields in ({"worker": 0, "incarnation": 2}, {"worker": 1, "incarnation": 0}):
+        with pytest.raises(UserError, match="of 0 to 0 is here already, or none"):
+            clients[2].apply(fields, beats=False)
+    first.order(Leave(0, 1))
+    until(lambda: _is_admitted(clients[3]), "a place")
+    for client in clients:
+        client.close()
+
+
+def _is_admitted(client: TcpClient) -> bool:
+    try:
+        client.apply({"worker": 0, "incarnation": 2}, beats=False)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", [BufferSizes(64), BufferSizes(128, 0, None, None, 8)])
+def test_a_worker_whose_memory_does_not_fit_is_named_to_the_first_server(first: First, sizes: BufferSizes) -> None:
+    door = TcpClient(first.listener.address, b"token", patience=0.1)
+    door.apply({"worker": 0, "incarnation": 0}, beats=False)
+    with ThreadPoolExecutor(1) as pool:
+        greeting = pool.submit(door.hello, Join(0, 0), WorkerBuffers.private(sizes), {})
+        blamed = hear(first.link)
+        door.abandon()
+        assert greeting.result(20) is None
+    assert blamed["part"] == [0, 0, -1] and blamed["wrong"].startswith("worker 0 sent buffers")
+    assert first.thread.is_alive()
+    door.close()

@@ -1,0 +1,207 @@
+"""Workers on this machine that lie, in shared memory: each loses its place, with one event, and the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.assembly.run import make_join, sizes_of
+from paceline.assembly.task import identity_of
+from paceline.core.messages import Push
+from paceline.core.worker import LocalWorker
+from paceline.runs.events import read_events
+from paceline.runtimes.server.runtime import Peers
+from paceline.runtimes.server.service import Dispatcher, Service, SupervisorChannel
+from paceline.system.strict_json import to_json
+from paceline.transports import shared_memory
+from paceline.transports.protocol import Timing
+from paceline.transports.shared_memory import SharedBuffers, SharedMemoryPeer, channel
+from tests.support.recorded_runs import Record, RecordedRun
+
+_SEQPACKET = socket.AF_UNIX, socket.SOCK_SEQPACKET
+
+
+@dataclass
+class Bench:
+    """A service whose loop is turned by hand, and the ends of its workers."""
+
+    run: RecordedRun
+    peers: Peers[SharedMemoryPeer]
+    service: Service
+    ends: dict[int, socket.socket]
+
+    def admit(self, worker: int) -> socket.socket:
+        ours, theirs = channel()
+        self.service.admit(SharedMemoryPeer(ours, worker, 0))
+        self.ends[worker] = theirs
+        return theirs
+
+    def greet(self, worker: int, **fields: Any) -> None:
+        """Say a hello that is true except for these fields."""
+        memory = SharedBuffers.create(self.service._sizes)
+        join = make_join(self.run.config, self.run.work, worker, 0)
+        words = {**join._asdict(), "sizes": memory.sizes, **identity_of(self.run.task), **fields}
+        packet = bytes([shared_memory._HELLO]) + to_json(words).encode()
+        socket.send_fds(self.ends[worker], [packet], [memory.segment.fd])
+        memory.segment.close_descriptor()
+        self.turn()
+
+    def send(self, worker: int, packet: bytes) -> None:
+        self.ends[worker].send(packet)
+        self.turn()
+
+    def turn(self) -> None:
+        self.service._loop.poll(0.0)
+
+    @property
+    def expelled(self) -> list[str]:
+        rows = read_events(self.run.folder.events_file)
+        return [row["why"] for row in rows if row["kind"] == "expelled"]
+
+
+@pytest.fixture
+def bench(record: Record) -> Iterator[Bench]:
+    peers: Peers[SharedMemoryPeer] = Peers()
+    run = record(strategy="async", workers=2, runtime=peers)
+    line = socket.socketpair(*_SEQPACKET)
+    before, wakeup = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    sizes = sizes_of(run.config, run.task, run.work)
+    service = Service(run.host, peers, SupervisorChannel(line[0]), identity_of(run.task), sizes)
+    found = Bench(run, peers, service, {})
+    with torch.inference_mode():
+        yield found
+    os.close(signal.set_wakeup_fd(wakeup))
+    signal.signal(signal.SIGTERM, before)
+    service._loop.close()
+    service._wakeup.close()
+    for end in (*line, *found.ends.values(), *(peer.connection for peer in peers.by_worker.values())):
+        end.close()
+
+
+def push(samples: int = 4, seq: int = 0, seconds: float = 0.1, weight: float = 0.0) -> bytes:
+    return shared_memory._PUSH.pack(2, seq, seq, samples, 512, 0.5, seconds, 0.1, 0.0, weight)
+
+
+PACKETS = {
+    "one sample more": push(5),
+    "no samples": push(0),
+    "2^32 - 1 samples": push(2**32 - 1),
+    "seconds that are no number": push(seconds=math.nan),
+    "negative seconds": push(seconds=-1.0),
+    "an infinite weight": push(weight=math.inf),
+    "an answer to another reply": push(seq=9),
+    "half a push": push()[:-1],
+    "deep nesting": b"\4" + b"[" * 10_000,
+    "a metric that is a list": b'\4{"accuracy": [1]}',
+    "a learning rate that is no number": shared_memory._RATE.pack(5, math.nan),
+    "a negative learning rate": shared_memory._RATE.pack(5, -1.0),
+    "an unknown kind": bytes([99]),
+}
+
+
+@pytest.mark.parametrize("name", PACKETS)
+def test_a_worker_that_lies_is_expelled_and_the_other_goes_on(bench: Bench, name: str) -> None:
+    for worker in (0, 1):
+        bench.admit(worker)
+        bench.greet(worker)
+    bench.send(0, PACKETS[name])
+    assert len(bench.expelled) == 1 and bench.expelled[0].startswith("worker 0")
+    assert sorted(bench.peers.by_worker) == [1] and bench.run.server.pushes == 0
+    bench.send(1, push())
+    assert bench.run.server.pushes == 1 and len(bench.expelled) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"threads": True},
+        {"threads": 2**40},
+        {"quota": "all"},
+        {"quota": -1},
+        {"quota": 3},
+        {"own_loop": True},
+        {"sizes": [128, 2, None, None, 0]},
+        {"sizes": [128, None, None, None, 0]},
+        {"sizes": [-128, 0, None, None, 0]},
+        {"layout": 0},
+    ],
+    ids=str,
+)
+def test_a_hello_that_lies_is_refused(bench: Bench, fields: dict[str, Any]) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    bench.admit(0)
+    bench.greet(0, **fields)
+    assert len(bench.expelled) == 1 and not bench.run.server.members
+    bench.ends.pop(0).close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+    bench.admit(0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "async"},
+        {"strategy": "sync", "batch_size": 5},
+        {"strategy": "backup:1", "workers": 3},
+        {"strategy": "local:3"},
+        {"strategy": "async", "epoch_mode": "own", "epochs": 1.0},
+        {"strategy": "async", "max_workers": 4, "split": "iid"},
+    ],
+    ids=str,
+)
+def test_the_server_knows_how_many_samples_it_asked_for(record: Record, settings: dict[str, Any]) -> None:
+    """Every push of honest workers passes, whatever the strategy, short batches and departures included."""
+    run = record(**{"workers": 2, **settings})
+    with contextlib.ExitStack() as stack:
+        line = [stack.enter_context(end) for end in socket.socketpair(*_SEQPACKET)]
+        dispatcher = Dispatcher(run.host, SupervisorChannel(line[0]), {})
+        seen = set[int]()
+
+        def push_by(worker: int) -> None:
+            instance: LocalWorker = run.instances[worker]
+            found = instance.push()
+            if found is not None:
+                seen.add(found.samples)
+                dispatcher.push(_Timed(), found)
+
+        run.push = push_by  # type: ignore[method-assign]
+        run.join_all()
+        run.push_at_random(12)
+        if settings.get("max_workers"):
+            run.incarnations[2] = 0
+            run.join(2)
+            run.push_at_random(12)
+            run.leave(0)
+        run.push_at_random(10_000)
+    assert run.server.finished and len(seen) > 1
+
+
+class _Timed:
+    timing = Timing(0.1, 0.1, 0.0)
+
+
+def test_an_own_loop_is_bound_by_the_batch_that_it_declared(record: Record) -> None:
+    run = record(strategy="async", workers=1)
+    run.host.work = None
+    run.join_all()
+    with contextlib.ExitStack() as stack:
+        line = [stack.enter_context(end) for end in socket.socketpair(*_SEQPACKET)]
+        dispatcher = Dispatcher(run.host, SupervisorChannel(line[0]), {})
+        dispatcher._loop_samples[0] = 4
+        found = run.instances[0].push()
+        assert isinstance(found, Push)
+        for samples in (5, 2**32 - 1):
+            with pytest.raises(Exception, match=f"counted {samples} samples in a batch of at most 4"):
+                dispatcher.push(_Timed(), found._replace(samples=samples))
+        dispatcher.push(_Timed(), found._replace(samples=3))
+    assert run.server.pushes == 1
