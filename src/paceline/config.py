@@ -115,6 +115,9 @@ class RunConfig:
         "evaluate and save a running average of the weights: none, on, auto or a horizon in updates (default: on "
         "for async, bounded and async-local, unless the rule is plain or plain-early or the loop is your own)",
     )
+    robust: bool = _strategy(
+        False, "discard pushes whose norm is out of all proportion to the run's history, and expel who sends them"
+    )
     local_steps: str | None = _strategy(
         None,
         "for strategies with :H: even (H steps each) or speed (H steps for the fastest worker, fewer for slower "
@@ -198,7 +201,12 @@ class RunConfig:
     checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
     keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
     restart: int = _run(0, "restart a killed server from checkpoint and log, at most this many times", _not_negative)
-    recovery: str = _run("log", "recompute (log) or drop (checkpoint) pushes after a crash", metavar="log|checkpoint")
+    recovery: str = _run(
+        "log",
+        "recompute (log) or drop (checkpoint) pushes after a crash; a diverged run goes on from its newest checkpoint "
+        "by checkpoint, or by skip-batch also without the batch that ended it",
+        metavar="log|checkpoint|skip-batch",
+    )
     durable: bool = _run(False, "sync the log to disk before each reply, so that a power failure loses no push")
     snapshots: float | None = _run(
         None,
@@ -247,8 +255,8 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "recovery", "durable", "track")
-"""Settings of the files of a run, not of its training: `paceline resume` may change them."""
+UPKEEP = ("keep", "restart", "recovery", "durable", "track", "robust")
+"""Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
 
 SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")
 """Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""

@@ -47,7 +47,7 @@ _NAMED = {
     "epoch_mode": ("shared", "own"),
     "device": ("cpu", "cuda"),
     "score": ("all", "test", "none"),
-    "recovery": ("log", "checkpoint"),
+    "recovery": ("log", "checkpoint", "skip-batch"),
     "precision": ("fp32", "bf16"),
     "local_steps": ("even", "speed"),
     "path": ("star", "ring"),

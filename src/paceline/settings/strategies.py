@@ -55,6 +55,8 @@ class Feature(Enum):
     RESTART = auto()
     CAPTURE = auto()
     OWN_LOOP = auto()  # `paceline run`: the script makes the steps
+    SKIP_BATCH = auto()  # `--recovery skip-batch`
+    AGGREGATE = auto()  # `--aggregate` other than `mean`
     RING_PATH = auto()
     STAR_PATH = auto()
     LOCAL_STEPS = auto()  # `--local-steps`
@@ -83,9 +85,12 @@ _IN_ROUNDS: Refusals = {
     Feature.DROPPING_RULE: f"averages the pushes of a round, and the rule drops single ones: {_PLAIN}",
 }
 _STEPS_INSIDE: Refusals = {
-    Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train"
+    Feature.SKIP_BATCH: "pushes several batches at once, and after the checkpoint perhaps others; "
+    "use --recovery checkpoint",
+    Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train",
 }
 _ON_RING: Refusals = {
+    Feature.SKIP_BATCH: "is a ring, where every worker has its own copy of the server; use --recovery checkpoint",
     Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",
     Feature.PULL_CODEC: f"has no server that replies; {_ONE_AT_A_TIME}",
     Feature.ELASTIC: "is a ring, which no worker can join; use sync, async or bounded, or leave it out",

@@ -77,7 +77,7 @@ def serve_again(
     folder = RunFolder.open(path)
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
-    folder.require_unfinished()
+    folder.require_unfinished(config.recovery)
     require_star(config, may_restart=tell is None)
     if options.listen is None:
         options = dataclasses.replace(options, listen=_address_before(folder))

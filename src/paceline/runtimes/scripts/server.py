@@ -163,6 +163,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             rebuilt = rebuild(server, _no_worker, model, skipping, folder, control.send)
         now = rebuilt.now if rebuilt is not None else 0.0
         host = Host(server, model, None, resolved, folder, control.send, peers, now, spec["facts"])
+        host.verify_with(None, "only your own loop computes its pushes")
         if rebuilt is not None:
             host.resume_from(rebuilt)
         service = ScriptService(host, model, peers, control, expected)

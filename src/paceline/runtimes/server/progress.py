@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from typing import Any
 
 import torch
 
-from paceline.core.messages import DataAssignment, Drain, Input, Join, Leave, SetLocalSteps, SetLrFactor, Stop
-from paceline.core.server import LrDisagreement, Server
+from paceline.core.messages import (
+    DataAssignment,
+    Drain,
+    Expel,
+    Input,
+    Join,
+    Leave,
+    SetLocalSteps,
+    SetLrFactor,
+    SkipBatch,
+    Stop,
+)
+from paceline.core.server import Finding, LrDisagreement, Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
 from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
 
+MAX_TOLD, MAX_ROWS = 3, 20
+"""Of suspicious pushes: workers that the user is told about, and event rows for each of them."""
 SHARE = 0.002  # most of the server's time that computing norms may take
 
 
@@ -48,6 +62,7 @@ class EventRecorder:
         self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
         self._disagreement_told = False
+        self._suspicious = Counter[int]()  # by worker, how often its pushes were suspicious
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
         """Write the event of an input that the server has accepted."""
@@ -56,6 +71,11 @@ class EventRecorder:
             self._events.write("worker_joined", now, **row)
         elif isinstance(message, Leave) and not self._server.finished:
             self._leave(message, now)
+        elif isinstance(message, Expel):
+            self.lost.append(message.worker)
+        elif isinstance(message, SkipBatch):
+            self._events.write("batch_skipped", now, worker=message.worker, batch=message.batch)
+            self._report({"kind": "note", "text": f"batch {message.batch} of worker {message.worker} is passed over"})
         elif isinstance(message, SetLocalSteps):
             self._events.write("local_steps", now, worker=message.worker, steps=message.steps)
         elif isinstance(message, SetLrFactor):
@@ -75,6 +95,19 @@ class EventRecorder:
             pushes = member.pushes if member is not None else 0
             self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
+
+    def findings(self, found: list[Finding], now: float) -> None:
+        """Write what the guard found; tell the user, of suspicious pushes only the first of the first few workers."""
+        for worker, kind, why in found:
+            is_told = kind != "suspicious" or (worker not in self._suspicious and len(self._suspicious) < MAX_TOLD)
+            if kind == "suspicious":
+                self._suspicious[worker] += 1
+            if kind != "suspicious" or self._suspicious[worker] <= MAX_ROWS:
+                self._events.write("not_finite" if kind == "broken" else kind, now, worker=worker, why=why)
+            if is_told:
+                verb = {"expelled": "is expelled", "suspicious": "looks suspicious"}.get(kind, "ends the run")
+                self._report({"kind": "note", "text": f"worker {worker} {verb}: {why}"})
+        found.clear()
 
     def assignment(self, assignment: DataAssignment, now: float) -> None:
         """Write that the data was divided again; the log needs no record, since its inputs determine the division."""

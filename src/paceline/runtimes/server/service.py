@@ -82,8 +82,15 @@ class Dispatcher:
         except ProtocolError as error:
             raise ProtocolError(f"worker {worker}: {error}") from None
 
+    def is_expelled(self, worker: int) -> bool:
+        """Whether the server has turned a worker out; then its connection is closed."""
+        member = self._host.server.members.get(worker)
+        return member is not None and member.expelled
+
     def join(self, hello: Hello, capacities: tuple[int | None, int | None]) -> str | None:
         """Let a worker join. Returns why not if its model, data or codecs differ from this run's."""
+        if self.is_expelled(hello.join.worker):
+            return "this run has expelled it"
         wrong = mismatched_keys(self._expected, hello.facts)
         if hello.slot.sizes[0] != self._host.server.weights.numel():
             wrong.append("size")
@@ -207,6 +214,8 @@ class Service:
             message = peer.receive()
             if isinstance(message, Push):
                 self._dispatcher.push(peer, message)
+                if self._dispatcher.is_expelled(peer.worker):
+                    self.remove(peer)
                 return
         except ProtocolError as error:
             self._control.note(str(error))
