@@ -86,6 +86,9 @@ def _worker_event(row: dict[str, Any]) -> str | None:
             return f"{worker} was lost {pushes}; {row.get('live', '?')} live"
         case "worker_left":
             return f"{worker} left {pushes}"
+        case "expelled" | "suspicious" | "not_finite":
+            verb = {"expelled": "was expelled", "suspicious": "looks suspicious"}.get(row["kind"], "ended the run")
+            return f"{worker} {verb}: {row.get('why', '?')}"
         case "worker_draining":
             return f"{worker} is being drained"
     return None

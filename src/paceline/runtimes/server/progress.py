@@ -72,7 +72,7 @@ class EventRecorder:
         elif isinstance(message, Leave) and not self._server.finished:
             self._leave(message, now)
         elif isinstance(message, Expel):
-            self.lost.append(message.worker)
+            self._lose(message.worker, now)
         elif isinstance(message, SkipBatch):
             self._events.write("batch_skipped", now, worker=message.worker, batch=message.batch)
             self._report({"kind": "note", "text": f"batch {message.batch} of worker {message.worker} is passed over"})
@@ -91,10 +91,15 @@ class EventRecorder:
         if member is not None and member.released:
             self._events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
         elif member is None or not member.inactive:
-            self.lost.append(message.worker)
-            pushes = member.pushes if member is not None else 0
-            self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
+            pushes = self._lose(message.worker, now)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
+
+    def _lose(self, worker: int, now: float) -> int:
+        """Count a worker as lost; returns how many pushes it had sent."""
+        self.lost.append(worker)
+        pushes = self._server.members[worker].pushes if worker in self._server.members else 0
+        self._events.write("worker_lost", now, worker=worker, pushes=pushes, live=self._server.num_live)
+        return pushes
 
     def findings(self, found: list[Finding], now: float) -> None:
         """Write what the guard found; tell the user, of suspicious pushes only the first of the first few workers."""
