@@ -115,6 +115,12 @@ class RunConfig:
         "evaluate and save a running average of the weights: none, on, auto or a horizon in updates (default: on "
         "for async, bounded and async-local, unless the rule is plain or plain-early or the loop is your own)",
     )
+    aggregate: str | None = _strategy(
+        None,
+        "how to combine the pushes of a round, coordinate by coordinate: mean (default, by samples), median or "
+        "trimmed:K (the mean without the K lowest and highest)",
+        metavar="mean|median|trimmed:K",
+    )
     robust: bool = _strategy(
         False, "discard pushes whose norm is out of all proportion to the run's history, and expel who sends them"
     )

@@ -78,6 +78,7 @@ _NO_DRIFTS: Refusals = {
     Feature.OUTER_OPTIMIZER: "has no drifts; use diloco:H",
     Feature.DRIFT_RULE: "pushes gradients, and the rule is for drifts: use --rule auto",
 }
+_ALONE: Refusals = {Feature.AGGREGATE: "applies one push at a time; use sync or backup:B, or leave it out"}
 _NEEDS_SERVER: Refusals = {Feature.RING_PATH: "needs a server; use allreduce, local:H or diloco:H"}
 _ON_SERVER: Refusals = {**_NO_DRIFTS, **_NEEDS_SERVER}
 _IN_ROUNDS: Refusals = {
@@ -90,6 +91,7 @@ _STEPS_INSIDE: Refusals = {
     Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train",
 }
 _ON_RING: Refusals = {
+    Feature.AGGREGATE: "is a ring, which adds pushes up on their way; use sync or backup:B",
     Feature.SKIP_BATCH: "is a ring, where every worker has its own copy of the server; use --recovery checkpoint",
     Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",
     Feature.PULL_CODEC: f"has no server that replies; {_ONE_AT_A_TIME}",
@@ -102,6 +104,7 @@ _ON_RING: Refusals = {
 }
 _RING_OR_STAR: Refusals = {
     **_ON_RING,
+    Feature.AGGREGATE: f"{_ON_RING[Feature.AGGREGATE]}, or add --path star",
     Feature.CODEC: f"{_ON_RING[Feature.CODEC]}, or add --path star",
     Feature.PULL_CODEC: f"{_ON_RING[Feature.PULL_CODEC]}, or add --path star",
 }
@@ -139,6 +142,7 @@ STRATEGIES = {
         "plain",
         {
             **_ON_SERVER,
+            **_ALONE,
             Feature.SEVERAL_WORKERS: "is one worker; choose sync or async for more",
             Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
@@ -152,7 +156,7 @@ STRATEGIES = {
         },
     ),
     "sync": StrategyKind("replies when all have pushed", Axes(Waiting.BARRIER), "plain", {**_ON_SERVER, **_IN_ROUNDS}),
-    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", _ON_SERVER),
+    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", {**_ON_SERVER, **_ALONE}),
     "backup": StrategyKind(
         "replies when all but B have pushed: backup:B",
         Axes(Waiting.BARRIER),
@@ -166,6 +170,7 @@ STRATEGIES = {
         "auto",
         {
             **_ON_SERVER,
+            **_ALONE,
             Feature.DROPPING_RULE: "counts every push, and the rule drops the stale ones: use --strategy async",
         },
         letter="S",
@@ -214,6 +219,7 @@ STRATEGIES = {
         "delayed",
         {
             **_STEPS_INSIDE,
+            **_ALONE,
             **_NEEDS_SERVER,
             Feature.GRADIENT_RULE: "pushes drifts, and the rule is for gradients: use --rule delayed, its default",
         },

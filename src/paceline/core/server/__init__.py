@@ -1,5 +1,6 @@
 """The server as a pure state machine: inputs in, replies out. It owns the weights."""
 
+from paceline.core.server.aggregation import TrimmedMean
 from paceline.core.server.checkpoint import restore_server, server_facts
 from paceline.core.server.guard import Finding, NormHistory, PushGuard
 from paceline.core.server.roster import Roster
@@ -26,6 +27,7 @@ __all__ = [
     "PushGuard",
     "Roster",
     "Server",
+    "TrimmedMean",
     "Updater",
     "restore_server",
     "server_facts",

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_aggregate, make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.preflight import announce_rule
 from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, from_dict
 from paceline.core.messages import EstimatedStatistics, Join, Leave, OwnLoopInput, ReadWeights
 from paceline.core.schedules import Training
-from paceline.core.server import Server
+from paceline.core.server import Exchange, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import ALL_GONE, RunFolder
@@ -234,4 +234,5 @@ def learn(config: RunConfig, hellos: list[Hello], folder: RunFolder) -> tuple[Ru
         make_policy(config),
         Training(budget, make_schedule(config)),
     )
-    return config, model, Server(first.slot.weights.clone(), rule, policy, training, make_roster(config))
+    exchange = Exchange(aggregate=make_aggregate(config))
+    return config, model, Server(first.slot.weights.clone(), rule, policy, training, make_roster(config), exchange)
