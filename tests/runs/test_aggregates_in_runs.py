@@ -13,6 +13,7 @@ from paceline.config import RunConfig, max_workers_of
 from paceline.core.server import AppliedUpdate
 from paceline.errors import UserError
 from paceline.reports.console import Console
+from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import resolve
 from paceline.simulation.run import simulate
 from paceline.studies.batch_runs import resolve_for_simulation
@@ -92,6 +93,7 @@ def test_a_simulated_run_replays(aggregate: str, tmp_path: Path, monkeypatch: py
         ({"strategy": "backup:2", "aggregate": "trimmed:1"}, "has 2 pushes, and 2 are left out"),
         ({"strategy": "sync", "aggregate": "trimmed:0"}, "must be a whole number of at least 1"),
         ({"strategy": "sync", "aggregate": "trimmed"}, "write trimmed:K"),
+        ({"strategy": "allreduce", "robust": True}, "--robust: strategy allreduce is a ring, where no server takes"),
         ({"strategy": "sync", "aggregate": "medain"}, "did you mean 'median'"),
     ],
 )
@@ -99,6 +101,12 @@ def test_what_cannot_be_combined_is_refused_in_one_line(settings: dict[str, Any]
     with pytest.raises(UserError) as refusal:
         resolve(RunConfig(**{"workers": 4, **settings}))
     assert why in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_several_servers_refuse_what_needs_whole_pushes() -> None:
+    with pytest.raises(UserError, match="--robust needs the norm of a whole push"):
+        require_cuttable(resolve(RunConfig(strategy="async", robust=True)), 2)
+    require_cuttable(resolve(RunConfig(strategy="sync", aggregate="median")), 2)
 
 
 def test_mean_is_the_default_by_another_name() -> None:

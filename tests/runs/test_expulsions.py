@@ -225,6 +225,21 @@ def test_under_robust_a_gradient_that_really_is_immense_counts(record: Record, m
     assert events(run, "suspicious") and not events(run, "expelled") and not run.server.dropped
 
 
+def test_a_round_that_leaves_broken_pushes_out_goes_on_and_says_so_once(record: Record) -> None:
+    """Nobody can compute these pushes again, and the median is that of the others."""
+    run = begin(record, "sync", pushes=0, recomputes=False, aggregate="median")
+    run.host.verify_with(None, "only your own loop computes its pushes")
+    while not run.server.finished:
+        for worker in range(3):
+            if run.instances[worker].pending is not None and not run.server.finished:
+                send(run, worker, math.nan if worker == 1 else 1.0)
+    run.close()
+    assert status_of(run.server, None) == "finished" and run.server.version > 5
+    (note,) = [note for note in run.notes if "worker 1" in note]
+    assert "holds a NaN or an infinity, and the server cannot compute it again: only your own loop" in note
+    assert len(events(run, "not_finite")) <= 20
+
+
 @pytest.mark.parametrize(("strategy", "settings"), EVERY)
 def test_an_ordinary_run_has_nothing_suspicious(record: Record, strategy: str, settings: dict[str, Any]) -> None:
     settings = {**settings, "warmup": 0.5, "schedule": "cosine"}

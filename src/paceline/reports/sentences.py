@@ -87,8 +87,8 @@ def _worker_event(row: dict[str, Any]) -> str | None:
         case "worker_left":
             return f"{worker} left {pushes}"
         case "expelled" | "suspicious" | "not_finite":
-            verb = {"expelled": "was expelled", "suspicious": "looks suspicious"}.get(row["kind"], "ended the run")
-            return f"{worker} {verb}: {row.get('why', '?')}"
+            verb = {"expelled": " was expelled", "suspicious": " looks suspicious"}.get(row["kind"], "")
+            return f"{worker}{verb}: {row.get('why', '?')}"
         case "worker_draining":
             return f"{worker} is being drained"
     return None

@@ -246,6 +246,8 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
         raise UserError(f"--shard-weights gives {len(config.shard_weights)} weights for {workers} workers: one each")
     _check_paths(config)
     check_aggregate(config, workers)
+    if config.robust:
+        require_feature(config, Feature.ROBUST, "--robust")
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
 

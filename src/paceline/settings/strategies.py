@@ -57,6 +57,7 @@ class Feature(Enum):
     OWN_LOOP = auto()  # `paceline run`: the script makes the steps
     SKIP_BATCH = auto()  # `--recovery skip-batch`
     AGGREGATE = auto()  # `--aggregate` other than `mean`
+    ROBUST = auto()  # `--robust`
     RING_PATH = auto()
     STAR_PATH = auto()
     LOCAL_STEPS = auto()  # `--local-steps`
@@ -91,6 +92,7 @@ _STEPS_INSIDE: Refusals = {
     Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train",
 }
 _ON_RING: Refusals = {
+    Feature.ROBUST: "is a ring, where no server takes single pushes; leave it out, or use sync",
     Feature.AGGREGATE: "is a ring, which adds pushes up on their way; use sync or backup:B",
     Feature.SKIP_BATCH: "is a ring, where every worker has its own copy of the server; use --recovery checkpoint",
     Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",

@@ -91,7 +91,7 @@ class Finding(NamedTuple):
     """What the guard has to say about a push."""
 
     worker: int
-    kind: str  # `expelled`, `suspicious`, or `broken`: not finite, and nobody is expelled for it
+    kind: str  # `expelled`, `suspicious`, or `not_finite`: nobody is expelled for it
     why: str
 
 
@@ -149,7 +149,7 @@ class PushGuard:
         if again is not None:
             own = "the server's own computation of it is not finite either"
             reason = own if isinstance(again, Push) else f"the server cannot compute it again: {again}"
-            self._find(push, "broken", f"its push {has}, and {reason}")
+            self._find(push, "not_finite", f"its push {has}, and {reason}")
         self._updater.checks_sums = True
         return None
 

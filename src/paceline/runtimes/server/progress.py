@@ -28,7 +28,7 @@ from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
 
 MAX_TOLD, MAX_ROWS = 3, 20
-"""Of suspicious pushes: workers that the user is told about, and event rows for each of them."""
+"""Of what the guard finds and nobody is expelled for: workers that the user is told about, and event rows for each."""
 SHARE = 0.002  # most of the server's time that computing norms may take
 
 
@@ -62,7 +62,7 @@ class EventRecorder:
         self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
         self._disagreement_told = False
-        self._suspicious = Counter[int]()  # by worker, how often its pushes were suspicious
+        self._found = Counter[tuple[str, int]]()  # how often, by kind and worker, the guard found something
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
         """Write the event of an input that the server has accepted."""
@@ -102,16 +102,15 @@ class EventRecorder:
         return pushes
 
     def findings(self, found: list[Finding], now: float) -> None:
-        """Write what the guard found; tell the user, of suspicious pushes only the first of the first few workers."""
+        """Write what the guard found; of what does not expel, tell only the first of the first few workers."""
         for worker, kind, why in found:
-            is_told = kind != "suspicious" or (worker not in self._suspicious and len(self._suspicious) < MAX_TOLD)
-            if kind == "suspicious":
-                self._suspicious[worker] += 1
-            if kind != "suspicious" or self._suspicious[worker] <= MAX_ROWS:
-                self._events.write("not_finite" if kind == "broken" else kind, now, worker=worker, why=why)
-            if is_told:
-                verb = {"expelled": "is expelled", "suspicious": "looks suspicious"}.get(kind, "ends the run")
-                self._report({"kind": "note", "text": f"worker {worker} {verb}: {why}"})
+            self._found[kind, worker] += 1
+            often, workers = self._found[kind, worker], sum(one == kind for one, _ in self._found)
+            if kind == "expelled" or often <= MAX_ROWS:
+                self._events.write(kind, now, worker=worker, why=why)
+            if kind == "expelled" or (often == 1 and workers <= MAX_TOLD):
+                verb = {"expelled": " is expelled", "suspicious": " looks suspicious"}.get(kind, "")
+                self._report({"kind": "note", "text": f"worker {worker}{verb}: {why}"})
         found.clear()
 
     def assignment(self, assignment: DataAssignment, now: float) -> None:
