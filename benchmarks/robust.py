@@ -148,7 +148,7 @@ def compare(seeds: int, steps: int) -> list[dict[str, Any]]:
         for name, lie, way in kinds:
             found = []
             for seed in range(seeds):
-                driver = Watched(settings(seed, workers, steps, aggregate=way), lie, liars, perceptron)
+                driver = Watched(settings(seed, workers, steps, aggregate=way, batch_size=128), lie, liars, perceptron)
                 driver.run()
                 found.append(round(driver.accuracy(), 2))
             row = {"workers": workers, "liars": liars if lie else 0, "lie": name, "aggregate": way, "accuracy": found}
@@ -201,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--norms", action="store_true", help="watch the norms of ordinary runs instead")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
     parsed = parser.parse_args()
