@@ -72,6 +72,15 @@ def test_a_lie_leaves_the_result_between_honest_values(lie: float, trim: int | N
     assert (found >= honest.amin(0)).all() and (found <= honest.amax(0)).all()
 
 
+@pytest.mark.parametrize(("trim", "left"), [(None, None), (1, 0), (2, 1)])
+def test_a_broken_push_counts_as_one_of_those_to_leave_out(trim: int | None, left: int | None) -> None:
+    """As the highest value of every coordinate it would bias what remains."""
+    updates = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(4))
+    updates[2, 7] = math.nan
+    expected = oracle(updates[[0, 1, 3, 4, 5]], left)
+    np.testing.assert_allclose(TrimmedMean(trim)(pushes_of(updates), 6).numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
 def server_of(combine: TrimmedMean, count: int) -> Server:
     training, rule = Training(BUDGET, Schedule(0.5)), Plain(Sgd())
     server = Server(torch.zeros(SIZE), rule, Barrier(), training, Roster(count), Exchange(aggregate=combine))

@@ -18,8 +18,8 @@ class TrimmedMean:
     """Coordinate by coordinate, the mean of a round's values without the `trim` lowest and highest.
 
     Without `trim`, as many are left out as leave one or two: the median. So it is in a round that lost workers, if
-    `trim` would leave none. Every push counts alike, whatever its samples. A NaN is the highest value. See
-    arXiv 1803.01498.
+    `trim` would leave none. Every push counts alike, whatever its samples. A push with a NaN or an infinity is left out
+    as a whole, in place of one low and one high value. See arXiv 1803.01498.
 
     >>> values = torch.tensor([[1.0], [9.0], [2.0], [4.0]])
     >>> pushes = [Push(worker, 0, 0, 0, 1, 0.0, row, values) for worker, row in enumerate(values)]
@@ -38,18 +38,22 @@ class TrimmedMean:
 
     def __call__(self, pushes: list[Push], samples: int) -> Tensor:
         """Return the result, which the next call overwrites."""
+        sound = [push for push in pushes if math.isfinite(push.update.sum().item())]
+        trim, num_broken = self.tolerates(len(pushes)), len(pushes) - len(sound)
+        if num_broken <= trim:  # else the result is not finite, which ends the run
+            pushes, trim = sound, max(0, trim - num_broken) if self._trim is not None else self.tolerates(len(sound))
         first, count = pushes[0].update, len(pushes)
         if self._result.shape != first.shape:
             self._result = torch.empty_like(first)
         if len(self._rows) <= count:
             self._rows = torch.empty(count + 1, min(SPAN, first.numel()), device=first.device)
-        left_out = self.tolerates(count)
+        trim = min(trim, (count - 1) // 2)
         for begin in range(0, first.numel(), SPAN):
             result = self._result[begin : begin + SPAN]
             rows = list(self._rows[: count + 1, : result.numel()])
             for row, push in zip(rows, pushes, strict=False):
                 torch.nan_to_num(push.update[begin : begin + SPAN], math.inf, math.inf, -math.inf, out=row)
-            kept = _sorted(rows, count)[left_out : count - left_out]
+            kept = _sorted(rows, count)[trim : count - trim]
             result.copy_(kept[0])
             for row in kept[1:]:
                 result.add_(row)

@@ -19,8 +19,8 @@ from paceline.core.messages import Disposition, Push
 from paceline.core.server.updates import Updater
 
 BOUND = 100.0
-"""A push is suspicious if its norm is this many times the largest recent one of the typical worker. In ordinary runs
-of the built-in models no push comes near it (`benchmarks/robust.py --norms`)."""
+"""A push is suspicious if its norm is this many times the largest recent one of the typical worker. The largest
+factor in ordinary runs of the built-in models was 31 (`benchmarks/robust.py --norms`)."""
 MIN_HISTORY = 4  # pushes before the first is judged
 REMEMBERED = 0.999  # of a worker's largest norm, at each of its pushes
 REFRESH_EVERY = 64  # pushes after which the bound is computed again, also if no push exceeds it
