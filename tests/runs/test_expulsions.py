@@ -11,6 +11,7 @@ import torch
 
 from paceline.core.messages import Disposition, Join, Push
 from paceline.core.server import guard
+from paceline.reports.sentences import event_sentence
 from paceline.runs.arrival_log import scan_log
 from paceline.runs.result import status_of
 from tests.support.recorded_runs import Record, RecordedRun, assert_same
@@ -166,6 +167,7 @@ def test_an_immense_push_is_told_once_and_counts(record: Record, strategy: str) 
     rows = events(run, "suspicious")
     assert rows and {row["worker"] for row in rows} == {1}
     assert len([note for note in run.notes if "suspicious" in note]) == 1
+    assert event_sentence(rows[0]) == f"Worker 1 looks suspicious: {rows[0]['why']}"
     assert not run.server.dropped and not run.server.members[1].expelled
 
 

@@ -86,9 +86,6 @@ def _worker_event(row: dict[str, Any]) -> str | None:
             return f"{worker} was lost {pushes}; {row.get('live', '?')} live"
         case "worker_left":
             return f"{worker} left {pushes}"
-        case "expelled" | "suspicious" | "not_finite":
-            verb = {"expelled": " was expelled", "suspicious": " looks suspicious"}.get(row["kind"], "")
-            return f"{worker}{verb}: {row.get('why', '?')}"
         case "worker_draining":
             return f"{worker} is being drained"
     return None
@@ -104,6 +101,9 @@ def _run_event(row: dict[str, Any]) -> str | None:
         case "fault":
             target = f" of worker {row['worker']}" if row.get("worker") is not None else ""
             return f"injected fault: {row.get('fault')}{target}"
+        case "suspicious" | "not_finite":
+            verb = " looks suspicious" if row["kind"] == "suspicious" else ""
+            return f"worker {row.get('worker')}{verb}: {row.get('why')}"
         case "run_resumed":
             return f"the run resumed at update {_amount(row, 'updates')}"
         case "recovered":
